@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from palaestra.agent.agent import Agent
-    from palaestra.agent.atropos_agent import AGENT_SYSTEM_PROMPT, AgentConfig, AtroposAgent
     from palaestra.agent.budget import Budget
     from palaestra.agent.detached_subagents import Delegates
-    from palaestra.agent.loop import HermesAgentLoop
+    from palaestra.agent.loop import LoopSettings
     from palaestra.agent.result import AgentResult, AgentStep, SequenceData, ToolError
     from palaestra.contract.agent_env import AgentEnv, AgentEnvConfig
+    from palaestra.contract.agent_loop import HermesAgentLoop
+    from palaestra.contract.atropos_agent import AGENT_SYSTEM_PROMPT, AgentConfig, AtroposAgent
     from palaestra.contract.base_env import BaseEnv, Item
     from palaestra.contract.hermes_env import HermesAgentBaseEnv
     from palaestra.contract.scored_data import ScoredDataGroup, ScoredDataItem
@@ -217,6 +218,7 @@ __all__ = [
     "Label",
     "Limits",
     "LocalBackend",
+    "LoopSettings",
     "Message",
     "Mount",
     "Network",
@@ -341,11 +343,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AGENT_SYSTEM_PROMPT": "agent.atropos_agent",
+    "AGENT_SYSTEM_PROMPT": "contract.atropos_agent",
     "APIServerConfig": "inference.config",
     "AcquireTimeout": "core.errors",
     "Agent": "agent.agent",
-    "AgentConfig": "agent.atropos_agent",
+    "AgentConfig": "contract.atropos_agent",
     "AgentEnv": "contract.agent_env",
     "AgentEnvConfig": "contract.agent_env",
     "AgentResult": "agent.result",
@@ -359,7 +361,7 @@ _MODULES = {
     "ArtifactListResponsePayload": "sandbox.artifacts",
     "ArtifactReadRequestPayload": "sandbox.artifacts",
     "ArtifactReadResponsePayload": "sandbox.artifacts",
-    "AtroposAgent": "agent.atropos_agent",
+    "AtroposAgent": "contract.atropos_agent",
     "BaseEnv": "contract.base_env",
     "BaseEnvConfig": "envs.config.fields",
     "Blame": "core.types",
@@ -383,7 +385,7 @@ _MODULES = {
     "Group": "rollouts.records",
     "HermesAgentBaseEnv": "contract.hermes_env",
     "HermesAgentEnvConfig": "envs.config.fields",
-    "HermesAgentLoop": "agent.loop",
+    "HermesAgentLoop": "contract.agent_loop",
     "HermesSweEnv": "suites.hermes_swe.hermes_swe",
     "ImageError": "core.errors",
     "InfraError": "core.errors",
@@ -392,6 +394,7 @@ _MODULES = {
     "JSON": "core.types",
     "Label": "core.types",
     "Limits": "core.types",
+    "LoopSettings": "agent.loop",
     "LocalBackend": "sandbox.backends.local",
     "Message": "core.types",
     "Mount": "sandbox.slot",

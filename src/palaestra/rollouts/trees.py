@@ -50,28 +50,30 @@ class ForkPoints:
         self._rollout = rollout
         self._pool: SlotSource = rollout.run_context.workspaces.pool
         self._open: bool | None = None
-        rollout.watch_turns(self)
+        rollout.log.watch(self)
 
     def begin(self) -> None:
         """Decide whether to take points. Called when the agent begins or continues its conversation. No points are
         taken in a continued conversation, nor if set-up used the slot, since a branch would repeat that set-up."""
-        self._open = self._open is None and not self._rollout.has_slot
+        self._open = self._open is None and self._rollout.seat.slot is None
 
     async def take(self, turn: int, messages: Sequence[Message]) -> None:
         """Take a point after a turn, which added these messages, if other rollouts can continue from it."""
         rollout = self._rollout
         asked = bool(messages) and messages[-1].get("role") != "assistant"
-        if not self._open or not asked or turn >= rollout.settings.max_turns or not rollout.has_plain_tools:
+        if not self._open or not asked or turn >= rollout.settings.max_turns:
+            return
+        if rollout.seat.has_other_tools or not rollout.calls.repeatable:  # a copy of the slot would lack their state
             return
         ledger = rollout.server.ledger
         if ledger is not None and len(ledger.turns) != turn:
             self._open = False  # sub-agents or the environment made calls too
             return
-        with uncharged(), rollout.stage("fork"):
-            if not rollout.has_slot:
+        with uncharged(), rollout.stages.stage("fork"):
+            slot = rollout.seat.slot
+            if slot is None:
                 self.points[turn] = None
                 return
-            slot = await rollout.sandbox()
             self.copied = self.copied and slot.rung >= Rung.USERNS  # weaker isolation levels have no layers
             if not self.copied:
                 self.points[turn] = None

@@ -85,7 +85,7 @@ def test_one_transcript_is_the_same_through_chat_batch_and_rl(tmp_path: Path) ->
             config = APIServerConfig(base_url=server.url, model_name="echo")
             with ConversationStore(tmp_path / "c.sqlite") as store:
                 async with ChatService(config, store, SETTINGS) as service:
-                    chat = (await talk(service, TRANSCRIPT)).messages
+                    chat = (await talk(service, TRANSCRIPT)).history.messages
             rl = await palaestra.run(one(), server=config, group_size=1, folder=tmp_path / "runs")
             prompts = tmp_path / "prompts.jsonl"
             prompts.write_text(json.dumps({"prompt": TRANSCRIPT}))
@@ -127,7 +127,7 @@ def test_one_transcript_has_the_same_tokens_through_chat_and_rl(tmp_path: Path) 
             with ConversationStore(tmp_path / "c.sqlite") as store:
                 store.set_consent("", True)
                 async with ChatService(engine, store, SETTINGS) as service:
-                    messages = (await talk(service, "go")).messages
+                    messages = (await talk(service, "go")).history.messages
                 [group] = session_groups(store, [], Counter(), tokens=True)
                 return messages, group.trajectories[0].ledger, group.tools
 

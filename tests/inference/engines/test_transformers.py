@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.agent.loop import HermesAgentLoop
+from palaestra.contract.agent_loop import HermesAgentLoop
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.chat_server import SessionContext

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.agent.loop import HermesAgentLoop
+from palaestra.contract.agent_loop import HermesAgentLoop
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, FunctionCall, ToolCallMessage

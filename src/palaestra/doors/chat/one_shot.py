@@ -59,7 +59,7 @@ class Which:
         else:
             return Conversation.begin(service, people, title=self.title)
         if self.title:
-            conversation.rename(self.title)
+            conversation.history.rename(self.title)
         return conversation
 
 
@@ -83,14 +83,16 @@ async def answer_once(
         async with chat_service(options, store) as (service, folder):
             conversation = which.opened(service, People(approve=approve, notice=write))
             if as_json:
-                click.echo(json.dumps({"type": "conversation", "id": conversation.id, "model": conversation.model}))
+                click.echo(
+                    json.dumps({"type": "conversation", "id": conversation.id, "model": conversation.model.name})
+                )
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGINT, conversation.interrupt)
             try:
                 ended = await _turn(conversation, content, which.message_id, write)
             finally:
                 loop.remove_signal_handler(signal.SIGINT)
-            if folder is not None and conversation.open_slot is not None:
+            if folder is not None and conversation.seat.slot is not None:
                 await _write_back(folder, conversation, options.config.write, write)
             return _exit_code(conversation, ended)
 
@@ -114,7 +116,7 @@ async def _turn(
 async def _write_back(
     folder: WorkFolder, conversation: Conversation, mode: str, write: Callable[[Event], None]
 ) -> None:
-    slot = conversation.open_slot
+    slot = conversation.seat.slot
     changes = [] if slot is None else await folder.changes(slot)
     if not changes:
         return

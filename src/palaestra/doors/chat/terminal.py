@@ -170,7 +170,7 @@ class ChatTerminal:
 
     def _farewell(self) -> str:
         talk = self._talk
-        return "" if talk is None or not talk.turns() else f"continue with: palaestra chat --resume {talk.id}"
+        return "" if talk is None or not talk.history.turns() else f"continue with: palaestra chat --resume {talk.id}"
 
     # Start
 
@@ -205,7 +205,7 @@ class ChatTerminal:
     async def _show_last(self) -> None:
         """Show the end of a resumed conversation, and continue a turn that was cut off."""
         talk = self._conversation
-        turns = talk.turns()
+        turns = talk.history.turns()
         self._screen.line(f"{DIM}continues {talk.id}, {len(turns)} turn{'' if len(turns) == 1 else 's'}{PLAIN}")
         for turn in turns[-2:]:
             from palaestra.tools.builtin.session_search import message_text
@@ -283,12 +283,12 @@ class ChatTerminal:
             return ANSI("starting …")
         talk = self._talk
         running = sum(session.running for session in self._service.processes.sessions(talk.id))
-        window = "" if talk.window_tokens is None else f" of {talk.window_tokens}"
-        parts = [talk.model, f"{talk.context_tokens}{window} tokens"]
+        window = "" if talk.context.size is None else f" of {talk.context.size}"
+        parts = [talk.model.name, f"{talk.context.tokens}{window} tokens"]
         if running:
             parts.append(f"{running} background process{'es' if running > 1 else ''} (/background)")
-        if talk.title:
-            parts.append(talk.title)
+        if talk.history.title:
+            parts.append(talk.history.title)
         return ANSI(printable(" · ".join(parts)))
 
     # Messages
@@ -355,7 +355,7 @@ class ChatTerminal:
         self._write_back(changes)
 
     async def _changes(self) -> list[FolderChange]:
-        slot = self._conversation.open_slot
+        slot = self._conversation.seat.slot
         return [] if slot is None or self._folder is None else await self._folder.changes(slot)
 
     def _write_back(self, changes: Sequence[FolderChange]) -> None:
@@ -465,7 +465,7 @@ class ChatTerminal:
         other = await self._conversation.fork(_number(rest) if rest else None)
         await self._conversation.close()
         self._talk = other
-        turns = len(other.turns())
+        turns = len(other.history.turns())
         self._screen.line(f"{DIM}forked as {other.id}, with {turns} turn{'' if turns == 1 else 's'}{PLAIN}")
         self._show_notices(other)
 
@@ -492,7 +492,7 @@ class ChatTerminal:
     async def _do_model(self, rest: str) -> None:
         if rest and not await self._conversation.use_model(rest):
             self._screen.line(f"{YELLOW}note: the server lists no models, so this name is not checked{PLAIN}")
-        self._screen.line(printable(self._conversation.model))
+        self._screen.line(printable(self._conversation.model.name))
 
     async def _do_tools(self, rest: str) -> None:
         registry = self._service.registry(self._conversation.toolsets)
@@ -531,10 +531,10 @@ class ChatTerminal:
             raise ConfigError(
                 f"unknown command /sandbox {rest}; use /sandbox, /sandbox diff, /sandbox write or /sandbox new"
             )
-        elif talk.open_slot is None:
+        elif talk.seat.slot is None:
             self._screen.line("no sandbox yet: the first command creates one")
         else:
-            slot = talk.open_slot
+            slot = talk.seat.slot
             self._screen.line(f"{slot.slot_id}: backend {self._service.pool.backend.name}, isolation {slot.rung.label}")
 
     async def _do_background(self, rest: str) -> None:
@@ -559,7 +559,7 @@ class ChatTerminal:
         self._screen.line(printable(str(reply.get("output") or reply.get("error") or reply.get("status"))))
 
     async def _do_cost(self, rest: str) -> None:
-        turns = self._conversation.turns(every=True)
+        turns = self._conversation.history.turns(every=True)
         totals = {
             name: sum(int(turn.report.get(name) or 0) for turn in turns)
             for name in ("model_calls", "prompt_tokens", "completion_tokens")
@@ -577,7 +577,7 @@ class ChatTerminal:
     async def _do_save(self, rest: str) -> None:
         if not rest:
             raise ConfigError("/save needs a title")
-        self._conversation.rename(rest)
+        self._conversation.history.rename(rest)
         self._screen.line(f"{DIM}named; continue with: palaestra chat --resume {printable(rest)!r}{PLAIN}")
 
     async def _do_export(self, rest: str) -> None:
@@ -585,7 +585,12 @@ class ChatTerminal:
 
         path = Path(rest or f"{self._conversation.id}.json").expanduser()
         talk = self._conversation
-        content = {"id": talk.id, "title": talk.title, "model": talk.model, "messages": talk.messages}
+        content = {
+            "id": talk.id,
+            "title": talk.history.title,
+            "model": talk.model.name,
+            "messages": talk.history.messages,
+        }
         try:
             with open(path, "w", opener=private) as file:  # noqa: ASYNC230 - a small file
                 file.write(json.dumps(content, indent=1, ensure_ascii=False))

@@ -515,9 +515,9 @@ class Gateway:
             session.conversation = self._open(session, row.conversation, "")
         conversation, session.conversation = session.conversation, None
         if conversation is not None:
-            if self.chat.lasting and conversation.record.settings.get("sandbox"):
+            if self.chat.lasting and conversation.history.record.settings.get("sandbox"):
                 try:
-                    await conversation.slot()  # takes over an earlier gateway's sandbox, which `close` ends
+                    await conversation.seat.sandbox()  # takes over an earlier gateway's sandbox, which `close` ends
                 except SandboxError as error:  # a new session must not depend on a sandbox that is broken
                     logger.warning("%s: the earlier sandbox was not taken over: %s", session.key, error)
             await conversation.close()
@@ -544,7 +544,7 @@ class Gateway:
         idle_s = self._clock.monotonic() - (session.used_at or 0.0)
         conversation = session.conversation
         return (
-            not session.running and conversation is not None and not conversation.open_slot and idle_s > CLOSE_AFTER_S
+            not session.running and conversation is not None and not conversation.seat.slot and idle_s > CLOSE_AFTER_S
         )
 
     # Turns
@@ -574,7 +574,7 @@ class Gateway:
             text = f"{message.user_name or message.user_id}: {text}"
         lines: list[str] = []
         if message.attachments and self.chat.store.turn_of(conversation.id, message.message_id) is None:
-            lines = await files.put_uploads(await conversation.slot(), message)
+            lines = await files.put_uploads(await conversation.seat.sandbox(), message)
         return files.message_content(text, message, lines, images=self.config.model_sees_images)
 
     async def _show(self, session: _Session, message: Incoming, event: Event) -> None:
@@ -591,7 +591,7 @@ class Gateway:
         self, session: _Session, conversation: Conversation, message: Incoming, ended: TurnEnded
     ) -> _Answer:
         limits = self.platforms[message.address.platform].limits
-        text, sent = await files.take_media(ended.text, conversation.open_slot, limits.max_file_bytes)
+        text, sent = await files.take_media(ended.text, conversation.seat.slot, limits.max_file_bytes)
         texts = [text] if text.strip() else []
         if ended.outcome == INTERRUPTED:
             texts.append("Stopped." if session.stopped else _CUT_OFF)
@@ -659,7 +659,7 @@ class Gateway:
             if session.doing:
                 lines.append(f"The turn is running {session.doing}")
         if session.conversation is not None:
-            lines.append(f"Session {session.conversation.id}, model {session.conversation.model}")
+            lines.append(f"Session {session.conversation.id}, model {session.conversation.model.name}")
             for each in await self.chat.processes.list_sessions(session.conversation.id):
                 lines.append(f"Background process {each['session_id']} {each['status']}: {each['command']}")
         for job in await self.jobs.of_session(session.key):
@@ -681,7 +681,7 @@ class Gateway:
         if command.name == "compact":
             async with self._typing(message.address):
                 summary = await conversation.compact()
-            cost = float(conversation.turns()[0].report.get("cost") or 0.0)
+            cost = float(conversation.history.turns()[0].report.get("cost") or 0.0)
             return _Answer([f"The history was replaced with this summary:\n\n{summary}"], cost=cost)
         if self.chat.store.turn_of(conversation.id, message.message_id) is not None:
             return await self._turn(session, message, again="")  # the gateway was killed during this turn

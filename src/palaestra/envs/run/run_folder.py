@@ -253,6 +253,10 @@ class RunOutput:
         self.begun = True
         self._unfinished.add(event.group.group_id)
 
+    def begin(self) -> None:
+        """Keep the files of the run, although no group has begun."""
+        self.begun = True
+
     def discard_unless_begun(self) -> None:
         """Remove all files of a run that never began."""
         if self.begun:

@@ -23,7 +23,7 @@ from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.form import Form
 from palaestra.envs.run.command import command_line, take_variables
 from palaestra.envs.run.library import environment_form
-from palaestra.envs.run.run import RunReport, run
+from palaestra.envs.run.run import RunReport, Steering, run
 from palaestra.envs.run.run_folder import RunLine
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.reader import RUNS
@@ -104,10 +104,12 @@ async def train_line(
             root=root,
             folder=folder,
             stream=stream,
-            drive=training.drive,
             engines=[chosen.engine],
-            subscribers=[chosen.busy],
-            resumed_by=f"palaestra train{f' --tinker-url {tinker_url}' if tinker_url else ''} --resume",
+            steering=Steering(
+                [chosen.busy],
+                drive=training.drive,
+                resumed_by=f"palaestra train{f' --tinker-url {tinker_url}' if tinker_url else ''} --resume",
+            ),
         )
     finally:
         await chosen.aclose()

@@ -386,11 +386,11 @@ class SweEnvironment(ContractEnvironment):
         task = rollout.task
         if task.id in self._prepared_runs:
             return self._prepared_runs[task.id]
-        snapshot = rollout.snapshot
+        snapshot = rollout.workspace.snapshot
         await grading.hand_back()
         if snapshot is not None:
-            rollout.continue_from(snapshot)
-        slot = await rollout.lease(f"{rollout.rollout_id}:prepared", grading.spec, snapshot)
+            rollout.workspace.continue_from(snapshot, rollout.seat)
+        slot = await rollout.workspace.lease_slot(f"{rollout.rollout_id}:prepared", grading.spec, snapshot)
         try:
             await add_tests(slot, self.repositories, task.data.row, REPOSITORY)
             run = self._prepared_runs[task.id] = await self._run(slot, task.data, names)

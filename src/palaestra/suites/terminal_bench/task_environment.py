@@ -359,7 +359,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """Return the score from a part's verifier: its official verdict, and the reward in the guarded view."""
         work: ResolvedTask = rollout.task.data
         group: ServiceGroup | None = rollout.meta.get("services")
-        if group is not None and not rollout.has_slot and not (grading.begun or grading.untouched):
+        if group is not None and rollout.seat.slot is None and not (grading.begun or grading.untouched):
             raise ServicesEnded("work of several services cannot be graded again, because the services have ended")
         problems = await self._run_hooks(rollout, grading, part)
         if part.task.verifier.environment is not None:
@@ -394,7 +394,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """Run the collect hooks of a part in the agent's slot, and return their problems."""
         work: ResolvedTask = rollout.task.data
         hooks = [each for each in part.task.verifier.collect if each.service == MAIN]
-        if not hooks or grading.begun or not rollout.has_slot:
+        if not hooks or grading.begun or rollout.seat.slot is None:
             return []
 
         async def slot_of(hook: CollectHook) -> Slot:
@@ -450,7 +450,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             made = partial(sealed_after, rollout, building, None, build)
             built = await rollout.run_context.workspaces.shared(root.build_key, made)
         try:
-            slot = await rollout.lease(f"{rollout.rollout_id}:verifier", spec, built)
+            slot = await rollout.workspace.lease_slot(f"{rollout.rollout_id}:verifier", spec, built)
         except SandboxError:
             if root.build_key is not None:
                 await rollout.run_context.workspaces.drop_lost(root.build_key)
@@ -497,7 +497,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
                 raise
             return _no_verdict(str(error))
         finally:
-            await (grading.restart() if own is None else rollout.aclose())
+            await (grading.restart() if own is None else rollout.seat.aclose())
         if own is None:
             evidence = "the agent's own sandbox has ended or cannot be copied, so its files were verified in a copy"
             label = Label("official_on_copy", evidence)
@@ -801,7 +801,7 @@ class _Steps:
         rollout = self._rollout
         grading = Grading(rollout, self._environment.slot_spec(rollout.task, Phase.GRADE))
         self._gradings.append(grading)
-        with rollout.stage("grade"):
+        with rollout.stages.stage("grade"):
             verified = self._environment.verified
             score = await self._environment.check(rollout, grading, lambda shown: verified(rollout, shown, part))
             await grading.hand_back()
@@ -810,7 +810,7 @@ class _Steps:
     async def _close(self) -> None:
         """Close the agent's slot first and then the gradings, because the slot uses the snapshots of the gradings."""
         if self._gradings and not self._gradings[-1].live:
-            await self._rollout.aclose()
+            await self._rollout.seat.aclose()
         for grading in reversed(self._gradings):
             await grading.aclose()
 

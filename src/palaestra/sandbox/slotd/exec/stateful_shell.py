@@ -145,7 +145,7 @@ class ShellProcess:
         self._after = process_tree.note()
         self._sequence += 1
         self._say(_RUN % (file, source, errors, self._sequence))
-        supervisor, ends = self._supervisor, CommandPipes(self._output)
+        supervisor, ends = self._supervisor, CommandPipes(self._output, -1)
         execution = Execution(
             number, spec, self._loop, supervisor.send, self._interrupt, self._receive_all, ends, supervisor.shelf
         )

@@ -161,7 +161,7 @@ class Supervisor:
                 execution.finish(False, shell_flags)
                 then(execution)
         elif not execution.awaiting_oom:
-            execution.awaiting_oom = True
+            execution.await_oom()
             self.owner.ask_oom(functools.partial(self._finish_killed, execution, shell_flags, then))
 
     def shell(self) -> str:
