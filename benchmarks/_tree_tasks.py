@@ -92,6 +92,7 @@ class TableTrainer:
     """
 
     name = "table"
+    overlaps = True
 
     def __init__(self, *, seed: int, known: int = 0, target: float = 1.0, rate: float = 6.0) -> None:
         self.model = "table"

@@ -3,8 +3,10 @@ trained model itself.
 
 TRL trains in a thread. Its `rollout_func` waits for the rows of the next step, so that `Training` decides when TRL
 takes a step, and the model's weights change only while nothing samples. TRL subtracts the mean of a batch from its
-rewards. One added row without trained tokens makes the mean 0, so that the advantages stay as they are. The loss `dapo`
-gives all sampled tokens of a step the same weight.
+rewards. One added row without trained tokens makes the mean 0, so that the advantages stay as they are. TRL accepts one
+advantage per token from subclasses, so each token's advantage is multiplied by its importance weight. The loss types
+`dapo` and `cispo` give all sampled tokens of a step the same weight. Losses that clip compare the new probabilities with
+the sampler's.
 
 Needs the extra `trl`. Source: `GRPOTrainer` of TRL 1.16.
 """
@@ -147,7 +149,9 @@ class TrlTrainer:
                 torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
             )
             for group in self._trl.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] = self._config.learning_rate
+                group["initial_lr"] = self._config.learning_rate
+                group["lr"] = self._config.rate(int(version))
+            self._trl.lr_scheduler.last_epoch = int(version)  # torch's schedulers follow from the number of the step
 
         try:
             await self._computed(read)
@@ -176,6 +180,16 @@ class TrlTrainer:
         from transformers import AutoTokenizer, PrinterCallback
         from trl import GRPOConfig, GRPOTrainer
 
+        owner, config = self, self._config
+        low, high = config.clips if config.loss != "importance_sampling" else (0.2, 0.28)  # its ratio is exactly 1
+
+        class WeighedTrainer(GRPOTrainer):
+            def _generate_and_score_completions(self, inputs: list[JSON]) -> dict[str, Any]:
+                return owner._weighed(super()._generate_and_score_completions(inputs))
+
+            def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+                return super().create_scheduler(config.steps, optimizer)
+
         micro = min(FORWARD_ROWS, self._rows)
         passes = math.ceil(self._rows / micro)
         self._rows = micro * passes
@@ -185,13 +199,16 @@ class TrlTrainer:
             per_device_train_batch_size=micro,
             gradient_accumulation_steps=passes,
             num_generations=self._rows,
-            learning_rate=self._config.learning_rate,
-            lr_scheduler_type="constant",
+            learning_rate=config.learning_rate,
+            lr_scheduler_type="constant_with_warmup" if config.schedule == "constant" else config.schedule,
+            warmup_steps=config.warmup,
             adam_beta2=0.95,
             weight_decay=0.0,
-            beta=0.0,
-            loss_type="dapo",
-            epsilon_high=0.28,
+            beta=config.kl_weight,
+            loss_type="cispo" if config.loss == "cispo" else "dapo",
+            importance_sampling_level="sequence" if config.loss == "gspo" else "token",
+            epsilon=low,
+            epsilon_high=1 + high if config.loss == "cispo" else high,
             scale_rewards="none",
             temperature=self._temperature,
             bf16=False,
@@ -205,7 +222,7 @@ class TrlTrainer:
             model_init_kwargs={"dtype": "float32"},
         )
         with quiet_loading():
-            trainer = GRPOTrainer(
+            trainer = WeighedTrainer(
                 model=self.model,
                 args=args,
                 train_dataset=Dataset.from_list([{"prompt": "rows come from the training"}]),
@@ -265,6 +282,21 @@ class TrlTrainer:
             "advantage": [row.advantage for row in rows] + [balance] + [0.0] * (fillers - 1),
         }
 
+    def _weighed(self, output: dict[str, Any]) -> dict[str, Any]:
+        """Return TRL's inputs of a step with one advantage per token, and with the probabilities to which the loss
+        compares the new ones: the trainer's own before the step, which TRL takes if there are none, or the sampler's."""
+        import torch
+
+        assert self._pending is not None
+        weights = torch.zeros(output["completion_ids"].shape, device=output["advantages"].device)
+        for line, row in zip(weights, self._pending.rows, strict=False):
+            given = torch.tensor(row.importance, device=weights.device)
+            line[: len(given)] = given if self._config.loss == "importance_sampling" else (given > 0).float()
+        output["advantages"] = output["advantages"].unsqueeze(1) * weights
+        if self._config.loss != "importance_sampling":
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        return output
+
     def _own_logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
         import torch
         from trl.trainer.utils import pad
@@ -316,8 +348,15 @@ def _numbers(trainer: GRPOTrainer) -> dict[str, float]:
     import torch
 
     last = next((each for each in reversed(trainer.state.log_history) if "loss" in each), {"loss": math.nan})
-    names = ("loss", "grad_norm", "entropy", "clip_ratio/region_mean")
-    numbers = {name.partition("/")[0]: float(last[name]) for name in names if name in last}
+    names = {
+        "loss": "loss",
+        "grad_norm": "grad_norm",
+        "entropy": "entropy",
+        "clip_ratio/region_mean": "clip_ratio",
+        "kl": "reference_kl",
+        "learning_rate": "learning_rate",
+    }
+    numbers = {name: float(last[key]) for key, name in names.items() if key in last}
     norms = [weight.detach().norm() for weight in trainer.model.parameters()]
     return numbers | {"weight_norm": float(torch.stack(norms).norm())}
 

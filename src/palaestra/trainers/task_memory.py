@@ -1,0 +1,71 @@
+"""Chooses the next task to train on by the rewards that the model earned on each task before.
+
+A group of equal rewards teaches nothing, so tasks that the model solves always or never are set aside. Which tasks
+those are changes as the model learns, so a few draws play a task that was set aside. No I/O.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+
+from palaestra.core.types import Task
+from palaestra.trainers.config import TrainingConfig
+
+KEPT = 0.5
+"""How much an earlier group of a task counts, compared with its latest one."""
+
+PRIOR = 2.0
+"""The number of rollouts as which the recent mean reward of all tasks counts in the estimate of one task."""
+
+RECENT = "recent"
+
+
+def remember(memory: MutableMapping[str, tuple[float, float]], task: str, rewards: Sequence[float]) -> None:
+    """Add a group's rewards to `memory`, which has for each task id the discounted sum and number of its rewards, and
+    under the key `RECENT` those of all tasks. Rewards below 0 count as 0, and rewards above 1 as 1."""
+    found = [min(1.0, max(0.0, each)) for each in rewards]
+    if found:
+        earned, count = memory.get(f"task:{task}", (0.0, 0.0))
+        memory[f"task:{task}"] = KEPT * earned + sum(found), KEPT * count + len(found)
+        earned, count = memory.get(RECENT, (0.0, 0.0))
+        memory[RECENT] = 0.9 * earned + statistics.fmean(found), 0.9 * count + 1
+
+
+def pass_rate(memory: Mapping[str, tuple[float, float]], task: str) -> float:
+    """Return the estimated mean reward of a task; 0.5 if nothing is known about any task."""
+    earned, count = memory.get(RECENT, (0.0, 0.0))
+    general = earned / count if count else 0.5
+    earned, count = memory.get(f"task:{task}", (0.0, 0.0))
+    return (earned + PRIOR * general) / (count + PRIOR)
+
+
+def signal(rate: float, size: int) -> float:
+    """Return the chance that the rewards of a group of `size` rollouts differ, if each rollout earns 1 with the chance
+    `rate`, and otherwise 0."""
+    return 1 - rate**size - (1 - rate) ** size
+
+
+def choose(
+    tasks: Sequence[Task],
+    memory: Mapping[str, tuple[float, float]],
+    config: TrainingConfig,
+    *,
+    taken: Collection[str],
+    size: int,
+    rng: random.Random,
+) -> Task:
+    """Return the next task. The share `replay` of draws chooses among all tasks; the others choose among those with a
+    pass rate between `least_rate` and `most_rate`, or among the tasks closest to that if there are none, and prefer
+    tasks whose groups of `size` rollouts will probably differ. Tasks in `taken` are chosen only if there are no others.
+    """
+    free = [task for task in tasks if task.id not in taken] or list(tasks)
+    if rng.random() < config.replay:
+        return rng.choice(free)
+    rates = [pass_rate(memory, task.id) for task in free]
+    apart = [max(0.0, config.least_rate - rate, rate - config.most_rate) for rate in rates]
+    nearest = min(apart)
+    chosen = [number for number, far in enumerate(apart) if far <= nearest + 1e-9]
+    weights = [signal(rates[number], size) ** 4 + 1e-6 for number in chosen]
+    return free[rng.choices(chosen, weights)[0]]
