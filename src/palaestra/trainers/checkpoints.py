@@ -95,7 +95,7 @@ class TrainingFiles:
         for part in self._checkpoints.glob("*.part"):
             shutil.rmtree(part, ignore_errors=True)
         self._logged = {line["kind"]: line["step"] for line in read_steps(path.parent)}
-        self.step_groups = {each.step: each for each in read_step_groups(path.parent)}
+        self.step_groups = read_step_groups(path.parent)
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of a checkpoint."""
@@ -164,7 +164,8 @@ class TrainingFiles:
         """Record the groups of a step, before the step, unless an earlier process has recorded the same. Raises
         `DiskError`."""
         if self.step_groups.get(groups.step) != groups:
-            self.step_groups[groups.step] = groups
+            earlier = {step: each for step, each in self.step_groups.items() if step < groups.step}
+            self.step_groups = earlier | {groups.step: groups}
             path = self.path / STEP_GROUPS
             with writing(path), path.open("ab") as file:
                 file.write(msgspec.json.encode(groups) + b"\n")
@@ -182,13 +183,15 @@ def read_steps(run: Path) -> Iterator[dict[str, JSON]]:
             yield line
 
 
-def read_step_groups(run: Path) -> Iterator[StepGroups]:
-    """Yield what the steps of a training run trained on, in the order in which it was recorded. A step that an
-    interrupted training run repeated in a different way occurs twice, and its last line holds. A damaged line is left
-    out."""
+def read_step_groups(run: Path) -> dict[int, StepGroups]:
+    """Return what each step of a training run trained on. If an interrupted training run repeated a step in a different
+    way, the later record holds, and those of the steps after it are void. A damaged line is left out."""
+    found: dict[int, StepGroups] = {}
     for line in read_lines(run / FOLDER / STEP_GROUPS):
         with suppress(*UNREADABLE):
-            yield msgspec.convert(line, StepGroups)
+            groups = msgspec.convert(line, StepGroups)
+            found = {step: each for step, each in found.items() if step < groups.step} | {groups.step: groups}
+    return found
 
 
 def read_settings(run: Path) -> dict[str, JSON]:

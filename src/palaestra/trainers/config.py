@@ -87,13 +87,13 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
     async_steps: int = Field(default=0, ge=0)
     """How many steps the rollouts may be ahead of the weights. 0: rollouts and steps take turns."""
 
-    least_rate: float = Field(default=0.05, ge=0, lt=1)
+    least_rate: float = Field(default=0.2, ge=0, lt=1)
     """Set a task aside while the remembered mean of its rewards is below this value."""
 
-    most_rate: float = Field(default=0.95, gt=0)
+    most_rate: float = Field(default=0.8, gt=0)
     """Set a task aside while the remembered mean of its rewards is above this value."""
 
-    replay: float = Field(default=0.1, ge=0, le=1)
+    replay: float = Field(default=0.05, ge=0, le=1)
     """The share of draws that play a task which was set aside; 1 draws all tasks alike."""
 
     eval_every: int = Field(default=10, ge=0)

@@ -2,7 +2,8 @@
 trained model itself.
 
 TRL trains in a thread. Its `rollout_func` waits for the rows of the next step, so that `Training` decides when TRL
-takes a step, and the model's weights change only while nothing samples. TRL subtracts the mean of a batch from its
+takes a step. The model's weights change only while nothing samples; if rollouts are ahead of the steps, a copy of the
+model samples. TRL subtracts the mean of a batch from its
 rewards. One added row without trained tokens makes the mean 0, so that the advantages stay as they are. TRL accepts one
 advantage per token from subclasses, so each token's advantage is multiplied by its importance weight. The loss types
 `dapo` and `cispo` give all sampled tokens of a step the same weight. Losses that clip compare the new probabilities with
@@ -14,6 +15,7 @@ Needs the extra `trl`. Source: `GRPOTrainer` of TRL 1.16.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 import queue
@@ -37,6 +39,7 @@ from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.trainer import TrainedRow
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
     from trl import GRPOTrainer
 
 logger = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class TrlTrainer:
     """Trains all weights of a model from a folder or the hub, on this machine."""
 
     name = "trl"
+    overlaps = True
 
     def __init__(self, server: APIServerConfig, config: TrainingConfig, *, rollouts: int, temperature: float) -> None:
         """Set up the trainer. `rollouts` is the maximum number of rollouts that one step trains on, and `temperature`
@@ -97,7 +101,7 @@ class TrlTrainer:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(f"The model '{self.model}' cannot be trained: {first}") from None
         self._engine = _SamplingEngine(
-            self._server, tokenizer=self._trl.processing_class, make=lambda: self._trl.model, seed=0
+            self._server, tokenizer=self._trl.processing_class, make=self._sampled_model, seed=0
         )
         self._engine.busy = self.busy
         self._thread.start()
@@ -115,7 +119,7 @@ class TrlTrainer:
         batch = _Batch(rows)
         self._batches.put(batch)
         numbers = await asyncio.wrap_future(batch.done)
-        self._engine.policy_version = version
+        await self._sample_as(version)
         return numbers
 
     async def save(self, folder: Path) -> None:
@@ -161,13 +165,23 @@ class TrlTrainer:
                 f"The checkpoint {folder} does not fit the model '{self.model}': {first}. Resume with the model that "
                 "was trained, or remove the folder to continue from the previous checkpoint"
             ) from None
-        self._engine.policy_version = version
+        await self._sample_as(version)
 
     async def aclose(self) -> None:
         self._batches.put(None)
         if self._thread.ident is not None:
             await asyncio.shield(asyncio.to_thread(self._thread.join))
         self._folder.cleanup()
+
+    def _sampled_model(self) -> PreTrainedModel:
+        """Return the model that samples: the trained one, or a copy if it samples during steps."""
+        return copy.deepcopy(self._trl.model).eval() if self._config.async_steps else self._trl.model
+
+    async def _sample_as(self, version: str) -> None:
+        if self._config.async_steps:
+            await self._engine.copy_weights(self._trl.model, version)
+        else:
+            self._engine.policy_version = version
 
     async def _computed(self, compute: Callable[[], T]) -> T:
         """Run a function while TRL waits for rows."""
