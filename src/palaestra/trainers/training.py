@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +45,11 @@ from palaestra.trainers.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+_NEVER = (
+    "no rollout has earned a reward above 0 so far. Either the tasks are too hard for this model, or the score is wrong: "
+    "look at a rollout with `palaestra view last`, and at the score with `palaestra env check`"
+)
+
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -66,15 +71,22 @@ class TrainingResult:
 
 
 class Training:
-    """One training run. `drive` is passed to `envs.run.run.run`; `result` is set when training has ended."""
+    """One training run. `drive` is passed to `envs.run.run.run`; `result` is set when training has ended. `reference`
+    returns the reward of a reference solution, or None if there is none."""
 
-    def __init__(self, trainer: Trainer, config: TrainingConfig) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        config: TrainingConfig,
+        reference: Callable[[], Awaitable[float | None]] | None = None,
+    ) -> None:
         if config.async_steps and not trainer.overlaps:
             raise ConfigError(f"the trainer {trainer.name} cannot sample during its steps: set async_steps to 0")
         self.trainer = trainer
         self.config = config
         self.busy = trainer.busy
         self.result: TrainingResult | None = None
+        self._reference = reference
         self._evaluations: list[float] = []
         self._rewards: list[float] = []
         self._difference = 0.0
@@ -87,6 +99,7 @@ class Training:
         self._files = TrainingFiles(runner.run_context.events.journal.path.parent / FOLDER)
         self._files.write_settings({"trainer": self.trainer.name, "training": self.config.recorded()})
         self._train, self._held_out = await self._split()
+        await self._check_reference()
         self._state = await self._restored()
         pending = self._pending(self._state)
         runner.hand_on_finished(self._state.number, {number for number, _ in pending})
@@ -113,6 +126,19 @@ class Training:
             last=self._files.checkpoint(state.step),
         )
         return runner.totals
+
+    async def _check_reference(self) -> None:
+        if self._reference is not None and any(task.solution for task in self._train):
+            reward = await self._reference()
+            if reward is not None and reward <= 0:
+                self._warn(
+                    f"the reference solution of the first task earns {reward:g}, so a model cannot learn to earn more: "
+                    "check the score with `palaestra env check`"
+                )
+
+    def _warn(self, text: str) -> None:
+        logger.warning("%s", text)
+        self._runner.run_context.events.note(f"warning: {text}")
 
     async def _until_done(self) -> None:
         state, config = self._state, self.config
@@ -146,6 +172,8 @@ class Training:
                     f"step {state.step + 1}: the {name} is {value}, so the step is lost. Resume with a lower "
                     f"learning_rate; the training run continues after step {saved.step if saved else 0}"
                 )
+        if state.step == 0 and not any(reward > 0 for reward in [*self._evaluations, *batch.rewards]):
+            self._warn(_NEVER)
         state.step += 1
         if self._ahead is not None:
             self._ahead.release(len(groups.trained))
@@ -208,6 +236,8 @@ class Training:
                 "old sampled it"
             )
         if not batch.rows:
+            if not any(reward > 0 for reward in [*self._evaluations, *batch.rewards]):
+                self._warn(_NEVER)
             reasons = ", ".join(f"{count} {name}" for name, count in batch.refused.items() if count)
             hint = (
                 "all tasks are too hard or too easy for this model"

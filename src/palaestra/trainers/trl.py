@@ -19,8 +19,10 @@ import copy
 import logging
 import math
 import queue
+import shutil
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,8 +32,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from palaestra.core.errors import ConfigError, DiskError, TrainerError
 from palaestra.core.extras import install_command
 from palaestra.core.types import JSON
+from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.token_engine import SGLangEngine, VLLMEngine
 from palaestra.inference.engines.torch_decoder import quiet_loading
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.trainers.busy import BusyClock
@@ -64,8 +68,33 @@ class _SamplingEngine(TransformersEngine):
             return await super().generate(input_ids, {**sampling, "logprobs_mode": "processed_logprobs"})
 
 
+class _ServedSGLang(SGLangEngine):
+    """An SGLang server that samples with the trained weights."""
+
+    busy: BusyClock
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        with self.busy.working():
+            return await super().generate(input_ids, sampling)
+
+
+class _ServedVLLM(VLLMEngine):
+    """A vLLM server that samples with the trained weights."""
+
+    busy: BusyClock
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        with self.busy.working():
+            return await super().generate(input_ids, sampling)
+
+
+_SERVED: Mapping[str, type[_ServedSGLang | _ServedVLLM]] = {"sglang": _ServedSGLang, "vllm": _ServedVLLM}
+
+
 class TrlTrainer:
-    """Trains all weights of a model from a folder or the hub, on this machine."""
+    """Trains all weights of a model from a folder or the hub, on this machine. If the server's type is `sglang` or
+    `vllm`, this server samples: after each step, the weights are written to a folder that the server must be able to
+    read, and the server loads them."""
 
     name = "trl"
     overlaps = True
@@ -75,7 +104,14 @@ class TrlTrainer:
         is the temperature at which they are sampled."""
         self.model = server.model_name
         self.busy = BusyClock()
-        self._server = server.model_copy(update={"server_type": "transformers", "history": "append"})
+        served = server.server_type in _SERVED
+        if served and temperature != 1:
+            raise ConfigError(
+                f"{server.server_type} reports log-probabilities at temperature 1, but the agent samples at "
+                f"{temperature:g}: set agent_temperature to 1"
+            )
+        kind = server.server_type if served else "transformers"
+        self._server = server.model_copy(update={"server_type": kind, "history": "append"})
         self._config = config
         self._temperature = temperature
         self._rows = math.ceil(rollouts * _SPARE) + 1
@@ -86,10 +122,10 @@ class TrlTrainer:
         self._folder = tempfile.TemporaryDirectory(prefix="palaestra-trl-")
         self._thread = threading.Thread(target=self._train, name="trl-trainer", daemon=True)
         self._trl: GRPOTrainer
-        self._engine: _SamplingEngine
+        self._engine: _SamplingEngine | _ServedSGLang | _ServedVLLM
 
     @property
-    def engine(self) -> TransformersEngine:
+    def engine(self) -> ServerEngine:
         return self._engine
 
     async def open(self) -> None:
@@ -100,12 +136,17 @@ class TrlTrainer:
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(f"The model '{self.model}' cannot be trained: {first}") from None
-        self._engine = _SamplingEngine(
-            self._server, tokenizer=self._trl.processing_class, make=self._sampled_model, seed=0
-        )
+        if served := _SERVED.get(self._server.server_type):
+            self._engine = served(self._server)
+        else:
+            self._engine = _SamplingEngine(
+                self._server, tokenizer=self._trl.processing_class, make=self._sampled_model, seed=0
+            )
         self._engine.busy = self.busy
         self._thread.start()
         await asyncio.wrap_future(self._ready)
+        if self._server.server_type in _SERVED:
+            await self._sample_as("0")
 
     async def logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
         return await self._computed(lambda: self._own_logprobs(rows))
@@ -128,9 +169,7 @@ class TrlTrainer:
         def write() -> None:
             import torch
 
-            with quiet_loading():
-                self._trl.model.save_pretrained(folder / "model")
-            self._trl.processing_class.save_pretrained(folder / "model")
+            self._save_model(folder / "model")
             torch.save(self._trl.optimizer.state_dict(), folder / "optimizer.pt")
 
         try:
@@ -173,12 +212,22 @@ class TrlTrainer:
             await asyncio.shield(asyncio.to_thread(self._thread.join))
         self._folder.cleanup()
 
+    def _save_model(self, folder: Path) -> None:
+        with quiet_loading():
+            self._trl.model.save_pretrained(folder)
+        self._trl.processing_class.save_pretrained(folder)
+
     def _sampled_model(self) -> PreTrainedModel:
         """Return the model that samples: the trained one, or a copy if it samples during steps."""
         return copy.deepcopy(self._trl.model).eval() if self._config.async_steps else self._trl.model
 
     async def _sample_as(self, version: str) -> None:
-        if self._config.async_steps:
+        if not isinstance(self._engine, _SamplingEngine):
+            folder = Path(self._folder.name) / "served" / version
+            await self._computed(lambda: self._save_model(folder))
+            await self._engine.load_weights(str(folder), version)
+            await asyncio.to_thread(shutil.rmtree, folder)
+        elif self._config.async_steps:
             await self._engine.copy_weights(self._trl.model, version)
         else:
             self._engine.policy_version = version
@@ -207,35 +256,38 @@ class TrlTrainer:
         micro = min(FORWARD_ROWS, self._rows)
         passes = math.ceil(self._rows / micro)
         self._rows = micro * passes
-        args = GRPOConfig(
-            self._folder.name,
-            max_steps=2**40,
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=passes,
-            num_generations=self._rows,
-            learning_rate=config.learning_rate,
-            lr_scheduler_type="constant_with_warmup" if config.schedule == "constant" else config.schedule,
-            warmup_steps=config.warmup,
-            adam_beta2=0.95,
-            weight_decay=0.0,
-            beta=config.kl_weight,
-            loss_type="cispo" if config.loss == "cispo" else "dapo",
-            importance_sampling_level="sequence" if config.loss == "gspo" else "token",
-            epsilon=low,
-            epsilon_high=1 + high if config.loss == "cispo" else high,
-            scale_rewards="none",
-            temperature=self._temperature,
-            bf16=False,
-            use_cpu=not _has_gpu(),
-            gradient_checkpointing=False,
-            logging_steps=1,
-            logging_nan_inf_filter=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            model_init_kwargs={"dtype": "float32"},
-        )
-        with quiet_loading():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the library's plans, not about this training
+            args = GRPOConfig(
+                self._folder.name,
+                max_steps=2**40,
+                per_device_train_batch_size=micro,
+                gradient_accumulation_steps=passes,
+                num_generations=self._rows,
+                learning_rate=config.learning_rate,
+                lr_scheduler_type="constant_with_warmup" if config.schedule == "constant" else config.schedule,
+                warmup_steps=config.warmup,
+                adam_beta2=0.95,
+                weight_decay=0.0,
+                beta=config.kl_weight,
+                loss_type="cispo" if config.loss == "cispo" else "dapo",
+                importance_sampling_level="sequence" if config.loss == "gspo" else "token",
+                epsilon=low,
+                epsilon_high=1 + high if config.loss == "cispo" else high,
+                scale_rewards="none",
+                temperature=self._temperature,
+                bf16=False,
+                use_cpu=not _has_gpu(),
+                gradient_checkpointing=False,
+                logging_steps=1,
+                logging_nan_inf_filter=False,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                model_init_kwargs={"dtype": "float32"},
+            )
+        with quiet_loading(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             trainer = WeighedTrainer(
                 model=self.model,
                 args=args,

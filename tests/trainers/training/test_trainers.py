@@ -460,3 +460,30 @@ def test_learning_rates_are_those_of_transformers(schedule: Any) -> None:
         assert config.rate(step) == pytest.approx(theirs.get_last_lr()[0])
         optimizer.step()
         theirs.step()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_server_samples_with_the_weights_of_each_step(folder: Path, ahead: int) -> None:
+    """With `palaestra serve model`, which has SGLang's routes for new weights."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["serve", "model", str(folder), "--port", str(port)]
+    with subprocess.Popen([sys.executable, "-m", "palaestra", *words], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().strip()
+            training = {"steps": 3, "groups": 2, "eval_every": 0, "learning_rate": 1e-3, "async_steps": ahead}
+            report = asyncio.run(
+                palaestra.train(
+                    note(), model=str(folder), group_size=4, training=training, max_agent_turns=2,
+                    max_token_length=24, base_url=url, server_type="sglang",
+                )
+            )  # fmt: skip
+        finally:
+            server.terminate()
+    lines = list(read_steps(report.run.folder))
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert ahead or report.result.difference < 1e-4  # the server has the weights of the step
+    assert verify_steps(report.run.folder).violation == ""
+    versions = {version for row in palaestra.open_run(report.run.folder).to_rows() for _, _, version in row["versions"]}
+    assert versions >= {"0", "1"}

@@ -310,3 +310,22 @@ def test_a_trainer_that_cannot_overlap_is_refused() -> None:
     trainer.overlaps = False
     with pytest.raises(ConfigError, match="async_steps"):
         train(trainer, async_steps=1)
+
+
+@environment(toolsets=["terminal"])
+def unearnable(n: int = 8) -> Iterator[Task]:
+    for i in range(n):
+        yield Task(id=f"task-{i}", prompt="Say something", solution="true")
+
+
+@unearnable.score
+async def nothing(rollout: Rollout) -> float:
+    return 0.0
+
+
+def test_a_training_warns_if_neither_the_reference_nor_a_rollout_earns(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TrainerError, match="equal_groups"):
+        train(TabularTrainer(), unearnable())
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert any("reference solution of the first task earns 0" in text for text in warned), warned
+    assert any("no rollout has earned" in text for text in warned), warned
