@@ -15,8 +15,8 @@ the isolation level cannot copy a slot, if the copy was lost, and if an earlier 
 from __future__ import annotations
 
 import logging
-import random
 import math
+import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -32,6 +32,7 @@ TOO_LONG = "rows_too_long"
 
 _SMALLEST_DEVIATION = 1e-6
 
+
 def advantages(rewards: Sequence[float], *, scaled: bool = True, kind: str = "grpo") -> list[float]:
     """Return the rewards of one group relative to their mean. If `scaled` is true, they are also divided by their
     standard deviation (GRPO, arXiv 2402.03300); without it, they are those of Dr. GRPO, arXiv 2503.20783. With the kind

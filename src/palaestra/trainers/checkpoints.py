@@ -37,8 +37,8 @@ class TrainingState(msgspec.Struct, kw_only=True):
     """The state of a training run after `step`. `number` is the number of the next group; `drawn` counts the training
     tasks drawn so far.
 
-    `rates` is the memory of the tasks' rewards (`task_memory`). `pending` has the number and the task's id of the groups
-    that were drawn and not trained, if rollouts are ahead of the steps.
+    `rates` is the memory of the tasks' rewards (`task_memory`). `pending` has the number and the task's id of the
+    groups that were drawn and not trained, if rollouts are ahead of the steps.
 
     `best` is the mean reward of the best evaluation, at `best_step`; `worse` counts the evaluations since then.
     """

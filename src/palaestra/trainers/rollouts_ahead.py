@@ -21,9 +21,7 @@ Drawn: TypeAlias = tuple[int, Task]
 class RolloutsAhead:
     """Keeps `most` groups drawn and not yet trained. `roll_out` rolls out one group; `draw` draws the next one."""
 
-    def __init__(
-        self, roll_out: Callable[[int, Task], Awaitable[Group]], draw: Callable[[], Drawn], most: int
-    ) -> None:
+    def __init__(self, roll_out: Callable[[int, Task], Awaitable[Group]], draw: Callable[[], Drawn], most: int) -> None:
         self._roll_out = roll_out
         self._draw = draw
         self._most = most
@@ -61,7 +59,7 @@ class RolloutsAhead:
             ended = sorted(each for each, task in self._running.items() if task.done())
             for each in ended:
                 self._running[each].result()  # a failure of any group ends the training
-            if number is None and ended or number in ended:
+            if (number is None and ended) or number in ended:
                 chosen = ended[0] if number is None else number
                 self._held += 1
                 del self._tasks[chosen]

@@ -37,9 +37,7 @@ def verify_steps(run: Path) -> StepsVerdict:
     return StepsVerdict(len(steps), sum(len(each.trained) for each in steps.values()), problem)
 
 
-def _problems(
-    steps: Iterable[StepGroups], by_number: dict[int, StepGroups], groups: dict[int, Group]
-) -> Iterator[str]:
+def _problems(steps: Iterable[StepGroups], by_number: dict[int, StepGroups], groups: dict[int, Group]) -> Iterator[str]:
     seen: dict[int, int] = {}
     for step in steps:
         for number in step.trained:

@@ -251,7 +251,10 @@ class TinkerTrainer:
         asked = (_value(self._base.compute_logprobs, tinker.ModelInput.from_ints(row.tokens)) for row in rows)
         answers = await self._asked(asyncio.gather(*asked))
         apart = [
-            [(now - (base or 0.0)) * on for now, base, on in zip(row.own or row.logprobs, tail, row.row.mask, strict=True)]
+            [
+                (now - (base or 0.0)) * on
+                for now, base, on in zip(row.own or row.logprobs, tail, row.row.mask, strict=True)
+            ]
             for row, tail in ((row, each[len(row.row.prompt_ids) :]) for row, each in zip(rows, answers, strict=True))
         ]
         mean = sum(map(sum, apart)) / sum(row.sampled for row in rows)
@@ -331,9 +334,7 @@ def _loss_inputs(
     clips = config.loss != "importance_sampling"
     weights = [float(each > 0) if clips else each for each in row.importance]
     penalties = penalty if len(penalty) == len(weights) else [0.0] * len(weights)
-    gains = [
-        (row.advantage - less) / count * weight for weight, less in zip(weights, penalties, strict=True)
-    ]
+    gains = [(row.advantage - less) / count * weight for weight, less in zip(weights, penalties, strict=True)]
     found: dict[str, Sequence[float]] = {
         "logprobs": _shifted(row, row.logprobs if clips else row.own or row.logprobs),
         "advantages": _shifted(row, gains),

@@ -46,8 +46,8 @@ from palaestra.trainers.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 _NEVER = (
-    "no rollout has earned a reward above 0 so far. Either the tasks are too hard for this model, or the score is wrong: "
-    "look at a rollout with `palaestra view last`, and at the score with `palaestra env check`"
+    "no rollout has earned a reward above 0 so far. Either the tasks are too hard for this model, or the score is "
+    "wrong: look at a rollout with `palaestra view last`, and at the score with `palaestra env check`"
 )
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -6,8 +6,8 @@ takes a step. The model's weights change only while nothing samples; if rollouts
 model samples. TRL subtracts the mean of a batch from its
 rewards. One added row without trained tokens makes the mean 0, so that the advantages stay as they are. TRL accepts one
 advantage per token from subclasses, so each token's advantage is multiplied by its importance weight. The loss types
-`dapo` and `cispo` give all sampled tokens of a step the same weight. Losses that clip compare the new probabilities with
-the sampler's.
+`dapo` and `cispo` give all sampled tokens of a step the same weight. Losses that clip compare the new probabilities
+with the sampler's.
 
 Needs the extra `trl`. Source: `GRPOTrainer` of TRL 1.16.
 """
@@ -350,7 +350,8 @@ class TrlTrainer:
 
     def _weighed(self, output: dict[str, Any]) -> dict[str, Any]:
         """Return TRL's inputs of a step with one advantage per token, and with the probabilities to which the loss
-        compares the new ones: the trainer's own before the step, which TRL takes if there are none, or the sampler's."""
+        compares the new ones: the trainer's own before the step, which TRL takes if there are none, or the
+        sampler's."""
         import torch
 
         assert self._pending is not None

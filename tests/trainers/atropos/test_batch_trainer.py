@@ -208,7 +208,9 @@ def versioned(first: str, second: str) -> ScoredData:
 
 def test_versions_of_each_token_arrive_and_late_groups_are_dropped() -> None:
     batch = scored_batch([versioned("3", "5")], version=5, most_behind=2)
-    assert [row.row.versions for row in batch.rows] == [[(0, len(row.row.mask), row.row.policy_version)] for row in batch.rows]
+    assert [row.row.versions for row in batch.rows] == [
+        [(0, len(row.row.mask), row.row.policy_version)] for row in batch.rows
+    ]
     assert [row.row.policy_version for row in batch.rows] == ["3", "5"]
     assert batch.staleness(5)["most_staleness"] == 2
     late = scored_batch([versioned("3", "5")], version=5, most_behind=1)

@@ -144,7 +144,7 @@ def test_rows_that_differ_by_precision_alone_are_kept() -> None:
 )
 def test_a_step_of_other_weights_or_tokens_ends_the_training(spoil: Callable[[list[float]], list[float]]) -> None:
     batch = long_rows(20)
-    with pytest.raises(TrainerError, match="max_difference 0.1"):
+    with pytest.raises(TrainerError, match=r"max_difference 0\.1"):
         weigh(batch, [spoil(list(row.logprobs)) for row in batch.rows])
 
 

@@ -114,8 +114,8 @@ class Batcher:
         return self.change(lambda decoder: decoder.load(folder), version)
 
     def change(self, load: Callable[[TorchDecoder], None], version: str) -> Future[None]:
-        """Change the weights: the thread calls `load` between two tokens. Requests in the batch end with `abort` and their tokens so far; waiting requests are
-        sampled with the new weights."""
+        """Change the weights: the thread calls `load` between two tokens. Requests in the batch end with `abort` and
+        their tokens so far; waiting requests are sampled with the new weights."""
         message = _NewWeights(load, version, Future())
         self._send(message)
         return message.answer

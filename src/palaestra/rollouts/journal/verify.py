@@ -41,8 +41,8 @@ from palaestra.rollouts.journal.journal import checksum, read_journal
 from palaestra.rollouts.records import CUT_OFF, Group, Trajectory, have_same_scores
 
 TRAINED_KEYS = (
-    "tokens", "masks", "scores", "inference_logprobs", "spans", "versions", "advantages", "ref_logprobs", "overrides", "images",
-    "group_overrides", "generation_params", "distill_token_ids", "distill_logprobs",
+    "tokens", "masks", "scores", "inference_logprobs", "spans", "versions", "advantages", "ref_logprobs",
+    "overrides", "images", "group_overrides", "generation_params", "distill_token_ids", "distill_logprobs",
 )  # fmt: skip
 """The keys of a group's line that a trainer reads, besides the messages."""
 

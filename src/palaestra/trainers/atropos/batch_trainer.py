@@ -245,8 +245,8 @@ def scored_batch(
         versions = _versions(group, number)
         if versions is None and most_behind is not None:
             raise TrainerRefused(
-                f"group {number} of the batch has no policy versions, so max_off_policy cannot be enforced: feed it with "
-                "`palaestra feed` from the server that the trainer serves, or leave max_off_policy out"
+                f"group {number} of the batch has no policy versions, so max_off_policy cannot be enforced: feed it "
+                "with `palaestra feed` from the server that the trainer serves, or leave max_off_policy out"
             )
         given = [_only(each) for each in group.advantages] if group.advantages else None
         gains = given or advantages(group.scores, scaled=scaled, kind=advantage)
