@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from _tree_tasks import CODE, KEYS, STEPS
@@ -27,6 +27,14 @@ class Arm:
     groups: int
     size: int
     branches: int
+
+
+TUNED: Mapping[str, Mapping[str, Arm]] = {
+    "half": {"tuned chains": Arm(24.0, 1, 4, 0), "tuned trees": Arm(24.0, 1, 8, 6)},
+    "none": {"tuned chains": Arm(96.0, 1, 16, 0), "tuned trees": Arm(48.0, 1, 16, 8)},
+    "sparse": {"tuned chains": Arm(96.0, 1, 4, 0), "tuned trees": Arm(96.0, 1, 16, 12)},
+}
+"""What `tuned` finds with 24 seeds for the cases of `benchmarks/trees.py`."""
 
 
 def tuned(known: int, *, trees: bool, target: float, sparse: bool, seeds: int) -> tuple[Arm, float]:

@@ -52,7 +52,7 @@ class TrainingState(msgspec.Struct, kw_only=True):
     best: float | None = None
     best_step: int = 0
     worse: int = 0
-    rates: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
+    rates: dict[str, tuple[float, float, int]] = msgspec.field(default_factory=dict)
     pending: list[tuple[int, str]] = msgspec.field(default_factory=list)
 
     def check(self, trainer: str, model: str) -> None:

@@ -87,10 +87,10 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
     async_steps: int = Field(default=0, ge=0)
     """How many steps the rollouts may be ahead of the weights. 0: rollouts and steps take turns."""
 
-    least_rate: float = Field(default=0.2, ge=0, lt=1)
+    least_rate: float = Field(default=0.1, ge=0, lt=1)
     """Set a task aside while the remembered mean of its rewards is below this value."""
 
-    most_rate: float = Field(default=0.8, gt=0)
+    most_rate: float = Field(default=0.9, gt=0)
     """Set a task aside while the remembered mean of its rewards is above this value."""
 
     replay: float = Field(default=0.05, ge=0, le=1)

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Sequence
+from typing import TypeAlias
 
 from palaestra.core.types import Task
 from palaestra.trainers.config import TrainingConfig
+
+Memory: TypeAlias = dict[str, tuple[float, float, int]]
+"""For each task id the discounted sum and number of its rewards, and the number of draws before the latest one; under
+the key `RECENT` the same for all tasks."""
+
+RECENT = "*"
 
 KEPT = 0.5
 """How much an earlier group of a task counts, compared with its latest one."""
@@ -19,26 +26,25 @@ KEPT = 0.5
 PRIOR = 2.0
 """The number of rollouts as which the recent mean reward of all tasks counts in the estimate of one task."""
 
-RECENT = "recent"
 
-
-def remember(memory: MutableMapping[str, tuple[float, float]], task: str, rewards: Sequence[float]) -> None:
-    """Add a group's rewards to `memory`, which has for each task id the discounted sum and number of its rewards, and
-    under the key `RECENT` those of all tasks. Rewards below 0 count as 0, and rewards above 1 as 1."""
+def remember(memory: Memory, task: str, rewards: Sequence[float], drawn: int) -> None:
+    """Add a group's rewards to `memory` after `drawn` draws. Rewards below 0 count as 0, and rewards above 1 as 1."""
     found = [min(1.0, max(0.0, each)) for each in rewards]
     if found:
-        earned, count = memory.get(f"task:{task}", (0.0, 0.0))
-        memory[f"task:{task}"] = KEPT * earned + sum(found), KEPT * count + len(found)
-        earned, count = memory.get(RECENT, (0.0, 0.0))
-        memory[RECENT] = 0.9 * earned + statistics.fmean(found), 0.9 * count + 1
+        earned, count, _ = memory.get(task, (0.0, 0.0, 0))
+        memory[task] = KEPT * earned + sum(found), KEPT * count + len(found), drawn
+        earned, count, _ = memory.get(RECENT, (0.0, 0.0, 0))
+        memory[RECENT] = 0.9 * earned + statistics.fmean(found), 0.9 * count + 1, drawn
 
 
-def pass_rate(memory: Mapping[str, tuple[float, float]], task: str) -> float:
-    """Return the estimated mean reward of a task; 0.5 if nothing is known about any task."""
-    earned, count = memory.get(RECENT, (0.0, 0.0))
+def pass_rate(memory: Memory, task: str, drawn: int, half_life: float) -> float:
+    """Return the estimated mean reward of a task; 0.5 if nothing is known about any task. What is known about a task
+    counts half as much after `half_life` draws, because the model learns from other tasks meanwhile."""
+    earned, count, _ = memory.get(RECENT, (0.0, 0.0, 0))
     general = earned / count if count else 0.5
-    earned, count = memory.get(f"task:{task}", (0.0, 0.0))
-    return (earned + PRIOR * general) / (count + PRIOR)
+    earned, count, at = memory.get(task, (0.0, 0.0, drawn))
+    kept = 0.5 ** (max(0, drawn - at) / half_life)
+    return (kept * earned + PRIOR * general) / (kept * count + PRIOR)
 
 
 def signal(rate: float, size: int) -> float:
@@ -49,21 +55,22 @@ def signal(rate: float, size: int) -> float:
 
 def choose(
     tasks: Sequence[Task],
-    memory: Mapping[str, tuple[float, float]],
+    memory: Memory,
     config: TrainingConfig,
     *,
     taken: Collection[str],
     size: int,
+    drawn: int,
     rng: random.Random,
 ) -> Task:
-    """Return the next task. The share `replay` of draws chooses among all tasks; the others choose among those with a
-    pass rate between `least_rate` and `most_rate`, or among the tasks closest to that if there are none, and prefer
-    tasks whose groups of `size` rollouts will probably differ. Tasks in `taken` are chosen only if there are no others.
-    """
+    """Return the next task after `drawn` draws. The share `replay` of draws chooses among all tasks; the others choose
+    among those with a pass rate between `least_rate` and `most_rate`, or among the tasks closest to that if there are
+    none, and prefer tasks whose groups of `size` rollouts will probably differ. Tasks in `taken` are chosen only if
+    there are no others."""
     free = [task for task in tasks if task.id not in taken] or list(tasks)
     if rng.random() < config.replay:
         return rng.choice(free)
-    rates = [pass_rate(memory, task.id) for task in free]
+    rates = [pass_rate(memory, task.id, drawn, len(tasks) / 2) for task in free]
     apart = [max(0.0, config.least_rate - rate, rate - config.most_rate) for rate in rates]
     nearest = min(apart)
     chosen = [number for number, far in enumerate(apart) if far <= nearest + 1e-9]

@@ -217,7 +217,7 @@ class Training:
                 groups = await self._roll_out(self._next_tasks(wanted))
             for group in groups:
                 rewards = [each.reward for each in group.scored if each.reward is not None]
-                remember(state.rates, group.task_id, rewards)
+                remember(state.rates, group.task_id, rewards, state.drawn)
                 added = batch.add(
                     group,
                     version=state.step,
@@ -311,7 +311,15 @@ class Training:
             self._state.drawn += 1
             out = {*taken, *(each.id for each in found)}
             found.append(
-                choose(self._train, self._state.rates, self.config, taken=out, size=settings.group_size, rng=rng)
+                choose(
+                    self._train,
+                    self._state.rates,
+                    self.config,
+                    taken=out,
+                    size=settings.group_size,
+                    drawn=self._state.drawn,
+                    rng=rng,
+                )
             )
         return found
 
