@@ -233,7 +233,7 @@ def tree_advantages(trajectories: Sequence[Trajectory]) -> dict[int, list[tuple[
     if not tree.children:
         return {}
     mean = statistics.fmean(each.reward or 0.0 for each in tree.scored.values())
-    found = {}
+    found: dict[int, list[tuple[int, float]]] = {}
     for index in tree.scored:
         before, found[index] = tree.value_before(index, mean), []
         for turn in tree.last_turns(index):

@@ -246,7 +246,7 @@ class TrlTrainer:
         owner, config = self, self._config
         low, high = config.clips if config.loss != "importance_sampling" else (0.2, 0.28)  # its ratio is exactly 1
 
-        class WeighedTrainer(GRPOTrainer):
+        class WeighedTrainer(GRPOTrainer):  # type: ignore[misc]  # trl has no types
             def _generate_and_score_completions(self, inputs: list[JSON]) -> dict[str, Any]:
                 return owner._weighed(super()._generate_and_score_completions(inputs))
 
