@@ -6,6 +6,7 @@ those are changes as the model learns, so a few draws play a task that was set a
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Collection, Sequence
@@ -43,14 +44,14 @@ def pass_rate(memory: Memory, task: str, drawn: int, half_life: float) -> float:
     earned, count, _ = memory.get(RECENT, (0.0, 0.0, 0))
     general = earned / count if count else 0.5
     earned, count, at = memory.get(task, (0.0, 0.0, drawn))
-    kept = 0.5 ** (max(0, drawn - at) / half_life)
+    kept = math.pow(0.5, max(0, drawn - at) / half_life)
     return (kept * earned + PRIOR * general) / (kept * count + PRIOR)
 
 
 def signal(rate: float, size: int) -> float:
     """Return the chance that the rewards of a group of `size` rollouts differ, if each rollout earns 1 with the chance
     `rate`, and otherwise 0."""
-    return 1 - rate**size - (1 - rate) ** size
+    return 1.0 - math.pow(rate, size) - math.pow(1 - rate, size)
 
 
 def choose(

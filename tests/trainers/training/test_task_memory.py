@@ -15,9 +15,7 @@ TASKS = [Task(id=name, prompt="") for name in ("solved", "hard", "middling", "ne
 
 def drawn(memory: Memory, *, taken: tuple[str, ...] = (), draws: int = 0, **settings: float) -> Counter[str]:
     config, rng = TrainingConfig(**settings), random.Random(0)
-    return Counter(
-        choose(TASKS, memory, config, taken=taken, size=8, drawn=draws, rng=rng).id for _ in range(400)
-    )
+    return Counter(choose(TASKS, memory, config, taken=taken, size=8, drawn=draws, rng=rng).id for _ in range(400))
 
 
 def played() -> Memory:
