@@ -90,7 +90,8 @@ _OPTIONS: dict[str, type] = {
     --advantage NAME    grpo (default), rloo or tree; --scale-advantages false: without the standard deviation
     --kl-weight 0       weight of the KL divergence from the model before training
     --schedule NAME     constant (default), linear or cosine; --warmup 0 steps
-    --most-rate 0.9     play mostly tasks with a mean reward between --least-rate 0.1 and this; --replay 0.05: others
+    --replay 1          share of draws that choose among all tasks; the others choose among tasks with a mean reward
+                        between --least-rate 0.1 and --most-rate 0.9
     --importance-cap 2  maximum importance weight of a token; tokens that differ by a factor above
                         --importance-limit 8 between sampler and trainer are not trained
     --max-difference    end the training if the log-probabilities of sampler and trainer differ by more than this

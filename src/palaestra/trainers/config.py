@@ -93,8 +93,9 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
     most_rate: float = Field(default=0.9, gt=0)
     """Set a task aside while the remembered mean of its rewards is above this value."""
 
-    replay: float = Field(default=0.05, ge=0, le=1)
-    """The share of draws that play a task which was set aside; 1 draws all tasks alike."""
+    replay: float = Field(default=1.0, ge=0, le=1)
+    """The share of draws that choose among all tasks. 1 draws all tasks alike, in random order, so that no task is set
+    aside."""
 
     eval_every: int = Field(default=10, ge=0)
     """The number of steps between evaluations on held-out tasks; 0 disables evaluations."""

@@ -304,9 +304,17 @@ class Training:
         return self._state.number - 1, task
 
     def _next_tasks(self, count: int, taken: Sequence[str] = ()) -> list[Task]:
-        """Draw the next tasks, different ones as far as possible, and not those in `taken`."""
+        """Draw the next tasks. If `replay` is 1, their order is random and drawn again for each pass over them;
+        otherwise the memory chooses different ones as far as possible, and not those in `taken`."""
         settings, found = self._runner.run_context.settings, list[Task]()
         for _ in range(count):
+            if self.config.replay == 1:
+                passed, place = divmod(self._state.drawn, len(self._train))
+                self._state.drawn += 1
+                order = list(range(len(self._train)))
+                random.Random(f"{settings.seed}:tasks:{passed}").shuffle(order)
+                found.append(self._train[order[place]])
+                continue
             rng = random.Random(f"{settings.seed}:tasks:{self._state.drawn}")
             self._state.drawn += 1
             out = {*taken, *(each.id for each in found)}
