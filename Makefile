@@ -107,7 +107,7 @@ constraints: venv ## pin the newest allowed versions again (needs uv)
 	@uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
 	    --extra data --group dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints.txt
 	@printf 'torch; python_version < "3"\ntml-renderers; python_version < "3"\n' > .venv/without-torch.txt
-	@printf 'matplotlib>=3.10\npeft>=0.18\ntinker>=0.38,<0.39\ntinker-cookbook[math-rl]>=0.6.1,<0.7\ntokenizers>=0.22\ntransformers>=5\ntrl>=1.16,<2\n' | uv pip compile - --universal --python-version 3.11 \
+	@printf 'matplotlib>=3.10\npeft>=0.18\ntinker>=0.38,<0.40\ntinker-cookbook[math-rl]>=0.6.1,<0.7\ntokenizers>=0.22\ntransformers>=5\ntrl>=1.16,<2\n' | uv pip compile - --universal --python-version 3.11 \
 	    --generate-hashes --upgrade --quiet -c constraints.txt --override .venv/without-torch.txt --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
 	    -o constraints-torch.txt
 	@echo 'atroposlib==0.4.0' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet \

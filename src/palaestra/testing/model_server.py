@@ -69,10 +69,16 @@ class ModelServer(TokenLoopback):
         super().routes(app)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/update_weights_from_disk", self._load_weights)
+        for path in ("/pause_generation", "/continue_generation"):
+            app.router.add_post(path, self._paused)
         app.router.add_get("/health", self._health)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
+
+    async def _paused(self, request: web.Request) -> web.Response:
+        """Answer as SGLang. Nothing needs a pause, because loading weights itself ends the requests in progress."""
+        return web.json_response({"message": "Generation paused or continued.", "status": "ok"})
 
     async def _load_weights(self, request: web.Request) -> web.Response:
         """Load weights. Request and reply are SGLang's: `model_path` names the folder, and `weight_version` is recorded

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from palaestra.core.config import python_names
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.types import JSON
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.form import Form
+from palaestra.envs.run import library
 from palaestra.envs.run.command import command_line, take_variables
 from palaestra.envs.run.library import environment_form
 from palaestra.envs.run.run import RunReport, Steering, run
@@ -65,7 +67,8 @@ async def train(
     `training` contains the settings of `TrainingConfig`; `settings` are further settings of the environment or the
     model server, such as `group_size`; `resume` names the folder of a run to continue. The run's folder is `out`, or a
     new one below `folder`. Raises what `palaestra.run` raises, `TrainerError`, and `RunStopped` if the run stops before
-    the training ends."""
+    the training ends. Logs a warning if the reference solution of the first task, or every rollout of the first steps,
+    earns nothing."""
     dotenv = read_dotenv(Path.cwd())
     with python_names(), exported(dotenv):
         form = environment_form(env)
@@ -77,8 +80,26 @@ async def train(
         stream = sys.stderr if progress else StringIO()
         root, named = Path(folder), None if out is None else Path(out)
         return await train_line(
-            form, parsed, trainer, config, root=root, folder=named, stream=stream, tinker_url=tinker_url
+            form,
+            parsed,
+            trainer,
+            config,
+            root=root,
+            folder=named,
+            stream=stream,
+            tinker_url=tinker_url,
+            reference=None if "resume" in settings else lambda: _reference_reward(env),
         )
+
+
+async def _reference_reward(env: object) -> float | None:
+    """Play the reference solution of an environment's first task. Returns its reward, or None if it has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            played = await library.run(env, policy="oracle", tasks=1, group_size=1, folder=folder)
+        except PalaestraError:
+            return None
+        return played.mean_reward
 
 
 async def train_line(
@@ -91,11 +112,13 @@ async def train_line(
     folder: Path | None = None,
     stream: TextIO | None = None,
     tinker_url: str | None = None,
+    reference: Callable[[], Awaitable[float | None]] | None = None,
 ) -> TrainingReport:
-    """Train a model to the end. The model is loaded before anything is written. The run's folder is `folder`, or a new
+    """Train a model to the end. `reference` returns the reward of a reference solution; if it earns nothing, the
+    training run warns. The model is loaded before anything is written. The run's folder is `folder`, or a new
     one below `root`."""
     chosen = make_trainer(trainer, parsed, config, tinker_url, root) if isinstance(trainer, str) else trainer
-    training = Training(chosen, config)
+    training = Training(chosen, config, reference)
     try:
         await chosen.open()
         report = await run(

@@ -52,7 +52,7 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class _NewWeights:
-    folder: str
+    load: Callable[[TorchDecoder], None]
     version: str
     answer: Future[None]
 
@@ -108,9 +108,13 @@ class Batcher:
         return request.answer
 
     def load(self, folder: str, version: str) -> Future[None]:
-        """Change the weights. Requests in the batch end with `abort` and their tokens so far; waiting requests are
-        sampled with the new weights."""
-        message = _NewWeights(folder, version, Future())
+        """Change the weights to those in `folder`, as `change` does."""
+        return self.change(lambda decoder: decoder.load(folder), version)
+
+    def change(self, load: Callable[[TorchDecoder], None], version: str) -> Future[None]:
+        """Change the weights: the thread calls `load` between two tokens. Requests in the batch end with `abort` and
+        their tokens so far; waiting requests are sampled with the new weights."""
+        message = _NewWeights(load, version, Future())
         self._send(message)
         return message.answer
 
@@ -194,7 +198,7 @@ class Batcher:
             request.finish("abort", self.version)
         self._leave(decoder)
         try:
-            decoder.load(message.folder)
+            message.load(decoder)
         except Exception as error:
             _fail(message.answer, error)
             return
