@@ -30,6 +30,7 @@ from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_
 from palaestra.envs.config.command_line import UNSAID
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.form import Form
+from palaestra.envs.run.elsewhere import ClusterRequest, check_elsewhere, is_elsewhere, open_cluster
 from palaestra.envs.run.evaluate import (
     EvaluatedEnvironment,
     Evaluation,
@@ -61,6 +62,7 @@ from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.schedule import read_timings
 from palaestra.rollouts.spec import Middleware, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
+from palaestra.sandbox.admission import SlotLimit
 from palaestra.sandbox.isolation.isolation_probe import WARNINGS
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Rung, SlotSource
@@ -138,12 +140,13 @@ async def run(
         engine = ServerGroup(engines or servers)
         stack.push_async_callback(engine.aclose)
         await engine.start()
-        pool = await stack.enter_async_context(make_pool(config))
-        if config.save_workspaces and pool.rung < Rung.USERNS:
-            raise ConfigError(f"isolation {pool.rung.label} has no layers, so it cannot keep workspaces: use userns")
-        if config.agent and pool.rung is Rung.CONFINED:
-            raise ConfigError(f"isolation {pool.rung.label} has no loopback for agent {config.agent!r}: use userns")
-        prepared = make_prepared(config, pool.backend)
+        pool, prepared, cluster = make_pool(config), None, None
+        if is_elsewhere(config):
+            check_elsewhere(config, in_process=bool(engines), begins=begins)
+        else:
+            await stack.enter_async_context(pool)
+            _check_level(config, pool.rung)
+            prepared = make_prepared(config, pool.backend)
         environment = form.build(config, servers, engine)
         await stack.enter_async_context(opened(environment))
         task_limit(parsed, environment)  # reports an unusable limit before the run begins
@@ -154,6 +157,10 @@ async def run(
                 "--env.max_agent_turns, or continue after an earlier turn"
             )
         begins = None if begins is None else begins.for_model(engine.name)
+        if is_elsewhere(config):
+            cluster = await stack.enter_async_context(open_cluster(ClusterRequest(form, config, servers, stream)))
+            pool.limit = SlotLimit(cluster.slots, "the slots of all nodes")
+        rung = pool.rung if cluster is None else cluster.rung
         recorded_tools = make_recorded_tools(config)
         stack.callback(recorded_tools.close)
         output = open_output(
@@ -173,7 +180,7 @@ async def run(
         if config.world != "live":
             recorded_tools.keep(output.folder.world)
         environment.world = recorded_tools
-        stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
+        stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {rung.label}\n")
         stream.write(f"slots: {pool.limit}{'' if config.slots else ' (set it with --slots N)'}\n")
         groups = concurrency(config, len(servers), slots_elsewhere(config, pool))
         if parsed.command == "evaluate":
@@ -183,8 +190,8 @@ async def run(
             stream.write(
                 f"groups: at most {groups} at a time, of {plural(config.group_size, 'rollout')} each{set_it}\n"
             )
-        if weak := WARNINGS.get(pool.rung):
-            stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
+        if weak := WARNINGS.get(rung):
+            stream.write(f"WARNING: isolation {rung.label}: {weak}\n")
         limits = make_limits(config, output)
         reporting = await make_reporting(parsed, output, _writing_on(stream))
         spans = None
@@ -230,6 +237,7 @@ async def run(
             program=await stack.enter_async_context(_program(config.agent, engine, output))
             if config.agent is not None
             else None,
+            elsewhere=cluster,
         )
         command = CommandRun(
             environment, parsed, context, output, reporting, status, gate, drive, resumed_by=resumed_by
@@ -248,6 +256,14 @@ async def run(
         report=output.folder.report,
         reason=command.reason,
     )
+
+
+def _check_level(config: BaseEnvConfig, rung: Rung) -> None:
+    """Raise `ConfigError` for settings that the isolation level does not allow."""
+    if config.save_workspaces and rung < Rung.USERNS:
+        raise ConfigError(f"isolation {rung.label} has no layers, so it cannot keep workspaces: use userns")
+    if config.agent and rung is Rung.CONFINED:
+        raise ConfigError(f"isolation {rung.label} has no loopback for agent {config.agent!r}: use userns")
 
 
 def _program(name: str, engine: ServerGroup, output: RunOutput) -> ProgramAgent:
@@ -338,6 +354,8 @@ _ON_THIS_MACHINE = frozenset({"local", "singularity", "docker", "docker_direct"}
 
 def slots_elsewhere(config: BaseEnvConfig, pool: SlotSource) -> int | None:
     """Return the number of slots of a run if all of them are on other machines, otherwise None."""
+    if is_elsewhere(config) and isinstance(pool, SlotPool):
+        return pool.limit.slots
     if not isinstance(config, HermesAgentEnvConfig) or not isinstance(pool, SlotPool):
         return None
     for word in config.slot_backend.split():
@@ -535,7 +553,7 @@ class CommandRun:
     def _slot_usage(self) -> dict[str, float]:
         """Return the metrics of the slots' containers and sandboxes; none for slots on this machine."""
         pool, config = self.context.workspaces.pool, self.parsed.env_config
-        if not isinstance(pool, SlotPool) or pool.backend.name == "local":
+        if not isinstance(pool, SlotPool) or pool.backend.name == "local" or is_elsewhere(config):
             return {}
         from palaestra.sandbox.slot_usage import slot_usage  # local runs do not need it
 

@@ -1,0 +1,59 @@
+"""The actor that carries the two streams of one node's worker. The worker is a process of its own: Ray's event loop
+stays free whatever the environment does, and the worker ends with the actor, because its stdin ends.
+
+Ray ends an actor when its driver ends or its node dies. If Ray kills the actor for lack of memory, only this node's
+groups move.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+
+import ray
+
+from palaestra.cluster.launcher import NodeLost, ProcessLink, start_worker
+
+MESSAGES_AHEAD = 4
+"""The messages that wait for the driver before the actor stops reading from its worker."""
+
+
+@ray.remote(
+    num_cpus=0,
+    max_restarts=0,
+    max_task_retries=0,
+    max_concurrency=4,  # one `receive`, one `send`, and room; without it, Ray's own limit is 1,000
+    concurrency_groups={"control": 2},
+)
+class NodeActor:
+    """One worker. There is at most one call of `receive`, and one of `send` at a time."""
+
+    def __init__(self) -> None:
+        self._link: ProcessLink | None = None
+
+    async def start(self) -> int:
+        """Start the worker and return its process id."""
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self._link = ProcessLink(await start_worker(ours))
+        return self._link.process.pid
+
+    async def send(self, frames: bytes) -> None:
+        """Send frames to the worker. Raises `NodeLost`."""
+        assert self._link is not None
+        await self._link.send(frames)
+
+    @ray.method(num_returns="streaming", _generator_backpressure_num_objects=MESSAGES_AHEAD)
+    async def receive(self) -> AsyncIterator[bytes]:
+        """Yield the messages of the worker until it ends."""
+        assert self._link is not None
+        try:
+            async for message in self._link.receive():
+                yield message
+        except NodeLost:
+            return
+
+    @ray.method(concurrency_group="control")
+    async def end(self) -> None:
+        """Let the worker end, and wait until it has."""
+        if self._link is not None:
+            await self._link.aclose()
