@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
+import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, TextIO, cast
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # under `uv run`, Ray would upload the working folder
 
@@ -24,6 +27,8 @@ from palaestra.cluster.launcher import NodeAddress, NodeLost
 from palaestra.cluster.ray_actor import NodeActor
 from palaestra.core.errors import ConfigError
 from palaestra.core.printable import without_middle
+
+logger = logging.getLogger(__name__)
 
 _CONNECT_S = 5.0
 _END_S = 30.0
@@ -36,8 +41,10 @@ class RayLauncher:
 
     def __init__(self, address: str = "") -> None:
         self._connected = not ray.is_initialized()
+        self._stdout = sys.stdout
         if self._connected:
             _connect(address)
+            sys.stdout = cast("TextIO", _WithoutRay(self._stdout))
         self.name = f"ray {ray.get_runtime_context().gcs_address}"
 
     async def nodes(self) -> list[NodeAddress]:
@@ -60,7 +67,36 @@ class RayLauncher:
         """Leave the cluster, if this object has joined it."""
         if self._connected:
             self._connected = False
-            await asyncio.to_thread(ray.shutdown)
+            await asyncio.to_thread(_shut_down)
+            sys.stdout = self._stdout
+
+
+def _shut_down() -> None:
+    """Leave the cluster. Ray then prints what it has held back, so this happens in a thread of this name."""
+    leaving = threading.Thread(target=ray.shutdown, name=_SHUT_DOWN)
+    leaving.start()
+    leaving.join()
+
+
+_SHUT_DOWN = "ray_shutdown"
+_RAYS_THREADS = ("ray_listen_error_messages", _SHUT_DOWN)
+
+
+class _WithoutRay:
+    """Standard output, except that what Ray prints there about nodes that die goes to the log: the answer of a command
+    is on standard output. Ray has no setting for it (its `listen_error_messages`)."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if threading.current_thread().name in _RAYS_THREADS:
+            logger.debug("ray: %s", text.strip())
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
 
 
 class RayLink:
