@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,8 @@ from palaestra.core.errors import PalaestraError
 _END_S = 20.0
 """How long a worker may take to end its slots; then it is killed, and its slot server ends them."""
 
-WORKER_MODULE = "palaestra.cluster.worker"
+COMMAND = ("-m", "palaestra.cluster.worker")
+"""The arguments with which Python is a worker."""
 
 
 class NodeLost(PalaestraError):
@@ -65,11 +66,13 @@ class Launcher(Protocol):
     async def aclose(self) -> None: ...
 
 
-async def start_worker(environ: Mapping[str, str] | None = None) -> asyncio.subprocess.Process:
+async def start_worker(
+    environ: Mapping[str, str] | None = None, command: Sequence[str] = COMMAND
+) -> asyncio.subprocess.Process:
     """Start a worker as a child of this process; its stderr is that of this process. The worker ends when its stdin
     does, so it cannot outlive this process."""
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", WORKER_MODULE),
+        *(sys.executable, *command),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=dict(os.environ if environ is None else environ),

@@ -31,10 +31,10 @@ class NodeActor:
     def __init__(self) -> None:
         self._link: ProcessLink | None = None
 
-    async def start(self) -> int:
-        """Start the worker and return its process id."""
+    async def start(self, command: tuple[str, ...]) -> int:
+        """Start the worker, Python with these arguments, and return its process id."""
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        self._link = ProcessLink(await start_worker(ours))
+        self._link = ProcessLink(await start_worker(ours, command))
         return self._link.process.pid
 
     async def send(self, frames: bytes) -> None:

@@ -23,7 +23,7 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # under `uv run`, R
 import ray
 from ray.exceptions import RayError
 
-from palaestra.cluster.launcher import NodeAddress, NodeLost
+from palaestra.cluster.launcher import COMMAND, NodeAddress, NodeLost
 from palaestra.cluster.ray_actor import NodeActor
 from palaestra.core.errors import ConfigError
 from palaestra.core.printable import without_middle
@@ -39,7 +39,8 @@ class RayLauncher:
     of `RAY_ADDRESS`, which a Ray job sets, or the one that runs on this machine. Raises `ConfigError` if there is
     none."""
 
-    def __init__(self, address: str = "") -> None:
+    def __init__(self, address: str = "", command: tuple[str, ...] = COMMAND) -> None:
+        self._command = command
         self._connected = not ray.is_initialized()
         self._stdout = sys.stdout
         if self._connected:
@@ -58,7 +59,7 @@ class RayLauncher:
     async def start(self, node: NodeAddress) -> RayLink:
         try:
             actor = NodeActor.options(label_selector={"ray.io/node-id": node.id}).remote()
-            await actor.start.remote()
+            await actor.start.remote(self._command)
         except RayError as error:
             raise NodeLost(_brief(error)) from error
         return RayLink(actor)

@@ -64,7 +64,7 @@ from palaestra.sandbox.pool import SlotPool
 
 logger = logging.getLogger(__name__)
 
-_MOST_LINE_BUFFER = 1 << 20
+_MOST_BUFFERED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,19 +236,25 @@ def _settings(setup: Setup) -> tuple[dict[str, JSON], list[dict[str, JSON]]]:
     return env, servers
 
 
-async def _main() -> None:
+async def streams() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Take stdin and stdout for messages. What the environment's code prints then goes to stderr, and it has nothing to
+    read."""
     loop = asyncio.get_running_loop()
     messages = os.dup(1)
-    os.dup2(2, 1)  # what the environment's code prints must not be read as a message
-    reader = asyncio.StreamReader(limit=_MOST_LINE_BUFFER)
+    os.dup2(2, 1)
+    reader = asyncio.StreamReader(limit=_MOST_BUFFERED)
     await loop.connect_read_pipe(partial(asyncio.StreamReaderProtocol, reader), os.fdopen(os.dup(0), "rb", 0))
     null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # nor may it read any
+    os.dup2(null, 0)
+    os.close(null)
     transport, protocol = await loop.connect_write_pipe(
         partial(asyncio.streams.FlowControlMixin, loop), os.fdopen(messages, "wb", 0)
     )
-    writer = asyncio.StreamWriter(transport, protocol, None, loop)
-    await Worker(reader, writer).run()
+    return reader, asyncio.StreamWriter(transport, protocol, None, loop)
+
+
+async def _main() -> None:
+    await Worker(*await streams()).run()
 
 
 def main() -> None:
