@@ -48,7 +48,9 @@ class ClusterLost(InfraError):
 
 
 @dataclass(slots=True)
-class _Playing:
+class Playing:
+    """A group on a node: the room that it has taken there, in rollouts, and how it ends there."""
+
     group: RemoteGroup
     room: Room
     taken: int
@@ -61,7 +63,7 @@ class _Worker:
     def __init__(self, node: Node, room: Room) -> None:
         self.node = node
         self.room = room
-        self.plays: dict[int, _Playing] = {}
+        self.plays: dict[int, Playing] = {}
         self.tasks: list[asyncio.Task[None]] = []
         self._outgoing: list[bytes] = []
         self._some = asyncio.Event()
@@ -160,7 +162,8 @@ class Driver:
         wanted = max(1, group.run_context.settings.group_size - len(group.group.trajectories))
         room = await self.placement.place(wanted, group.needs)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        key, playing = next(self._keys), _Playing(group, room, wanted, done)
+        key, playing = next(self._keys), Playing(group, room, wanted, done)
+        group.placed = playing
         try:
             worker = self._workers.get(room.name)
             if worker is None:
@@ -179,16 +182,14 @@ class Driver:
                 if done.done() and not done.cancelled():
                     done.exception()  # marks it as seen
         finally:
+            group.placed = None
             self.placement.free(room, playing.taken, ended=True)
 
     def freed(self, group: RemoteGroup) -> None:
         """Free the room of one rollout of a group that goes on."""
-        for worker in self._workers.values():
-            for playing in worker.plays.values():
-                if playing.group is group and playing.taken > 1:
-                    playing.taken -= 1
-                    self.placement.free(playing.room, 1, ended=False)
-                    return
+        if (playing := group.placed) is not None and playing.taken > 1:
+            playing.taken -= 1
+            self.placement.free(playing.room, 1, ended=False)
 
     async def _greet(self, addresses: Iterable[NodeAddress]) -> list[Node]:
         async with asyncio.TaskGroup() as greeting:
@@ -228,7 +229,7 @@ class Driver:
 
     async def _take(self, worker: _Worker, happened: Happened) -> None:
         announced: list[tuple[RemoteGroup, JournalEvent | MemoryEvent]] = []
-        ended: list[tuple[_Playing, BaseException | None]] = []
+        ended: list[tuple[Playing, BaseException | None]] = []
         journals = {}
         for entry in happened.entries:
             playing = worker.plays.get(entry.key)

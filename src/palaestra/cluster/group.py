@@ -39,7 +39,7 @@ from palaestra.rollouts.schedule import Places
 from palaestra.rollouts.spec import RunContext
 
 if TYPE_CHECKING:
-    from palaestra.cluster.driver import Driver
+    from palaestra.cluster.driver import Driver, Playing
 
 MOST_NODES = 4
 """A group that has lost this many nodes fails: perhaps it is what kills them."""
@@ -63,6 +63,8 @@ class RemoteGroup:
         self.task = task
         self.group = Group(group_id=f"{number:06d}-{task.id}", number=number, task_id=task.id)
         self.begun = False
+        self.placed: Playing | None = None
+        """The room that the group has on a node."""
         self.reserved = run.settings.group_size
         self._driver = driver
         self._places = places

@@ -10,21 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 
-import ray
-
 from palaestra.cluster.launcher import NodeLost, ProcessLink, start_worker
 
-MESSAGES_AHEAD = 4
-"""The messages that wait for the driver before the actor stops reading from its worker."""
 
-
-@ray.remote(
-    num_cpus=0,
-    max_restarts=0,
-    max_task_retries=0,
-    max_concurrency=4,  # one `receive`, one `send`, and room; without it, Ray's own limit is 1,000
-    concurrency_groups={"control": 2},
-)
 class NodeActor:
     """One worker. There is at most one call of `receive`, and one of `send` at a time."""
 
@@ -42,7 +30,6 @@ class NodeActor:
         assert self._link is not None
         await self._link.send(frames)
 
-    @ray.method(num_returns="streaming", _generator_backpressure_num_objects=MESSAGES_AHEAD)
     async def receive(self) -> AsyncIterator[bytes]:
         """Yield the messages of the worker until it ends."""
         assert self._link is not None
@@ -52,7 +39,6 @@ class NodeActor:
         except NodeLost:
             return
 
-    @ray.method(concurrency_group="control")
     async def end(self) -> None:
         """Let the worker end, and wait until it has."""
         if self._link is not None:

@@ -33,6 +33,18 @@ logger = logging.getLogger(__name__)
 _CONNECT_S = 5.0
 _END_S = 30.0
 
+_MESSAGES_AHEAD = 4
+"""The messages that wait for the driver before the actor stops reading from its worker."""
+
+_CONTROL = "control"
+_RemoteActor: Any = ray.remote(
+    num_cpus=0,
+    max_restarts=0,
+    max_task_retries=0,
+    max_concurrency=4,  # one `receive`, one `send`, and room; without it, Ray's own limit is 1,000
+    concurrency_groups={_CONTROL: 2},
+)(NodeActor)
+
 
 class RayLauncher:
     """Starts workers on the nodes of the Ray cluster at `address`, HOST:PORT. Without an address, the cluster is that
@@ -58,7 +70,7 @@ class RayLauncher:
 
     async def start(self, node: NodeAddress) -> RayLink:
         try:
-            actor = NodeActor.options(label_selector={"ray.io/node-id": node.id}).remote()
+            actor = _RemoteActor.options(label_selector={"ray.io/node-id": node.id}).remote()
             await actor.start.remote(self._command)
         except RayError as error:
             raise NodeLost(_brief(error)) from error
@@ -114,7 +126,10 @@ class RayLink:
 
     async def receive(self) -> AsyncIterator[bytes]:
         try:
-            async for message in self._actor.receive.remote():
+            stream = self._actor.receive.options(
+                num_returns="streaming", _generator_backpressure_num_objects=_MESSAGES_AHEAD
+            )
+            async for message in stream.remote():
                 yield await message
         except RayError as error:
             raise NodeLost(_brief(error)) from error
@@ -122,7 +137,7 @@ class RayLink:
     async def aclose(self) -> None:
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(_END_S):
-                await self._actor.end.remote()
+                await self._actor.end.options(concurrency_group=_CONTROL).remote()
         with contextlib.suppress(RayError):
             await asyncio.to_thread(ray.kill, self._actor)
 
