@@ -16,8 +16,8 @@ SCRIPT = EXAMPLES / "palaestra.sbatch"
 SRUN = """#!/bin/bash
 for word in "$@"; do case $word in --ntasks=*) count=${word#*=} ;; esac; done
 while [[ $1 == --* ]]; do shift; done
-for rank in $(seq 0 $((count - 1))); do SLURM_PROCID=$rank "$@" & done
 trap 'kill -TERM $(jobs -p)' TERM
+for rank in $(seq 0 $((count - 1))); do SLURM_PROCID=$rank "$@" & done
 for job in $(jobs -p); do wait $job || code=$?; done
 for job in $(jobs -p); do wait $job || code=$?; done
 exit ${code:-0}
@@ -69,9 +69,9 @@ def test_the_batch_script_passes_on_the_runs_exit_code(slurm: dict[str, str]) ->
 
 
 def test_the_end_of_the_job_reaches_the_run(slurm: dict[str, str]) -> None:
-    body = f"trap 'echo ended >> {slurm['TOLD']}; exit 130' TERM\nwhile :; do sleep 0.05; done"
+    body = f"trap 'echo ended >> {slurm['TOLD']}; exit 130' TERM"
     Path(slurm["PATH"].partition(":")[0], "palaestra").write_text(
-        f'#!/bin/bash\necho "palaestra $*" >> "$TOLD"\n{body}\n'
+        f'#!/bin/bash\n{body}\necho "palaestra $*" >> "$TOLD"\nwhile :; do sleep 0.05; done\n'
     )
     with subprocess.Popen([SCRIPT, "run", "x"], env=slurm, start_new_session=True) as running:
         try:

@@ -12,10 +12,9 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from palaestra.cluster.group import COMMITTED, MOST_NODES, RemoteGroup, earlier_by_group
+from palaestra.cluster.group import COMMITTED, MOST_NODES, Playing, RemoteGroup, earlier_by_group
 from palaestra.cluster.launcher import Launcher, NodeAddress, NodeLost
 from palaestra.cluster.messages import FAILED, FINISHED, KINDS, Cancel, Happened, Play, Refused, Stop, framed
 from palaestra.cluster.nodes import Node, Terms, agree_on_level, greet, table, weaker
@@ -45,16 +44,6 @@ class ClusterLost(InfraError):
     """Every node of a run has gone."""
 
     blame = Blame.RUN
-
-
-@dataclass(slots=True)
-class Playing:
-    """A group on a node: the room that it has taken there, in rollouts, and how it ends there."""
-
-    group: RemoteGroup
-    room: Room
-    taken: int
-    done: asyncio.Future[None]
 
 
 class _Worker:

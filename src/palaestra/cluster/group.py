@@ -7,16 +7,19 @@ continue after their last turn in the journal. So a lost node costs no rollout, 
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 
 from palaestra.cluster.launcher import NodeLost
 from palaestra.cluster.messages import KINDS, Entry, Failure, GroupWork
+from palaestra.cluster.placement import Room
 from palaestra.core.errors import ConfigError, PalaestraError, TaskError
 from palaestra.core.types import Blame, Task
 from palaestra.core.user_code import told
@@ -38,9 +41,6 @@ from palaestra.rollouts.resume.state import EarlierWork, work_after
 from palaestra.rollouts.schedule import Places
 from palaestra.rollouts.spec import RunContext
 
-if TYPE_CHECKING:
-    from palaestra.cluster.driver import Driver, Playing
-
 MOST_NODES = 4
 """A group that has lost this many nodes fails: perhaps it is what kills them."""
 
@@ -51,11 +51,31 @@ COMMITTED = frozenset({_ENDED, _GROUP_ENDED})
 """The kinds of entries that must be on the disk before anything else hears of them."""
 
 
+class Nodes(Protocol):
+    """What a group needs of the nodes; `Driver` implements it."""
+
+    def earlier_of(self, run: RunContext, group_id: str) -> EarlierWork: ...
+
+    async def play(self, group: RemoteGroup) -> None: ...
+
+    def freed(self, group: RemoteGroup) -> None: ...
+
+
+@dataclass(slots=True)
+class Playing:
+    """A group on a node: the room that it has taken there, in rollouts, and how it ends there."""
+
+    group: RemoteGroup
+    room: Room
+    taken: int
+    done: asyncio.Future[None]
+
+
 class RemoteGroup:
     """A group of a run on a cluster; see `GroupPlay`."""
 
     def __init__(
-        self, driver: Driver, env: Environment, run: RunContext, number: int, task: Task, places: Places | None
+        self, nodes: Nodes, env: Environment, run: RunContext, number: int, task: Task, places: Places | None
     ) -> None:
         self.env = env
         self.run_context = run
@@ -66,9 +86,9 @@ class RemoteGroup:
         self.placed: Playing | None = None
         """The room that the group has on a node."""
         self.reserved = run.settings.group_size
-        self._driver = driver
+        self._nodes = nodes
         self._places = places
-        self._earlier = driver.earlier_of(run, self.group.group_id)
+        self._earlier = nodes.earlier_of(run, self.group.group_id)
         self._lines: dict[int, list[tuple[int, bytes]]] = {}
         self._counted: Counter[int] = Counter()
         """For each rollout that moved, the number of its model calls whose tokens have been counted and will be
@@ -94,7 +114,7 @@ class RemoteGroup:
         lost = 0
         while True:
             try:
-                await self._driver.play(self)
+                await self._nodes.play(self)
                 break
             except NodeLost as error:
                 lost += 1
@@ -168,7 +188,7 @@ class RemoteGroup:
             self._lines.pop(trajectory.index, None)
         if not again and self.reserved > 1:
             self.reserved -= 1
-            self._driver.freed(self)
+            self._nodes.freed(self)
             if self._places is not None:
                 self._places.free(1)
 

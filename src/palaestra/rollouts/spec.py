@@ -31,7 +31,6 @@ from palaestra.tools.runtime.runtime import ToolMiddleware
 
 if TYPE_CHECKING:
     from palaestra.rollouts.counterfactual import Continuation
-    from palaestra.rollouts.environment import Environment
     from palaestra.rollouts.records import Group
     from palaestra.rollouts.schedule import Places
 
@@ -258,7 +257,7 @@ class GroupPlay(Protocol):
 class GroupPlayer(Protocol):
     """Plays the groups of a run elsewhere, such as on the nodes of a cluster (`palaestra.cluster`)."""
 
-    def group(self, env: Environment, run: RunContext, number: int, task: Task, places: Places | None) -> GroupPlay:
+    def group(self, env: JSON, run: RunContext, number: int, task: Task, places: Places | None) -> GroupPlay:
         """Return what plays the group. It frees the `places` that are reserved for the group, except the last one, as
         the group's rollouts end."""
         ...
