@@ -8,7 +8,7 @@
 - `nodes killed`, `drivers killed`: so are the journals of runs in which a node or the driver was killed at a random
   moment, and no worker is left.
 - `driver`: the CPU of the driver per rollout, with workers that answer at once, as a multiple of the CPU that writing
-  the same events to a journal takes.
+  the same events to a journal takes, with as many commits.
 - `throughput`: rollouts per second on two nodes, beside one process on the same cores.
 
 Needs the extra `ray`. Each Ray node takes about 0.3 GB of memory.
@@ -50,7 +50,6 @@ from palaestra.rollouts.events import (
     GroupStarted,
     ReplyReceived,
     RolloutBegun,
-    RolloutEnded,
     TokensSpent,
     TurnTaken,
 )  # fmt: skip
@@ -196,6 +195,16 @@ async def instant(recorded: Path, slots: int) -> None:
         sending.cancel()
 
 
+class Counted(Journal):
+    """A journal that counts how often it is committed."""
+
+    commits = 0
+
+    async def commit(self) -> None:
+        self.commits += 1
+        await super().commit()
+
+
 class Instant(Environment):
     """An environment whose groups are played elsewhere."""
 
@@ -229,7 +238,7 @@ async def driver(address: str, recorded: Path, groups: int, in_flight: int, node
     cluster = Driver(launcher, Terms(Setup(reference="", script=None, folder="/", settings=b"", flush_s=0.1)))
     await cluster.open()
     with tempfile.TemporaryDirectory() as folder:
-        journal = Journal(Path(folder, "journal.jsonl"))
+        journal = Counted(Path(folder, "journal.jsonl"))
         nothing: Any = None
         context = RunContext(
             engine=nothing, workspaces=Workspaces(nothing), events=EventStream(journal),
@@ -242,10 +251,11 @@ async def driver(address: str, recorded: Path, groups: int, in_flight: int, node
         journal.close()
         events = list(read_journal(Path(folder, "journal.jsonl")))
         alone = Journal(Path(folder, "alone.jsonl"))
+        each = max(1, len(events) // journal.commits)
         cpu = time.process_time()
-        for event in events:
+        for number, event in enumerate(events):
             alone.append(event)
-            if isinstance(event, RolloutEnded | GroupEnded):
+            if number % each == 0:
                 await alone.commit()
         journal_cpu = time.process_time() - cpu
         alone.close()

@@ -16,7 +16,7 @@ SCRIPT = EXAMPLES / "palaestra.sbatch"
 SRUN = """#!/bin/bash
 for word in "$@"; do case $word in --ntasks=*) count=${word#*=} ;; esac; done
 while [[ $1 == --* ]]; do shift; done
-trap 'kill -TERM $(jobs -p)' TERM
+trap 'kill -TERM $(jobs -pr) 2>/dev/null' TERM
 for rank in $(seq 0 $((count - 1))); do SLURM_PROCID=$rank "$@" & done
 for job in $(jobs -p); do wait $job || code=$?; done
 for job in $(jobs -p); do wait $job || code=$?; done
