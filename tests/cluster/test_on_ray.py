@@ -60,7 +60,6 @@ def test_what_one_machine_alone_can_do_is_refused_by_name() -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     pytest.importorskip("ray", reason="needs the extra `ray`")
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "100")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from palaestra.cluster.group import COMMITTED, MOST_NODES, Playing, RemoteGroup, earlier_by_group
+from palaestra.cluster.group import COMMITTED, JOURNALLED, MOST_NODES, Playing, RemoteGroup, earlier_by_group
 from palaestra.cluster.launcher import Launcher, NodeAddress, NodeLost
 from palaestra.cluster.messages import FAILED, FINISHED, KINDS, Cancel, Happened, Play, Refused, Stop, framed
 from palaestra.cluster.nodes import Node, Terms, agree_on_level, greet, table, weaker
@@ -24,6 +24,7 @@ from palaestra.core.types import Blame, Task
 from palaestra.core.user_code import told
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import Alive, JournalEvent, MemoryEvent
+from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.limits import RunLimits
 from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.rollout import CLEAN_UP_S
@@ -219,7 +220,8 @@ class Driver:
     async def _take(self, worker: _Worker, happened: Happened) -> None:
         announced: list[tuple[RemoteGroup, JournalEvent | MemoryEvent]] = []
         ended: list[tuple[Playing, BaseException | None]] = []
-        journals = {}
+        written: dict[int, tuple[Journal, list[bytes]]] = {}
+        committed: set[int] = set()
         for entry in happened.entries:
             playing = worker.plays.get(entry.key)
             if playing is None:  # the group was given up, or its run has ended
@@ -232,13 +234,17 @@ class Driver:
             elif 0 <= entry.kind < len(KINDS):
                 if (event := group.take(entry)) is not None:
                     announced.append((group, event))
-                if entry.kind in COMMITTED:
+                if entry.kind in JOURNALLED:
                     journal = group.run_context.events.journal
-                    journals[id(journal)] = journal
+                    written.setdefault(id(journal), (journal, []))[1].append(entry.data)
+                    if entry.kind in COMMITTED:
+                        committed.add(id(journal))
             else:
                 raise NodeLost(f"the worker sent an event of the unknown kind {entry.kind}")
-        for journal in journals.values():
-            await journal.commit()
+        for key, (journal, lines) in written.items():
+            journal.append_line(b"\n".join(lines))  # one write: a system call per line would cost more than the rest
+            if key in committed:
+                await journal.commit()
         for group, event in announced:
             events = group.run_context.events
             if isinstance(event, Alive):

@@ -47,6 +47,9 @@ MOST_NODES = 4
 _decoders: list[msgspec.json.Decoder[Any]] = [msgspec.json.Decoder(kind) for kind in KINDS]
 _failures = msgspec.json.Decoder(Failure)
 _STARTED, _ENDED, _GROUP_ENDED = (KINDS.index(each) for each in (GroupStarted, RolloutEnded, GroupEnded))
+JOURNALLED = frozenset(place for place, kind in enumerate(KINDS) if issubclass(kind, JournalEvent))
+"""The kinds of entries that are lines of the journal."""
+
 COMMITTED = frozenset({_ENDED, _GROUP_ENDED})
 """The kinds of entries that must be on the disk before anything else hears of them."""
 
@@ -141,7 +144,7 @@ class RemoteGroup:
         await self._give_up(str(error), Blame.TASK)
 
     def take(self, entry: Entry) -> JournalEvent | MemoryEvent | None:
-        """Write an entry to the journal if it belongs there, and return the event to announce, if anybody hears it."""
+        """Take note of an entry, and return the event to announce, if anybody hears it. The caller writes its line."""
         kind, events = KINDS[entry.kind], self.run_context.events
         event: JournalEvent | MemoryEvent | None = None
         if not issubclass(kind, JournalEvent):
@@ -154,7 +157,6 @@ class RemoteGroup:
             if isinstance(event, Note) and not events.unreported([event.text]):
                 return None
             return event
-        events.journal.append_line(entry.data)
         if entry.kind in (_STARTED, _ENDED, _GROUP_ENDED) or events.hears(kind):
             event = _decoders[entry.kind].decode(entry.data)
         match event:

@@ -157,7 +157,8 @@ class Journal:
         return event
 
     def append_line(self, line: bytes) -> None:
-        """Write a line that `line_of` returned, perhaps in another process of the run. Raises `DiskError`."""
+        """Write a line that `line_of` returned, perhaps in another process of the run, or several such lines with line
+        breaks between them. Raises `DiskError`."""
         self.file.append(line + b"\n")
 
     async def commit(self) -> None:
