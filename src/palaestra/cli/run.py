@@ -79,6 +79,7 @@ command = front_door(
       --tasks N          maximum number of groups         --group N      rollouts per task
       --concurrency N    groups in progress at a time     --backend B    the slot backend
       --slots N          maximum number of slots in use; the default depends on memory and open files, up to 512
+      --on ray[:ADDRESS] roll out on a Ray cluster, with one worker per node (docs/scaling.md; extra `ray`)
       --max-cost C       pause at this cost; needs --env.prompt_price and --env.completion_price, or --env.slot_prices
       --max-infra-rate R pause when infrastructure failures end more than this share of the last 100 rollouts (0.2)
       --metrics-port P   serve Prometheus metrics on localhost

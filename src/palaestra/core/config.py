@@ -296,6 +296,7 @@ SHORT_FORMS = {
     "--workspace-store": "env.workspace_store",
     "--concurrency": "env.max_num_workers",
     "--slots": "env.slots",
+    "--on": "env.on",
     "--backend": "env.tool_pool_mode",
     "--max-cost": "env.max_cost",
     "--max-infra-rate": "env.max_infra_rate",

@@ -107,8 +107,14 @@ class GroupRun:
         self._replacements = run.settings.group_size if run.settings.whole_groups else 0
 
     async def run(self) -> Group:
-        """Return the finished group, already in the journal. Raises only on cancellation, for bugs, and for errors that
-        end the run, such as `ConfigError` and `DiskError`."""
+        """Return the finished group, already in the journal, after telling the environment. Raises only on
+        cancellation, for bugs, and for errors that end the run, such as `ConfigError` and `DiskError`."""
+        group = await self.play()
+        await self.env.ended(self.task, group)
+        return group
+
+    async def play(self) -> Group:
+        """Do what `run` does, without telling the environment that the group has ended."""
         run, group = self.run_context, self.group
         run.events.announce(GroupBegun(group))
         self._take_finished()
@@ -138,7 +144,6 @@ class GroupRun:
         ended.error, ended.blame = group.error, group.blame
         run.events.emit(ended)
         await run.events.journal.commit()
-        await self.env.ended(self.task, group)
         return group
 
     def _seeded(self, *parts: object) -> Seeded:

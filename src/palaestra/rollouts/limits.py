@@ -112,6 +112,15 @@ class RunLimits:
         if begun and self._max_cost is not None and self.spent >= self._max_cost:
             raise CutShort(f"stopped between two turns: {self.message}")
 
+    async def stopped(self) -> None:
+        """Wait until the run stops."""
+        await self._stopped.wait()
+
+    def stop_as(self, reason: str, message: str, spent: float) -> None:
+        """Stop this part of the run as another process of the run has stopped, at a cost of `spent` so far."""
+        self._tokens_cost = max(self._tokens_cost, spent)
+        self._stop(reason, message, INTERRUPTED if reason == INTERRUPTED_BY else TOO_MANY_FAILURES)
+
     def drain(self) -> None:
         """Stop the run because its user requested it."""
         self._stop(INTERRUPTED_BY, "its end was requested", INTERRUPTED)

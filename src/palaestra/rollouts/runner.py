@@ -164,7 +164,8 @@ class Runner:
         context = self.run_context
         if settings is not None:
             context = replace(context, settings=settings)
-        run = GroupRun(self.env, context, number, task, places)
+        play = GroupRun if context.elsewhere is None else context.elsewhere.group
+        run = play(self.env, context, number, task, places)
         try:
             group = await run.run()
             self._hand_on(group)

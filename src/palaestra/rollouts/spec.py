@@ -30,6 +30,8 @@ from palaestra.tools.runtime.runtime import ToolMiddleware
 
 if TYPE_CHECKING:
     from palaestra.rollouts.counterfactual import Continuation
+    from palaestra.rollouts.records import Group
+    from palaestra.rollouts.schedule import Places
 
 
 class Seeded:
@@ -206,6 +208,28 @@ class ForeignAgent(Protocol):
     async def play(self, rollout: JSON, messages: list[Message]) -> AgentResult: ...
 
 
+class GroupPlay(Protocol):
+    """One group that is being played. `group.GroupRun` plays it in this process."""
+
+    begun: bool
+    """Whether this part of the run has written that the group starts."""
+    reserved: int
+    """The number of places that are still reserved for the group; at least one until the group has been passed on."""
+
+    async def run(self) -> Group:
+        """Return the finished group, already in the journal."""
+        ...
+
+
+class GroupPlayer(Protocol):
+    """Plays the groups of a run elsewhere, such as on the nodes of a cluster (`palaestra.cluster`)."""
+
+    def group(self, env: JSON, run: RunContext, number: int, task: Task, places: Places | None) -> GroupPlay:
+        """Return what plays the group. It frees the `places` that are reserved for the group, except the last one, as
+        the group's rollouts end."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RunContext:
     """The objects that all groups of a run share."""
@@ -222,6 +246,8 @@ class RunContext:
     """What all rollouts of a counterfactual run continue; None for another run."""
     program: ForeignAgent | None = None
     """The program that plays the rollouts in their slots. If it is None, Palaestra's own agent loop plays them."""
+    elsewhere: GroupPlayer | None = None
+    """What plays the groups elsewhere. If it is None, this process plays them."""
 
 
 @dataclass(slots=True)

@@ -542,7 +542,7 @@ def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
         "         --group (env.group_size)  --concurrency (env.max_num_workers)  --slots (env.slots)  --resume RUN",
         "         --backend (env.tool_pool_mode)  --config FILE  --json (the result as JSON)  -q  -v",
         "         --max-cost (env.max_cost)  --max-infra-rate (env.max_infra_rate)  --metrics-port (env.metrics_port)",
-        "         --mcp FILE (env.mcp_servers)  --out FILE.jsonl (env.data_path_to_save_groups)",
+        "         --mcp FILE (env.mcp_servers)  --out FILE.jsonl (env.data_path_to_save_groups)  --on ray (env.on)",
         "  Lists: `a b`, `a,b` or JSON. Mappings: `k=v`, JSON or --env.field.key V. A boolean without a value is true.",
     ]
     for title, fields in _sections(line, everything):

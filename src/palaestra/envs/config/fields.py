@@ -101,6 +101,11 @@ class BaseEnvConfig(Settings):
     slots: int | None = setting(
         None, "Maximum slots in use; None: as many as memory and open files allow, up to 512.", ge=1
     )
+    on: str | None = setting(
+        None,
+        "Roll out on a cluster, one worker per node: ray or ray:HOST:PORT (extra `ray`), or processes:N of this "
+        "machine; none: in this process. On a cluster, `slots` counts the slots of each node.",
+    )
     save_workspaces: bool = setting(
         False,
         "Keep each rollout's sealed workspace in the run's folder, for `palaestra grade`.",

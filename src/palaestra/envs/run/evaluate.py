@@ -54,6 +54,9 @@ class EvaluatedEnvironment(Environment):
         """Return whether the environment can be evaluated while it trains, on tasks that training does not use."""
         return bool(getattr(config, "held_out", self.chooses_evaluation))
 
+    async def set_up(self) -> None:
+        """Do what the environment postpones until it is asked for its first task. Idempotent."""
+
     def trainer_takes(self, most_tokens: int | None) -> None:
         """Receive the maximum number of tokens per rollout that the trainer's server accepts; None means no maximum."""
 

@@ -55,7 +55,7 @@ HOST_SETTINGS = frozenset({
     "modal_app_name", "modal_image", "modal_gpu", "modal_cpu", "modal_memory", "modal_slots_per_sandbox",
     "modal_min_sandboxes", "modal_max_sandboxes", "modal_idle_timeout", "modal_max_lifetime", "modal_acquire_timeout",
     "modal_secrets", "modal_env_vars", "otel_endpoint", "otel_content", "use_wandb", "wandb_mode", "use_trackio",
-    "rollout_server_url",
+    "rollout_server_url", "on",
     "rollout_server_token", "data_path_to_save_groups", "data_dir_to_save_evals", "world", "world_file",
 })  # fmt: skip
 """Settings that act on this machine or that reach other machines. No recording decides them."""

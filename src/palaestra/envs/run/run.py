@@ -30,6 +30,7 @@ from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_
 from palaestra.envs.config.command_line import UNSAID
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.form import Form
+from palaestra.envs.run.elsewhere import Cluster, ClusterRequest, check_elsewhere, is_elsewhere, open_cluster
 from palaestra.envs.run.evaluate import (
     EvaluatedEnvironment,
     Evaluation,
@@ -62,6 +63,7 @@ from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.schedule import read_timings
 from palaestra.rollouts.spec import Middleware, RecordedTools, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
+from palaestra.sandbox.admission import SlotLimit
 from palaestra.sandbox.isolation.isolation_probe import WARNINGS
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Rung, SlotSource
@@ -147,10 +149,15 @@ async def run(
         stream = stream or sys.stderr
         assembly = Assembly(form, parsed, stream, make_console(stream), stack)
         engine = await assembly.engine(engines)
-        pool = await stack.enter_async_context(make_pool(parsed.env_config))
-        _check_isolation(parsed.env_config, pool)
-        prepared = make_prepared(parsed.env_config, pool.backend, _unkept(assembly.console))
+        pool, prepared = make_pool(parsed.env_config), None
+        if is_elsewhere(parsed.env_config):
+            check_elsewhere(parsed.env_config, in_process=bool(engines), begins=begins)
+        else:
+            await stack.enter_async_context(pool)
+            _check_isolation(parsed.env_config, pool)
+            prepared = make_prepared(parsed.env_config, pool.backend, _unkept(assembly.console))
         environment = await assembly.environment(engine)
+        cluster = await assembly.cluster(pool)
         begins = None if begins is None else _continued(begins, environment, engine)
         recorded_tools = make_recorded_tools(parsed.env_config)
         stack.callback(recorded_tools.close)
@@ -161,7 +168,7 @@ async def run(
         if parsed.env_config.world != "live":
             recorded_tools.keep(output.folder.world)
         environment.use_recordings(recorded_tools)
-        assembly.print_beginning(output, engine, pool)
+        assembly.print_beginning(output, engine, pool, pool.rung if cluster is None else cluster.rung)
         keeps = parsed.env_config.save_workspaces
         command = await assembly.command(
             environment,
@@ -170,6 +177,7 @@ async def run(
             Workspaces(pool, prepared, output.folder.workspaces if keeps else None),
             recorded_tools,
             None if begins is None else Continuation(begins),
+            cluster,
             steering or Steering(),
         )
         gc.freeze()  # modules and settings live as long as the run: exclude them from garbage collection
@@ -231,10 +239,20 @@ class Assembly:
         self.stack.callback(output.discard_unless_begun)
         return output
 
-    def print_beginning(self, output: RunOutput, engine: ServerGroup, pool: SlotPool) -> None:
+    async def cluster(self, pool: SlotPool) -> Cluster | None:
+        """Return the nodes that play the run's groups, whose slots are then the pool's limit; None if this process does
+        it."""
+        if not is_elsewhere(self.parsed.env_config):
+            return None
+        request = ClusterRequest(self.form, self.parsed.env_config, self._servers, self.stream)
+        cluster = await self.stack.enter_async_context(open_cluster(request))
+        pool.limit = SlotLimit(cluster.slots, "the slots of all nodes")
+        return cluster
+
+    def print_beginning(self, output: RunOutput, engine: ServerGroup, pool: SlotPool, rung: Rung) -> None:
         """Print the run's folder, its slots and how many groups run at a time."""
         config, write = self.parsed.env_config, self.stream.write
-        write(f"run {output.folder.path}: {self.form.name} with {engine.name}, isolation {pool.rung.label}\n")
+        write(f"run {output.folder.path}: {self.form.name} with {engine.name}, isolation {rung.label}\n")
         write(f"slots: {pool.limit}{'' if config.slots else ' (set it with --slots N)'}\n")
         groups = concurrency(config, len(self._servers), slots_elsewhere(config, pool))
         if self.parsed.command == "evaluate":
@@ -242,8 +260,8 @@ class Assembly:
         if groups * config.group_size < pool.limit.slots:
             set_it = "" if config.max_num_workers > 0 else " (set it with --concurrency N)"
             write(f"groups: at most {groups} at a time, of {plural(config.group_size, 'rollout')} each{set_it}\n")
-        if weak := WARNINGS.get(pool.rung):
-            write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
+        if weak := WARNINGS.get(rung):
+            write(f"WARNING: isolation {rung.label}: {weak}\n")
 
     async def command(
         self,
@@ -253,6 +271,7 @@ class Assembly:
         workspaces: Workspaces,
         recorded_tools: RecordedTools,
         counterfactual: Continuation | None,
+        cluster: Cluster | None,
         steering: Steering,
     ) -> CommandRun:
         """Return the command of the run: its limits, its events with everything that follows them, and its context."""
@@ -278,6 +297,7 @@ class Assembly:
             middleware=Middleware((spans.chat,), (spans.tool,)) if spans is not None else Middleware(),
             earlier=output.earlier,
             counterfactual=counterfactual,
+            elsewhere=cluster,
             program=None if agent is None else await self.stack.enter_async_context(_program(agent, engine, output)),
         )
         status = StatusFile(events.in_flight)

@@ -106,6 +106,18 @@ def checksum(messages: Sequence[Message]) -> str:
     return hashlib.blake2b(_written(list(messages))[1], digest_size=12).hexdigest()
 
 
+def line_of(event: EventT, check: Callable[[EventT], None] | None = None) -> tuple[EventT, bytes]:
+    """Return the event, or a `plain` copy if JSON cannot hold it, and its line without the line break. Raises
+    `ValueError` as `Journal.append` does."""
+    event, line = _written(event)
+    if check is not None:
+        try:
+            check(cast("EventT", _decoder.decode(line)))
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"its line in the journal cannot be read back: {error}") from None
+    return event, line
+
+
 class Journal:
     """Appends events to one file, which one process at a time owns.
 
@@ -140,14 +152,14 @@ class Journal:
         `DiskError` if the line cannot be written, for example because the disk is full: a run without a journal must
         stop.
         """
-        event, line = _written(event)
-        if check is not None:
-            try:
-                check(cast("EventT", _decoder.decode(line)))
-            except msgspec.MsgspecError as error:
-                raise ValueError(f"its line in the journal cannot be read back: {error}") from None
-        self.file.append(line + b"\n")
+        event, line = line_of(event, check)
+        self.append_line(line)
         return event
+
+    def append_line(self, line: bytes) -> None:
+        """Write a line that `line_of` returned, perhaps in another process of the run, or several such lines with line
+        breaks between them. Raises `DiskError`."""
+        self.file.append(line + b"\n")
 
     async def commit(self) -> None:
         """Wait until everything appended so far is on the disk."""
@@ -186,6 +198,10 @@ class EventStream:
         """Hand an event to the subscribers without writing it to the journal."""
         for handler in self._handlers.get(type(event), ()):
             handler(event)
+
+    def hears(self, kind: type) -> bool:
+        """Return whether a subscriber handles events of this class."""
+        return bool(self._handlers.get(kind))
 
     def alive(self, event: Alive) -> None:
         """Update `in_flight` and announce the sign of life."""

@@ -8,7 +8,7 @@ which it can continue.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,11 +138,19 @@ def read_finished(path: Path) -> EarlierWork:
     return reader.settled()
 
 
-class _Reader:
-    """Collects the work from the events of one run."""
+def work_after(before: EarlierWork, events: Iterable[AnyJournalEvent]) -> EarlierWork:
+    """Return the work of a part of a run that continued `before`, of which nothing else is used any more."""
+    reader = _Reader(before.run or RunStarted(run_id="", env="", model="", seed=0), before)
+    for event in events:
+        reader.take(event)
+    return reader.settled()
 
-    def __init__(self, run: RunStarted) -> None:
-        self._work = EarlierWork(run)
+
+class _Reader:
+    """Collects the work from the events of one run, which continue the work `before`."""
+
+    def __init__(self, run: RunStarted, before: EarlierWork | None = None) -> None:
+        self._work = EarlierWork(run) if before is None else before
         self._begun: dict[str, Group] = {}
         self._schema = run.schema
 

@@ -1,0 +1,364 @@
+"""Runs on a Ray cluster of several nodes on this machine, beside runs in one process.
+
+    python benchmarks/ray_cluster.py --quick
+    python benchmarks/ray_cluster.py --rollouts 500 --kills 20 --driver-kills 20 --json cluster.json
+
+- `same`: the journal has the same rollouts as that of one process: ids, messages with observations, rewards, and the
+  numbers that the check drew.
+- `nodes killed`, `drivers killed`: so are the journals of runs in which a node or the driver was killed at a random
+  moment, and no worker is left.
+- `driver`: the CPU of the driver per rollout, with workers that answer at once, as a multiple of the CPU that writing
+  the same events to a journal takes, with as many commits.
+- `throughput`: rollouts per second on two nodes, beside one process on the same cores.
+
+Needs the extra `ray`. Each Ray node takes about 0.3 GB of memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import _measure as measure
+
+from palaestra.cluster.messages import (
+    FINISHED,
+    KINDS,
+    GroupWork,
+    Play,
+    Ready,
+    Setup,
+    StreamEnded,
+    framed,
+    read_frame,
+    this_process,
+    to_worker,
+)  # fmt: skip
+from palaestra.core.types import Score, Task
+from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.events import (
+    GroupEnded,
+    GroupStarted,
+    ReplyReceived,
+    RolloutBegun,
+    TokensSpent,
+    TurnTaken,
+)  # fmt: skip
+from palaestra.rollouts.journal.journal import EventStream, Journal, read_journal
+from palaestra.rollouts.resume.state import read_finished
+
+GROUP = 4
+RECORDED = "000000-lines-0"
+DRIVER_TARGET, THROUGHPUT_TARGET = 3.0, 0.9
+
+ENVIRONMENT = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def lines(n: int = 4):
+    for i in range(n):
+        steps = ["wc -l < a.txt > answer.txt", "cat answer.txt; seq 20", "echo $((6 * 7))"]
+        yield Task(id=f"lines-{i}", prompt=f"Count the lines of a.txt ({i})", files={"a.txt": "x\\n" * (i % 50)},
+                   solution=steps, answer=str(i % 50))
+
+@lines.score
+async def correct(task, sandbox, rng):
+    right = (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
+    return float(right), {"drawn": rng.random()}
+"""
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "palaestra", *words]
+
+
+def finished(folder: Path, *words: str) -> Path:
+    """Run `palaestra` there to its end, and return the folder of the run."""
+    done = subprocess.run(command(*words), cwd=folder, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder / done.stdout.strip().splitlines()[-1]
+
+
+def content(run: Path) -> dict[str, Any]:
+    """What must be the same however a run ran; each rollout and group must have ended once."""
+    found: dict[str, Any] = {}
+    for group in read_finished(run / "journal.jsonl").ended.values():
+        assert not group.error, group.error
+        for each in group.trajectories:
+            assert each.rollout_id not in found
+            found[each.rollout_id] = (each.task_id, each.messages, each.outcome, each.reward, each.blame, each.metrics)
+    return found
+
+
+def seconds(run: Path) -> float:
+    """The time from the first group of a run to the end of its last one."""
+    times = [each.at for each in read_journal(run / "journal.jsonl") if isinstance(each, GroupStarted | GroupEnded)]
+    return max(times) - min(times)
+
+
+def workers() -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"palaestra.cluster.worker" in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def none_left() -> bool:
+    """Whether no worker is left, five seconds after the last one should have ended."""
+    deadline = time.monotonic() + 5
+    while workers() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not workers()
+
+
+class Cluster:
+    """A Ray cluster of some nodes with one CPU each, on this machine."""
+
+    def __init__(self, nodes: int) -> None:
+        from ray.cluster_utils import Cluster as RayCluster
+
+        self._small = {"num_cpus": 1, "object_store_memory": 100 << 20}
+        self._cluster = RayCluster(initialize_head=True, head_node_args={**self._small, "include_dashboard": False})
+        self._nodes = [self._cluster.add_node(**self._small) for _ in range(nodes - 1)]
+        self.on = ("--on", f"ray:{self._cluster.address}")
+        self.address: str = self._cluster.address
+
+    def kill(self) -> None:
+        """Kill one node, not the head."""
+        self._cluster.remove_node(self._nodes.pop(0), allow_graceful=False)
+
+    def add(self) -> None:
+        self._nodes.append(self._cluster.add_node(**self._small))
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+def killed(folder: Path, words: list[str], after: int, kill: Any) -> Path:
+    """Start a run, call `kill` with its process once its journal has so many lines, and return its folder."""
+    known = set(folder.glob("runs/*/*"))
+    with subprocess.Popen(command(*words), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        while running.poll() is None:
+            fresh = set(folder.glob("runs/*/*/journal.jsonl"))
+            lines = sum(path.read_bytes().count(b"\n") for path in fresh if path.parent not in known)
+            if lines >= after:
+                kill(running)
+                break
+            time.sleep(0.01)
+        running.wait(900)
+    (run,) = set(folder.glob("runs/*/*")) - known
+    return run
+
+
+async def instant(recorded: Path, slots: int) -> None:
+    """Be a worker that plays each group at once, with the events of the recorded one."""
+    from palaestra.cluster.outbox import Outbox
+    from palaestra.cluster.worker import _unpickled, streams
+
+    reader, writer = await streams()
+    events = [line.split(b"\t", 2) for line in recorded.read_bytes().splitlines()]
+
+    async def send(message: Any) -> None:
+        writer.write(framed(message))
+        await writer.drain()
+
+    await send(this_process())
+    setup = to_worker(await read_frame(reader))
+    assert isinstance(setup, Setup)
+    outbox = Outbox(send, setup.flush_s)
+    await send(Ready(3, slots))
+    sending = asyncio.create_task(outbox.run())
+    try:
+        while True:
+            message = to_worker(await read_frame(reader))
+            if isinstance(message, Play):
+                work: GroupWork = _unpickled(message.work)
+                name = f"{work.number:06d}-{work.task.id}".encode()
+                for kind, index, line in events:
+                    outbox.put(message.key, int(kind), int(index), line.replace(RECORDED.encode(), name))
+                outbox.put(message.key, FINISHED, -1, b"")
+    except StreamEnded:
+        sending.cancel()
+
+
+class Counted(Journal):
+    """A journal that counts how often it is committed."""
+
+    commits = 0
+
+    async def commit(self) -> None:
+        self.commits += 1
+        await super().commit()
+
+
+class Instant(Environment):
+    """An environment whose groups are played elsewhere."""
+
+    name = "instant"
+
+    def __init__(self, groups: int) -> None:
+        self._groups = groups
+
+    async def tasks(self) -> AsyncIterator[Task]:
+        for number in range(self._groups):
+            yield Task(id=f"lines-{number}", prompt="Count the lines of a.txt")
+
+    def kit(self, task: Task, rng: random.Random) -> Any:
+        raise NotImplementedError
+
+    async def score(self, rollout: Any, grading: Any) -> Score:
+        raise NotImplementedError
+
+
+async def driver(address: str, recorded: Path, groups: int, in_flight: int, nodes: int) -> measure.Sample:
+    """Measure the driver's CPU per rollout, and that of its journal alone."""
+    from palaestra.cluster.driver import Driver
+    from palaestra.cluster.nodes import Terms
+    from palaestra.cluster.ray_launcher import RayLauncher
+    from palaestra.rollouts.runner import Runner
+    from palaestra.rollouts.spec import RunContext, RunSettings
+    from palaestra.rollouts.workspaces import Workspaces
+
+    slots = -(-in_flight // nodes)
+    launcher = RayLauncher(address, (str(Path(__file__).resolve()), "--instant", str(recorded), str(slots)))
+    cluster = Driver(launcher, Terms(Setup(reference="", script=None, folder="/", settings=b"", flush_s=0.1)))
+    await cluster.open()
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Counted(Path(folder, "journal.jsonl"))
+        nothing: Any = None
+        context = RunContext(
+            engine=nothing, workspaces=Workspaces(nothing), events=EventStream(journal),
+            settings=RunSettings(group_size=GROUP), elsewhere=cluster,
+        )  # fmt: skip
+        began, cpu = time.perf_counter(), time.process_time()
+        totals = await Runner(Instant(groups), context, concurrency=-(-in_flight // GROUP)).run()
+        took, used = time.perf_counter() - began, time.process_time() - cpu
+        assert totals.rollouts == totals.scored == groups * GROUP
+        journal.close()
+        events = list(read_journal(Path(folder, "journal.jsonl")))
+        alone = Journal(Path(folder, "alone.jsonl"))
+        each = max(1, len(events) // journal.commits)
+        cpu = time.process_time()
+        for number, event in enumerate(events):
+            alone.append(event)
+            if number % each == 0:
+                await alone.commit()
+        journal_cpu = time.process_time() - cpu
+        alone.close()
+    await cluster.aclose()
+    rollouts = groups * GROUP
+    return {
+        "driver_us": used / rollouts * 1e6, "journal_us": journal_cpu / rollouts * 1e6,
+        "rollouts_per_s": rollouts / took, "peak_kb": measure.peak_kb(),
+    }  # fmt: skip
+
+
+def recorded_group(run: Path, path: Path) -> None:
+    """Write the entries of a run's first group: kind, index and line, with the signs that a worker sends beside."""
+    lines = []
+    places = {kind: place for place, kind in enumerate(KINDS)}
+    written = (run / "journal.jsonl").read_bytes().splitlines()
+    for line, event in zip(written, read_journal(run / "journal.jsonl"), strict=True):
+        if RECORDED.encode() not in line or type(event) not in places:
+            continue
+        trajectory = getattr(event, "trajectory", None)
+        name = getattr(event, "rollout_id", "") or (trajectory.rollout_id if trajectory is not None else "")
+        index = int(name.rpartition("/")[2]) if name else -1
+        if isinstance(event, TurnTaken) and event.turn == 0:
+            lines.append((places[RolloutBegun], index, json.dumps({"rollout_id": name}).encode()))
+        lines.append((places[type(event)], index, line))
+        if isinstance(event, TurnTaken | ReplyReceived):
+            spent = {"rollout_id": name, "prompt_tokens": 10, "completion_tokens": 10}
+            lines.append((places[TokensSpent], index, json.dumps(spent).encode()))
+    path.write_bytes(b"\n".join(b"%d\t%d\t%s" % each for each in lines))
+
+
+def main() -> int:
+    """Measure and print the table."""
+    parser = measure.options_parser(__doc__)
+    parser.add_argument("--rollouts", type=int, default=None, help="rollouts of each run (default 500, --quick 40)")
+    parser.add_argument("--nodes", type=int, default=3, help="nodes of the cluster (default 3)")
+    parser.add_argument("--kills", type=int, default=None, help="runs in which a node is killed (20, --quick 1)")
+    parser.add_argument("--driver-kills", type=int, default=None, help="runs with a killed driver (20, --quick 1)")
+    parser.add_argument("--instant-rollouts", type=int, default=None, help="rollouts for the driver (20000, 2000)")
+    options = parser.parse_args()
+    quick = options.quick
+    rollouts = options.rollouts or (40 if quick else 500)
+    kills = options.kills if options.kills is not None else (1 if quick else 20)
+    driver_kills = options.driver_kills if options.driver_kills is not None else (1 if quick else 20)
+    many = options.instant_rollouts or (2000 if quick else 20000)
+    rng, rows = random.Random(0), []
+    words = ["run", "lines_env.py", "--policy", "oracle", "--group", str(GROUP), "--slots", "16"]
+    words += ["--env.n", str(rollouts // GROUP)]
+    cluster = Cluster(options.nodes)
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            (folder / "lines_env.py").write_text(ENVIRONMENT)
+            alone = finished(folder, *words)
+            expected = content(alone)
+            lines = (alone / "journal.jsonl").read_bytes().count(b"\n")
+            measure.progress(f"one process: {len(expected)} rollouts in {seconds(alone):.1f} s")
+            on_ray = finished(folder, *words, *cluster.on)
+            measure.progress(f"{options.nodes} nodes: {seconds(on_ray):.1f} s")
+            same = sum(content(on_ray).get(name) == each for name, each in expected.items())
+            rows.append(measure.with_floor(measure.Row("same rollouts", same / len(expected), "share"), 1.0))
+            ratio = seconds(alone) / seconds(on_ray)
+            rate = measure.Row("throughput", len(expected) / seconds(on_ray), "rollouts/s", ratio)
+            rows.append(measure.judged(rate, THROUGHPUT_TARGET, ratio >= THROUGHPUT_TARGET))
+            good = clean = 0
+            for number in range(kills):
+                after = rng.randrange(2, int(lines * 0.9))
+                run = killed(folder, [*words, *cluster.on], after, lambda _: cluster.kill())
+                good += content(run) == expected
+                clean += none_left()
+                cluster.add()
+                measure.progress(f"node kill {number + 1} at line {after}: {good} the same")
+            rows.append(measure.with_floor(measure.Row("node kills with the same journal", good, f"of {kills}"), kills))
+            good = 0
+            for number in range(driver_kills):
+                after = rng.randrange(2, int(lines * 0.9))
+                run = killed(folder, [*words, *cluster.on], after, lambda running: running.kill())
+                clean += none_left()
+                finished(folder, "resume", str(run))
+                good += content(run) == expected
+                measure.progress(f"driver kill {number + 1} at line {after}: {good} the same")
+            row = measure.Row("driver kills with the same journal", good, f"of {driver_kills}")
+            rows.append(measure.with_floor(row, driver_kills))
+            row = measure.Row("kills that left no worker", clean, f"of {kills + driver_kills}")
+            rows.append(measure.with_floor(row, kills + driver_kills))
+            recorded_group(alone, folder / "recorded")
+            for in_flight in (100, 1000, min(10_000, many)):
+                arguments = (cluster.address, str(folder / "recorded"), str(many // GROUP), str(in_flight))
+                found = measure.fresh_process(__file__, "--driver", *arguments, str(options.nodes))
+                ratio = found["driver_us"] / found["journal_us"]
+                row = measure.Row(f"driver, {in_flight} in flight", found["driver_us"], "µs/rollout", ratio)
+                rows.append(measure.judged(row, DRIVER_TARGET, ratio <= DRIVER_TARGET))
+                rows.append(measure.Row(f"driver's memory, {in_flight} in flight", found["peak_kb"] / 1024, "MB"))
+                rows.append(measure.Row(f"driver, {in_flight} in flight", found["rollouts_per_s"], "rollouts/s"))
+    finally:
+        cluster.close()
+    return measure.report(f"Ray, {options.nodes} nodes, runs of {rollouts} rollouts", rows, options.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--instant"]:
+        asyncio.run(instant(Path(sys.argv[2]), int(sys.argv[3])))
+    elif sys.argv[1:2] == ["--driver"]:
+        _, _, where, file, *counts = sys.argv
+        groups_, in_flight_, nodes_ = map(int, counts)
+        print(json.dumps(asyncio.run(driver(where, Path(file), groups_, in_flight_, nodes_))))
+    else:
+        sys.exit(main())

@@ -1,0 +1,215 @@
+"""The messages between the driver of a run and the workers on its nodes, and how they are framed on a stream.
+
+A worker says `Hello`, gets `Setup` and answers `Ready` or `Refused`. Then it gets one `Play` per group, and returns
+everything that happens as `Happened`. A frame is its length (4 bytes, big-endian) and a message in MessagePack.
+Whatever starts a worker has to carry only two streams of bytes: `ray_launcher.py` carries them through an actor.
+
+Whoever can write to a worker's stream starts programs there anyway, so `Setup` and `Play` may hold pickles. The driver
+unpickles nothing that a node sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import platform
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+import palaestra
+from palaestra.core.errors import PalaestraError
+from palaestra.core.types import Task
+from palaestra.rollouts.events import (
+    Alive,
+    AttemptDiscarded,
+    Graded,
+    GroupEnded,
+    GroupStarted,
+    Note,
+    ReplyReceived,
+    RolloutBegun,
+    RolloutEnded,
+    RolloutResumed,
+    TokensSpent,
+    TurnTaken,
+)
+from palaestra.rollouts.resume.state import EarlierWork
+from palaestra.rollouts.spec import RunSettings
+
+LONGEST_FRAME = 1 << 30
+"""The maximum size of a frame, in bytes."""
+
+KINDS: tuple[type[msgspec.Struct], ...] = (
+    GroupStarted, TurnTaken, ReplyReceived, RolloutResumed, RolloutEnded, AttemptDiscarded, GroupEnded,
+    RolloutBegun, Alive, TokensSpent, Graded, Note,
+)  # fmt: skip
+"""The events that a worker returns. The place of a class in this list is the `kind` of its entries."""
+
+FINISHED, FAILED = 100, 101
+"""The kinds of an entry without an event: a group has ended, or an error has ended it, which the entry's data
+describe."""
+
+
+class Hello(msgspec.Struct, tag=True, kw_only=True):
+    """The first message of a worker. `build` is a checksum of the package's files."""
+
+    version: str
+    build: str
+    python: str
+    host: str
+    pid: int
+    cpus: int
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The worker can play groups, with this isolation level and this number of slots."""
+
+    rung: int
+    slots: int
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The worker cannot play groups, and ends. `exit_code` is that of the error."""
+
+    reason: str
+    exit_code: int = 1
+
+
+class Entry(msgspec.Struct, array_like=True, gc=False):
+    """One event of the play `key` (`Play`). `index` is the rollout's index in its group, -1 for the group itself.
+    `data` is the event in JSON; for a journal event, this is its line in the journal."""
+
+    key: int
+    kind: int
+    index: int
+    data: bytes
+
+
+class Happened(msgspec.Struct, tag=True):
+    """What happened on a node since the last such message, in order."""
+
+    entries: list[Entry]
+
+
+class Failure(msgspec.Struct):
+    """An error that ended a group on a node. `usage` is true for a `ConfigError`, and `disk` for a `DiskError`."""
+
+    text: str
+    usage: bool = False
+    disk: bool = False
+
+
+class Setup(msgspec.Struct, tag=True, kw_only=True):
+    """What a worker needs before the first group. `settings` is a pickle of the settings that were set, of the
+    environment and of each model server. `script` is the content of the environment's file, if it is one."""
+
+    reference: str
+    script: bytes | None
+    folder: str
+    settings: bytes
+    flush_s: float
+
+
+class Play(msgspec.Struct, tag=True):
+    """Play a group. `work` is a pickled `GroupWork`."""
+
+    key: int
+    work: bytes
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """End a group now; what it has done is still recorded."""
+
+    key: int
+
+
+class Stop(msgspec.Struct, tag=True):
+    """The run stops, for a `reason` of `RunLimits`, at a cost of `spent`."""
+
+    reason: str
+    message: str
+    spent: float
+
+
+FromWorker: TypeAlias = Hello | Ready | Refused | Happened
+ToWorker: TypeAlias = Setup | Play | Cancel | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWork:
+    """One group to play. Playing it again does the rest of the work after `earlier`, which is that of this group."""
+
+    number: int
+    task: Task
+    settings: RunSettings
+    earlier: EarlierWork
+
+
+class StreamEnded(PalaestraError):
+    """The other end of a stream has gone, or does not speak this protocol."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+def framed(message: FromWorker | ToWorker) -> bytes:
+    """Return the message as a frame."""
+    data = _encoder.encode(message)
+    return len(data).to_bytes(4, "big") + data
+
+
+async def read_frame(stream: asyncio.StreamReader) -> bytes:
+    """Return the next message, still encoded. Raises `StreamEnded`."""
+    try:
+        size = int.from_bytes(await stream.readexactly(4), "big")
+        if size > LONGEST_FRAME:
+            raise StreamEnded(f"a message of {size} bytes: something else has written to this stream")
+        return await stream.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        raise StreamEnded("the stream has ended") from error
+
+
+def from_worker(data: bytes) -> FromWorker:
+    """Return a message of a worker. Raises `StreamEnded` for anything else."""
+    try:
+        return _from_worker.decode(data)
+    except msgspec.MsgspecError as error:
+        raise StreamEnded(f"not a message of a worker: {error}") from None
+
+
+def to_worker(data: bytes) -> ToWorker:
+    """Return a message to a worker. Raises `StreamEnded` for anything else."""
+    try:
+        return _to_worker.decode(data)
+    except msgspec.MsgspecError as error:
+        raise StreamEnded(f"not a message to a worker: {error}") from None
+
+
+@cache
+def this_process() -> Hello:
+    """Return what this process says about itself."""
+    return Hello(
+        version=version("palaestra"),
+        build=_checksum(sorted(Path(palaestra.__file__).parent.rglob("*.py"))),
+        python=platform.python_version(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        cpus=os.cpu_count() or 1,
+    )
+
+
+def _checksum(files: Iterable[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=6)
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

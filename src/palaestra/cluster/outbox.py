@@ -1,0 +1,141 @@
+"""What happens in the groups of a worker, on its way to the driver.
+
+Entries are sent in batches, because each message costs the driver about a millisecond in Ray. Signs of life are sent
+once per batch and rollout. If the driver takes too long, `commit` waits, and so do the rollouts that end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from palaestra.cluster.messages import KINDS, Entry, Happened
+from palaestra.rollouts.events import (
+    Alive,
+    Graded,
+    Handlers,
+    JournalEvent,
+    MemoryEvent,
+    Note,
+    RolloutBegun,
+    TokensSpent,
+)
+from palaestra.rollouts.journal.journal import EventT, Journal, line_of
+
+MOST_WAITING = 8 << 20
+"""The bytes that may wait to be sent before rollouts wait too."""
+
+FULL_BATCH = 1 << 18
+"""The bytes with which a batch is sent at once."""
+
+_KIND = {kind: place for place, kind in enumerate(KINDS)}
+_encoder = msgspec.json.Encoder()
+
+
+class Outbox:
+    """The entries that wait to be sent with `send`, at most `flush_s` seconds after they happened."""
+
+    def __init__(self, send: Callable[[Happened], Awaitable[None]], flush_s: float) -> None:
+        self._send = send
+        self._flush_s = flush_s
+        self._entries: list[Entry] = []
+        self._signs: dict[str, tuple[int, int, Alive]] = {}
+        self._bytes = 0
+        self._some, self._full, self._room = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._room.set()
+
+    def put(self, key: int, kind: int, index: int, data: bytes) -> None:
+        """Add an entry."""
+        self._entries.append(Entry(key, kind, index, data))
+        self._bytes += len(data) + 8
+        self._some.set()
+        if self._bytes >= FULL_BATCH:
+            self._full.set()
+        if self._bytes >= MOST_WAITING:
+            self._room.clear()
+
+    def put_sign(self, key: int, event: Alive) -> None:
+        """Keep the latest sign of life of a rollout or a group until the next batch."""
+        self._signs[event.name] = (key, -1, event)
+        self._some.set()
+
+    async def room(self) -> None:
+        """Wait until the driver has taken enough."""
+        await self._room.wait()
+
+    async def run(self) -> None:
+        """Send what is put, until this is cancelled."""
+        while True:
+            await self._some.wait()
+            if not self._full.is_set():
+                try:
+                    async with asyncio.timeout(self._flush_s):
+                        await self._full.wait()
+                except TimeoutError:
+                    pass
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Send everything that has been put so far."""
+        entries, signs = self._entries, self._signs
+        self._entries, self._signs, self._bytes = [], {}, 0
+        self._some.clear()
+        self._full.clear()
+        entries += [Entry(key, _KIND[Alive], index, _encoder.encode(each)) for key, index, each in signs.values()]
+        if entries:
+            await self._send(Happened(entries))
+        if self._bytes < MOST_WAITING:
+            self._room.set()
+
+
+class ForwardedJournal(Journal):
+    """The journal of a play (`Play`): its lines go to the driver, which writes them."""
+
+    def __init__(self, outbox: Outbox, key: int) -> None:
+        self.path = Path("journal.jsonl")
+        self._outbox = outbox
+        self._key = key
+
+    def append(self, event: EventT, check: Callable[[EventT], None] | None = None) -> EventT:
+        event, line = line_of(event, check)
+        self._outbox.put(self._key, _KIND[type(event)], _index(event), line)
+        return event
+
+    def append_line(self, line: bytes) -> None:
+        raise NotImplementedError("a line goes to the driver with its event")
+
+    async def commit(self) -> None:
+        """Wait until there is room. The driver announces nothing before it is on its disk."""
+        await self._outbox.room()
+
+    def close(self) -> None:
+        """Do nothing: the driver owns the file."""
+
+
+class Forwarding:
+    """Subscribes to the events of a play that are not in the journal, and forwards them."""
+
+    def __init__(self, outbox: Outbox, key: int) -> None:
+        self._outbox = outbox
+        self._key = key
+
+    def handlers(self) -> Handlers:
+        return dict.fromkeys((RolloutBegun, TokensSpent, Graded, Note), self._forward) | {Alive: self._on_alive}
+
+    def _forward(self, event: MemoryEvent) -> None:
+        self._outbox.put(self._key, _KIND[type(event)], _index(event), _encoder.encode(event))
+
+    def _on_alive(self, event: Alive) -> None:
+        self._outbox.put_sign(self._key, event)
+
+
+def _index(event: JournalEvent | MemoryEvent) -> int:
+    """Return the index of the event's rollout in its group; -1 for an event of the group itself."""
+    trajectory = getattr(event, "trajectory", None)
+    if trajectory is not None:
+        return int(trajectory.index)
+    named: str = getattr(event, "rollout_id", "")
+    return int(named.rpartition("/")[2]) if named else -1

@@ -1,0 +1,113 @@
+"""Where groups go: near what they need, to the emptiest node, in turn, and not to a node that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from cluster.on_loop import on_loop
+from palaestra.cluster.placement import Placement, Room
+
+
+def placement(*slots: int) -> Placement:
+    made = Placement()
+    for number, count in enumerate(slots):
+        made.add(Room(f"node-{number}", count))
+    return made
+
+
+@on_loop
+async def test_groups_spread_over_the_nodes_with_the_most_room() -> None:
+    two = placement(8, 16)
+    assert [(await two.place(4, "")).name for _ in range(4)] == ["node-1", "node-1", "node-1", "node-0"]
+
+
+@on_loop
+async def test_a_group_goes_where_its_workspace_is_until_that_node_is_full() -> None:
+    two = placement(8, 8)
+    first = await two.place(4, "image")
+    other = await two.place(1, "another")
+    assert other is not first
+    assert await two.place(4, "image") is first
+    spilled = await two.place(4, "image")
+    assert spilled is other
+    assert (two.placed_again, two.placed_near) == (2, 1)
+
+
+@on_loop
+async def test_a_group_that_finds_no_room_waits_its_turn() -> None:
+    one = placement(8)
+    rooms = [await one.place(4, "") for _ in range(2)]
+    large = asyncio.create_task(one.place(8, ""))
+    small = asyncio.create_task(one.place(1, ""))
+    await asyncio.sleep(0)
+    one.free(rooms[0], 4, ended=True)
+    await asyncio.sleep(0)
+    assert not large.done()
+    assert not small.done(), "a small group must not overtake a large one for ever"
+    one.free(rooms[1], 4, ended=True)
+    assert await large
+    one.free(await large, 8, ended=True)
+    assert (await small).taken == 1
+
+
+@on_loop
+async def test_a_group_larger_than_every_node_gets_an_empty_one() -> None:
+    one = placement(2)
+    assert (await one.place(16, "")).taken == 16
+
+
+@on_loop
+async def test_a_removed_node_gets_nothing_and_a_new_one_serves_those_who_wait() -> None:
+    one = placement(4)
+    one.remove("node-0")
+    waiting = asyncio.create_task(one.place(4, ""))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    one.add(Room("new", 4))
+    assert (await waiting).name == "new"
+
+
+@on_loop
+async def test_a_cancelled_wait_takes_no_room() -> None:
+    one = placement(4)
+    held = await one.place(4, "")
+    waiting = asyncio.create_task(one.place(4, ""))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    one.free(held, 4, ended=True)
+    assert (one.rooms["node-0"].taken, one.rooms["node-0"].groups) == (0, 0)
+
+
+@on_loop
+async def test_whatever_is_placed_and_freed_no_node_is_overfull_and_none_starves() -> None:
+    rng, many = random.Random(1), placement(*[8] * 10)
+    held: list[tuple[Room, int]] = []
+    placed = 0
+    waiting: set[asyncio.Task[Room]] = set()
+    for step in range(2000):
+        size = rng.choice((1, 2, 4))
+        task = asyncio.create_task(many.place(size, f"image-{rng.randrange(20)}"))
+        task.set_name(str(size))
+        waiting.add(task)
+        await asyncio.sleep(0)
+        for done in [each for each in waiting if each.done()]:
+            waiting.remove(done)
+            held.append((done.result(), int(done.get_name())))
+            placed += 1
+        assert all(room.taken <= room.most for room in many.rooms.values())
+        while held and (rng.random() < 0.5 or len(waiting) > 20):
+            room, taken = held.pop(rng.randrange(len(held)))
+            many.free(room, taken, ended=True)
+            await asyncio.sleep(0)
+            for done in [each for each in waiting if each.done()]:
+                waiting.remove(done)
+                held.append((done.result(), int(done.get_name())))
+                placed += 1
+        assert step - placed <= 21
+    for each in waiting:
+        each.cancel()
