@@ -22,7 +22,7 @@ from palaestra.suites.swe.swe_row import SweRow
 from palaestra.suites.toolchain.repository_venv import CERTIFICATES
 from palaestra.suites.toolchain.toolchain import Toolchain
 
-_MOST_LOG_BYTES = 32 << 20
+_MOST_LOG_BYTES = 16 << 20
 _SHOWN = 3000
 _ENVIRONMENT = {"LC_ALL": "C.UTF-8", "TZ": "UTC", "HOME": f"{CACHE}/home"}
 
