@@ -25,7 +25,7 @@ DOCTEST = (
 KARMA = "Starting browser Chrome\n  suite\n    ✔ first\n    ✖ second\n\nSUMMARY:\n  ✔ 1 test completed"
 
 LOGS: list[tuple[str, str, dict[str, Status]]] = [
-    ("parse_log_gotest", "=== RUN TestA\n--- PASS: TestA (0.00s)\n    --- FAIL: TestB/x_y (1.20s)\n--- SKIP: TestC (0s)",
+    ("parse_log_gotest", "=== RUN A\n--- PASS: TestA (0.00s)\n    --- FAIL: TestB/x_y (1.20s)\n--- SKIP: TestC (0s)",
      {"TestA": P, "TestB/x_y": F, "TestC": S}),
     ("parse_log_cargo", "test a::b ... ok\ntest c ... FAILED\ntest d ... ignored\ntest result: FAILED. 1 passed",
      {"a::b": P, "c": F}),
@@ -43,12 +43,12 @@ LOGS: list[tuple[str, str, dict[str, Status]]] = [
      {"a.T > one": P, "a.T > two": F, "a.T > three": P}),
     ("parse_log_ant", "   [junit] [PASS] one\n   [junit] [FAIL] two\n   [junit] [ERR] three",
      {"one": P, "two": F, "three": F}),
-    ("parse_log_redis", "[ok]: set works (3 ms)\n[err]: get fails in tests/unit/a.tcl\n[skip]: slow one\n[ignore]: other",
+    ("parse_log_redis", "[ok]: set works (3 ms)\n[err]: get fails in tests/a.tcl\n[skip]: slow one\n[ignore]: other",
      {"set works": P, "get fails": F, "slow one": S, "other": S}),
     ("parse_log_jq", "PASS: tests/jqtest\nFAIL: tests/optional", {"tests/jqtest": P, "tests/optional": F}),
     ("parse_log_micropython_test", "pass  basics/a.py\nFAIL  basics/b.py\nskip  io/c.py",
      {"basics/a.py": P, "basics/b.py": F, "io/c.py": S}),
-    ("parse_log_googletest", "[ RUN      ] A.b\n[       OK ] A.b (0 ms)\n[  FAILED  ] A.c (1 ms)", {"A.b": P, "A.c": F}),
+    ("parse_log_googletest", "[ RUN    ] A.b\n[       OK ] A.b (0 ms)\n[  FAILED  ] A.c (1 ms)", {"A.b": P, "A.c": F}),
     ("parse_log_doctest", f"building\n{DOCTEST}\n", {"c > x": P, "c > y": F}),
     ("parse_log_phpunit", "Calc (Tests\\Calc)\n ✔ Adds\n ✘ Takes\n ↩ Later",
      {"Calc > Adds": P, "Calc > Takes": F, "Calc > Later": S}),
@@ -61,7 +61,7 @@ LOGS: list[tuple[str, str, dict[str, Status]]] = [
     ("parse_log_react_pdf", "PASS a.test.js\nFAIL b.test.js (1.2 s)", {"a.test.js": P, "b.test.js": F}),
     ("parse_log_grommet", "PASS a.js (8 ms)\nFAIL b.js", {"a.js": P, "b.js": F}),
     ("parse_log_marked", "Failures:\n1) Hello should parse\n  Message:", {"Hello should parse": F}),
-    ("parse_log_lighthouse_mocha", "running 2 test files\n  suite\n    inner\n      ✔ one (12ms)\n      1) two\n\n  1 passing",
+    ("parse_log_lighthouse_mocha", "running 2 test files\n  suite\n    inner\n      ✔ one (12ms)\n      1) two\n",
      {"suite - inner - one": P, "suite - inner - two": F}),
     ("ctest", "1/2 Test  #1: parse_tests ....   Passed    0.00 sec\n2/2 Test  #2: print ....***Failed    0.01 sec",
      {"parse_tests": P, "print": F}),
