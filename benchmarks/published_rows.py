@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from palaestra.core.config import local_path
-from palaestra.core.errors import PalaestraError
+from palaestra.core.errors import PalaestraError, TaskError
 from palaestra.core.types import JSON, Network, Task
 from palaestra.envs.cheats.proof import PolicyRuns, first_tasks, parse_settings, policy_runs
 from palaestra.envs.config.build import make_pool
@@ -46,7 +46,7 @@ from palaestra.suites.grading.harness import Status
 from palaestra.suites.grading.log_parsers import parser
 from palaestra.suites.swe.authoring.sdist import open_index, read_sdist
 from palaestra.suites.swe.languages import LANGUAGES
-from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv
+from palaestra.suites.swe.swe_row import load_rows
 from palaestra.suites.toolchain.interpreters import this_interpreter
 from palaestra.suites.toolchain.repository_venv import VENV_DIR, RepositoryVenv
 from palaestra.suites.toolchain.toolchain import Install
@@ -237,7 +237,7 @@ async def play(file: Path, repositories: Path, packages: Sequence[Package], work
     settings += [f"file://{repositories}", "--env.test_timeout_s", str(TEST_S)]
     form, width = load_environment("swe_smith_oracle", Path.cwd()), asyncio.Semaphore(workers)
     parsed = parse_settings("published rows", settings, env_type=form.config_type())
-    refused = {str(error): error for error in await SweSmithOracleEnv(parsed.env_config).load() if is_error(error)}
+    refused = [str(error) for error in load_rows(file) if isinstance(error, TaskError)]
     engine = ServerGroup(parsed.server_configs)
 
     async def reward(runs: PolicyRuns, policy: Policy, task: Task) -> tuple[float | None, str]:
@@ -262,10 +262,6 @@ async def play(file: Path, repositories: Path, packages: Sequence[Package], work
         async with opened(environment), policy_runs(environment, pool) as runs:
             tasks = {task.id: task for task in await first_tasks(environment, len(packages))}
             return await asyncio.gather(*(both(runs, package, tasks.get(package.id)) for package in packages))
-
-
-def is_error(value: JSON) -> bool:
-    return isinstance(value, Exception)
 
 
 async def measure(package: Package, cache: Path) -> Package:
