@@ -120,7 +120,7 @@ def _tools(project: Mapping[str, JSON]) -> Iterator[Declared]:
     for name in _ordered(pdm):
         yield Declared(f"pdm group {name}", _strings(pdm[name]))
     hatch = _table(project, "tool", "hatch", "envs")
-    for name in (*_ordered(hatch), *(["hatch-test"] if "hatch-test" in hatch else []), "default"):
+    for name in (*_ordered(hatch), "default"):
         environment = _table(hatch, name)
         more = (*_strings(environment.get("dependencies")), *_strings(environment.get("extra-dependencies")))
         features = (f".[{feature}]" for feature in _strings(environment.get("features")))
