@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 SOMEBODY = 12345
+TWO_AT_ONCE = ("-n", "2", "--dist", "loadgroup")
 ROOT = Path(__file__).parents[2]
 
 _PROBE = (
@@ -42,7 +43,9 @@ def as_somebody(*argv: str, cwd: str | Path = "/", timeout_s: float = 20) -> sub
 
 
 def run_suite(folder: Path, only: str, *more: str) -> None:
-    """Run the tests of a folder that `only` (pytest's -k) names, as somebody; skips where that cannot be."""
+    """Run the tests of a file or folder that `only` (pytest's -k) names, as somebody; skips where that cannot be.
+
+    Two processes run them, since such tests wait more than they work."""
     python = interpreter()
     if python is None or as_somebody("/bin/ls", str(folder)).returncode != 0:
         pytest.skip("no Python and checkout that another user can read")
@@ -50,7 +53,7 @@ def run_suite(folder: Path, only: str, *more: str) -> None:
     assert probed.returncode == 0, probed.stderr
     if probed.stdout != "True\n":
         pytest.skip("no user namespaces without root here")
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", only, *more]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", only, *TWO_AT_ONCE, *more]
     with tempfile.TemporaryDirectory() as own:
         os.chown(own, SOMEBODY, SOMEBODY)
         options.append(f"--basetemp={own}/t")

@@ -20,7 +20,7 @@ from palaestra import open_run
 from palaestra.cli.main import main
 from palaestra.tools.registry.catalog import get_all_tool_names
 
-KILLS = int(os.environ.get("PALAESTRA_KILLS", "12"))
+KILLS = int(os.environ.get("PALAESTRA_KILLS", "8"))
 """How often a batch is killed."""
 
 TIMEOUT_S = 100

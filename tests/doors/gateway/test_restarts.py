@@ -31,7 +31,7 @@ from palaestra.sandbox.service import service_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.slots, pytest.mark.timeout(600)]
 
-KILLS = int(os.environ.get("PALAESTRA_KILLS", "12"))
+KILLS = int(os.environ.get("PALAESTRA_KILLS", "8"))
 
 
 class Person:

@@ -424,8 +424,9 @@ def small_task(folder: Path, *, hidden: bool) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_small_task_pays_no_cheat(tmp_path: Path) -> None:
+    names = [cheat.name for cheat in BANK[1::2]]  # the other half attacks `hermes_swe`, whose tests run the same way
     environment = str(ROOT / "environments/swe_smith_oracle_env.py")
-    proof = check_environment(environment, small_task(tmp_path, hidden=True), tasks=1, quiet=True)
+    proof = check_environment(environment, small_task(tmp_path, hidden=True), tasks=1, only=names, quiet=True)
     assert proof.proven
     assert proof.holds, [line for line in proof.lines if not line.ok]
 
@@ -434,7 +435,7 @@ def test_a_small_task_pays_no_cheat(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_real_task_pays_no_cheat(one_real_task: list[str]) -> None:
-    names = [cheat.name for cheat in BANK[::6]]  # the small task is attacked by all
+    names = [cheat.name for cheat in BANK[::6]]  # the small task is attacked by half of the others
     environment = str(ROOT / "environments/swe_smith_oracle_env.py")
     proof = check_environment(environment, one_real_task, tasks=1, only=names, quiet=True)
     assert proof.holds, [line for line in proof.lines if not line.ok]

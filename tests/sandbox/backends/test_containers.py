@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from sandbox.containers import ROOT, Docker, docker
+from sandbox.somebody import TWO_AT_ONCE
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("docker")]
 
 SUITE = Path(__file__).with_name("test_local_confined.py").relative_to(ROOT)
-OPTIONS = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::hypothesis.errors.HypothesisWarning")
+OPTIONS = (
+    "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::hypothesis.errors.HypothesisWarning",
+    *TWO_AT_ONCE,
+)  # fmt: skip
 
 _LADDER = """
 import asyncio

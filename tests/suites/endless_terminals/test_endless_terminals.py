@@ -78,7 +78,7 @@ def test_the_oracle_is_paid_and_no_cheat_is(settings: list[str], tmp_path: Path,
 @pytest.mark.timeout(600)
 def test_half_of_the_bank_against_two_areas(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = [cheat.name for cheat in BANK[1::2]]  # the other half attacks `hermes_swe`, and all a small task
+    names = [cheat.name for cheat in BANK[1::2]]  # the other half attacks `hermes_swe`, and all a terminal task
     proof = check_environment(ENVIRONMENT, ["--env.level", "3"], tasks=2, only=names, quiet=True)
     assert proof.holds, [line for line in proof.lines if not line.ok]
 

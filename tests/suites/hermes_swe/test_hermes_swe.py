@@ -126,7 +126,7 @@ def test_the_oracle_is_paid_and_no_cheat_is(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.timeout(600)
 def test_half_of_the_bank_against_built_in_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = [cheat.name for cheat in BANK[::2]]  # the other half attacks `endless_terminals`, and all a small task
+    names = [cheat.name for cheat in BANK[::2]]  # the other half attacks a task of `swe_smith_oracle`
     proof = check_environment(ENVIRONMENT, [], tasks=2, only=names, quiet=True)
     assert proof.holds, [line for line in proof.lines if not line.ok]
 

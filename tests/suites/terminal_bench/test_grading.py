@@ -295,9 +295,8 @@ def test_the_rest_over_the_hosts_own_programs(try_tasks: Try) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_cheat_of_the_bank_is_paid(installed_pytest: DependencyCache, tmp_path: Path) -> None:
-    for name in ("greeting", "word-counts"):  # some cheats hang their verifier
-        settings = (HARBOR / name / "task.toml").read_text().replace("timeout_sec = 60.0", "timeout_sec = 15.0")
-        copied(HARBOR / name, tmp_path / "tasks", {"task.toml": settings})
+    settings = (HARBOR / "word-counts/task.toml").read_text().replace("timeout_sec = 60.0", "timeout_sec = 15.0")
+    copied(HARBOR / "word-counts", tmp_path / "tasks", {"task.toml": settings})  # some cheats hang their verifier
     config = TerminalBench2EvalConfig(
         dataset_name=str(tmp_path / "tasks"), base_image="host", cache_dir=str(tmp_path / "cache")
     )
@@ -306,7 +305,7 @@ def test_no_cheat_of_the_bank_is_paid(installed_pytest: DependencyCache, tmp_pat
         async with make_pool(config) as pool:
             environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, installed_pytest)
             await environment.open()
-            return await EnvironmentProof(environment, pool).run(2)
+            return await EnvironmentProof(environment, pool).run(1)
 
     proof = asyncio.run(main())
     assert proof.proven
