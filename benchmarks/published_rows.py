@@ -185,6 +185,7 @@ async def row_of(package: Package, folder: Path, cache: Path) -> dict[str, JSON]
     place.mkdir(parents=True)
     git(place, "init", "-q")
     base = commit(place, await tree(package, package.old, cache), "Old")
+    git(place, "tag", f"v{package.old}" if package.source == "pypi" else "v1.0.0")
     fixed = commit(place, await tree(package, package.new, cache), "New")
     paths = git(place, "diff", "--name-only", "-z", "--no-renames", base, fixed).split("\0")[:-1]
     tests = [path for path in paths if is_test(package, path)]
@@ -273,7 +274,8 @@ async def measure(package: Package, cache: Path) -> Package:
         slot = await pool.acquire(package.id, spec=SlotSpec(network=Network.ON))
         await fill(slot, before)
         if package.language == "python":
-            venv = RepositoryVenv(slot, WORKSPACE, this_interpreter(), timeout_s=INSTALL_S)
+            scm = {"SETUPTOOLS_SCM_PRETEND_VERSION": package.old}  # no history in this slot
+            venv = RepositoryVenv(slot, WORKSPACE, this_interpreter(), timeout_s=INSTALL_S, env=scm)
             await venv.make(Install(tuple(package.author_packages), editable=True))
         else:
             done = await slot.execute("\n".join(package.install) or "true", timeout_s=INSTALL_S)
