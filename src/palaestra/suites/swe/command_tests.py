@@ -24,12 +24,23 @@ from palaestra.suites.toolchain.toolchain import Toolchain
 
 _MOST_LOG_BYTES = 16 << 20
 _SHOWN = 3000
-_ENVIRONMENT = {"LC_ALL": "C.UTF-8", "TZ": "UTC", "HOME": f"{CACHE}/home"}
+_ENVIRONMENT = {"LC_ALL": "C.UTF-8", "TZ": "UTC"}
+_HOME = f"{CACHE}/home"
+_IMAGE_PROGRAMS = "/usr/local/go/bin:/usr/local/cargo/bin:/root/.cargo/bin"
+"""Where images of data sets have toolchains that are outside the usual directories."""
 
 
-def language_toolchain(language: Language) -> Toolchain:
-    """Return the toolchain of a language, whose programs are those of the slot's root file system."""
+def language_toolchain(language: Language, *, image: bool = False) -> Toolchain:
+    """Return the toolchain of a language, whose programs are those of the slot's root file system. The image of a row
+    has its packages in its own places, so none are named."""
+    if image:
+        return Toolchain(command=(), bin_dir=_IMAGE_PROGRAMS)
     return Toolchain(command=(), variables=language.env)
+
+
+def _environment(toolchain: Toolchain, repo_dir: str) -> dict[str, str]:
+    home = {} if toolchain.bin_dir else {"HOME": _HOME}
+    return {**toolchain.environment(repo_dir), **_ENVIRONMENT, **home}
 
 
 async def check_programs(slot: Slot, language: Language, instance_id: str) -> None:
@@ -58,8 +69,8 @@ async def install_language(
     await check_programs(slot, recipe.language, row.instance_id)
     trust = {"NODE_EXTRA_CA_CERTS": CERTIFICATES, "SSL_CERT_FILE": CERTIFICATES, "CARGO_HTTP_CAINFO": CERTIFICATES}
     trust = trust if await slot.stat(CERTIFICATES) else {}
-    variables = {**toolchain.environment(repo_dir), **_ENVIRONMENT, **trust, **env}
-    await slot.execute(["mkdir", "-p", f"{CACHE}/home"], cwd="/")
+    variables = {**_environment(toolchain, repo_dir), **trust, **env}
+    await slot.execute(["mkdir", "-p", _HOME], cwd="/")
     script = recipe.install_script()
     result = await slot.execute(script, cwd=repo_dir, env=variables, timeout_s=timeout_s)
     if not result.success:
@@ -77,9 +88,9 @@ async def run_command(
     note_way(Way.RUN_TESTS)
     script = f"set -- {quoted(row.test_files)}\n{recipe.test_script(row.repo, repo_dir)}"
     result = await slot.execute(
-        f"mkdir -p {CACHE}/home; {script}",
+        f"mkdir -p {_HOME}; {script}",
         cwd=repo_dir,
-        env={**toolchain.environment(repo_dir), **_ENVIRONMENT},
+        env=_environment(toolchain, repo_dir),
         timeout_s=timeout_s,
         max_output_bytes=_MOST_LOG_BYTES,
         spill=False,

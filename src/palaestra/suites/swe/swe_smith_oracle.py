@@ -241,7 +241,7 @@ class SweEnvironment(ContractEnvironment):
         row: SweRow = task.data
         image, python = self.images.of(row), None
         if row.recipe is not None:
-            toolchain = language_toolchain(row.recipe.language)
+            toolchain = language_toolchain(row.recipe.language, image=image is not None)
         elif image is not None:
             toolchain = IMAGE_TOOLCHAIN
         elif row.install.editable:
