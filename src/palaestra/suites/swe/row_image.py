@@ -1,9 +1,9 @@
 """Run a row in the image that its data set names, if this machine has a root file system of that image.
 
 Images of SWE-bench, SWE-smith and SWE-rebench have the repository in `/testbed`, those of SWE-bench Pro in `/app`;
-images of SWE-rebench V2 have it in a folder named after it. A Python repository is installed for the image's own interpreter
-(conda's environment `testbed`, or `python3`). The repository moves to the workspace, with a link at its old path,
-because the installation refers to that path.
+images of SWE-rebench V2 have it in a folder named after it. A Python repository is installed for the
+image's own interpreter (conda's environment `testbed`, or `python3`). The repository moves to the workspace, with a
+link at its old path, because the installation refers to that path.
 """
 
 from __future__ import annotations
