@@ -93,6 +93,7 @@ def test_packages_are_not_older_than_the_interpreter(created_at: str, expected: 
         ("curl: (6) Could not resolve host: crates.io", 6, "no network: the tests or the installation need crates.io"),
         ("main.c:1:10: fatal error: zlib.h: No such file or directory", 2, "missing header: zlib.h"),
         ("bash: line 1: cargo: command not found", 127, "missing program: cargo"),
+        ("npm error code ECONNRESET", 1, "no network"),
         ("E assert 1 == 2", 1, ""),
     ],
 )  # fmt: skip
