@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
 # ones, which wait more).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch learn check check-style check-types check-docs spine snapshots interop official e2b faces constraints setup venv
+.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch learn check check-style check-types check-docs spine snapshots interop official e2b faces agents constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
@@ -86,6 +86,9 @@ official: venv ## compare official verdicts with those of SWE-bench's and Harbor
 
 FAULTS = tests/integrations/test_faults_are_dropped.py
 FACES = -m pytest -q -o filterwarnings=default --disable-warnings
+agents: venv ## install every agent that --agent knows by name, and let each fix a bug in a slot (minutes, 5 GB)
+	@.venv/bin/python -m pytest -q -m "slow and network" tests/rollouts/test_installed_agents.py
+
 e2b: venv ## run the E2B SDKs for Python and JavaScript against our server, in an environment of their own
 	@scripts/e2b_env
 	@.venv/bin/python -m pytest -q -m interop tests/doors/e2b
@@ -104,7 +107,7 @@ constraints: venv ## pin the newest allowed versions again (needs uv)
 	@uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
 	    --extra data --group dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints.txt
 	@printf 'torch; python_version < "3"\ntml-renderers; python_version < "3"\n' > .venv/without-torch.txt
-	@printf 'matplotlib>=3.10\npeft>=0.18\ntinker>=0.38,<0.39\ntinker-cookbook[math-rl]>=0.6.1,<0.7\ntokenizers>=0.22\ntransformers>=5\ntrl>=1.16,<2\n' | uv pip compile - --universal --python-version 3.11 \
+	@printf 'matplotlib>=3.10\npeft>=0.18\ntinker>=0.38,<0.40\ntinker-cookbook[math-rl]>=0.6.1,<0.7\ntokenizers>=0.22\ntransformers>=5\ntrl>=1.16,<2\n' | uv pip compile - --universal --python-version 3.11 \
 	    --generate-hashes --upgrade --quiet -c constraints.txt --override .venv/without-torch.txt --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
 	    -o constraints-torch.txt
 	@echo 'atroposlib==0.4.0' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet \

@@ -1,4 +1,5 @@
-"""Chat templates of real model families, read from a published package at run time; this repository contains none."""
+"""Chat templates of model families: those that a published package has, read at run time, and the templates in
+`templates/`, which are written after the public descriptions of formats that the package lacks."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGE = "trl==1.16.0"
+OWN = Path(__file__).with_name("templates")
 
 
 def sources(given: Path | None) -> dict[str, str]:
@@ -25,6 +27,11 @@ def sources(given: Path | None) -> dict[str, str]:
         with zipfile.ZipFile(given) as wheel:
             names = sorted(name for name in wheel.namelist() if name.endswith(".jinja"))
             return {Path(name).stem: wheel.read(name).decode() for name in names}
+
+
+def own() -> dict[str, str]:
+    """Return the templates in `templates/`: Mistral's and Kimi's."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(OWN.glob("*.jinja"))}
 
 
 def training_left_out(found: Mapping[str, str]) -> dict[str, str]:

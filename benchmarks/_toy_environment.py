@@ -18,11 +18,11 @@ from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.group import GroupRun
 from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.spec import Kit, RunContext
+from palaestra.rollouts.spec import RunContext
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
 
 

@@ -33,10 +33,10 @@ _TURN = "<|im_start|>assistant"
 
 
 @environment(toolsets=[])
-def safe(n: int = 1_000_000) -> Iterator[Task]:
-    """Press the keys of the code."""
+def safe(n: int = 1_000_000, sparse: bool = False) -> Iterator[Task]:
+    """Press the keys of the code. With `sparse`, only the whole code earns a reward."""
     for number in range(n):
-        yield Task(id=f"safe-{number}", prompt="Open the safe.", answer=CODE)
+        yield Task(id=f"safe-{number}", prompt="Open the safe.", answer=CODE, data={"sparse": sparse})
 
 
 calls = 0
@@ -55,7 +55,8 @@ async def press(key: int, sandbox: Slot) -> str:
 @safe.score
 async def share_of_right_keys(task: Task, sandbox: Slot) -> float:
     pressed = (await sandbox.read_text("pressed", missing="")).split()
-    return sum(key == right for key, right in zip(pressed, str(task.answer), strict=False)) / STEPS
+    hits = sum(key == right for key, right in zip(pressed, str(task.answer), strict=False))
+    return float(hits == STEPS) if task.data["sparse"] else hits / STEPS
 
 
 class TableEngine(TokenChat):
@@ -92,9 +93,13 @@ class TableTrainer:
     """
 
     name = "table"
+    overlaps = True
 
-    def __init__(self, *, seed: int, known: int = 0, target: float = 1.0, rate: float = 6.0) -> None:
+    def __init__(
+        self, *, seed: int, known: int = 0, target: float = 1.0, rate: float = 6.0, sparse: bool = False
+    ) -> None:
         self.model = "table"
+        self.sparse = sparse
         self.seed = seed
         self.rate = rate
         self.target = target
@@ -113,7 +118,8 @@ class TableTrainer:
     @property
     def expected_reward(self) -> float:
         """The expected reward of the current table."""
-        return sum(math.exp(self.logprobs_of(step)[int(CODE[step])]) for step in range(STEPS)) / STEPS
+        right = [math.exp(self.logprobs_of(step)[int(CODE[step])]) for step in range(STEPS)]
+        return math.prod(right) if self.sparse else sum(right) / STEPS
 
     def _presses(self, row: TrainedRow) -> Iterator[tuple[int, int, int]]:
         """Yield the trained calls of a row: the position of each call in the completion, its step and its key."""

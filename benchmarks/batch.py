@@ -29,7 +29,7 @@ from _instant_server import chat_reply, serve
 
 from palaestra.doors.batch.prompts import batch
 from palaestra.envs.run.command import command_line
-from palaestra.envs.run.run import run
+from palaestra.envs.run.run import Steering, run
 from palaestra.rollouts.events import GroupFinished, Handlers
 
 PROMPTS = {"plain": 10_000, "command": 10_000}
@@ -81,7 +81,7 @@ async def sample(case: str, url: str, prompts: int) -> dict[str, float]:
         place = Path(folder, "run")
         started = time.perf_counter()
         memory = Memory()
-        report = await run(batch, parsed, folder=place, stream=StringIO(), subscribers=[memory])
+        report = await run(batch, parsed, folder=place, stream=StringIO(), steering=Steering([memory]))
         seconds = time.perf_counter() - started
         peak = measure.peak_kb()  # before this script reads the file itself
         assert report.totals.scored == prompts, report.totals.errors

@@ -19,8 +19,8 @@ import time
 
 import _measure as measure
 
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.sync_bridge import bridged
-from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import SlotSpec

@@ -61,13 +61,13 @@ async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float
     from palaestra.rollouts.journal.journal import EventStream, Journal
     from palaestra.rollouts.rollout import Rollout
     from palaestra.rollouts.runner import Runner
-    from palaestra.rollouts.spec import Kit, RunContext, RunSettings
+    from palaestra.rollouts.spec import RunContext, RunSettings
     from palaestra.rollouts.workspaces import Workspaces
     from palaestra.sandbox.backends.local import LocalBackend
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
     from palaestra.sandbox.snapshots.cache import Prepared as PreparedBefore
     from palaestra.sandbox.snapshots.folder import SnapshotStore
-    from palaestra.tools.registry.registry import ToolRegistry
+    from palaestra.tools.registry.registry import Kit, ToolRegistry
 
     ready: list[float] = []
 

@@ -91,7 +91,7 @@ PARTS = {
     "token to group": Part(
         (
             "inference/token_exact/managed_chat.py:ManagedChat.chat_completion",
-            "rollouts/rollout.py:Rollout.record",
+            "rollouts/turn_log.py:TurnLog.record",
             "rollouts/rollout.py:Rollout.trajectory",
             "rollouts/group.py:GroupRun._write",
             "rollouts/export/atropos.py:GroupsFile._write",

@@ -225,14 +225,14 @@ def measure_page(run: Path, cache: Path) -> None:
     """Print how fast the page is in Chromium, with the index in the cache."""
     from playwright.sync_api import sync_playwright
 
-    from palaestra.tools.browser import launch
+    from palaestra.tools.browser import chromium
 
     served = Served(run, cache)
     try:
         name = served.get("runs")["runs"][0]["name"]
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(
-                executable_path=launch.usable(), args=["--no-sandbox", "--disable-gpu"]
+                executable_path=chromium.usable(), args=["--no-sandbox", "--disable-gpu"]
             )
             page = browser.new_page(viewport={"width": 1280, "height": 900})
 

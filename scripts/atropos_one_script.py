@@ -400,7 +400,7 @@ class AutoTokenizer:
 
     @classmethod
     def from_pretrained(cls, *_: Any, **__: Any) -> Any:
-        from palaestra.inference.templates.chat_tokenizer import ChatTokenizer
+        from palaestra.contract.chat_tokenizer import ChatTokenizer
         from palaestra.inference.tokenizers import load_tokenizer
 
         return ChatTokenizer(load_tokenizer(cls.folder))

@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from palaestra.agent.agent import Agent
-    from palaestra.agent.atropos_agent import AGENT_SYSTEM_PROMPT, AgentConfig, AtroposAgent
     from palaestra.agent.budget import Budget
     from palaestra.agent.detached_subagents import Delegates
-    from palaestra.agent.loop import HermesAgentLoop
+    from palaestra.agent.loop import LoopSettings
     from palaestra.agent.result import AgentResult, AgentStep, SequenceData, ToolError
     from palaestra.contract.agent_env import AgentEnv, AgentEnvConfig
+    from palaestra.contract.agent_loop import HermesAgentLoop
+    from palaestra.contract.atropos_agent import AGENT_SYSTEM_PROMPT, AgentConfig, AtroposAgent
     from palaestra.contract.base_env import BaseEnv, Item
     from palaestra.contract.hermes_env import HermesAgentBaseEnv
     from palaestra.contract.scored_data import ScoredDataGroup, ScoredDataItem
+    from palaestra.contract.sync_process_registry import process_registry
+    from palaestra.contract.tool_context import ToolContext
     from palaestra.core.errors import (
         AcquireTimeout,
         ConfigError,
@@ -66,8 +69,8 @@ if TYPE_CHECKING:
     from palaestra.envs.api.declaration import FunctionEnvConfig
     from palaestra.envs.api.function_form import environment
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-    from palaestra.envs.run.grade import grade
     from palaestra.envs.run.library import run, run_sync, stream
+    from palaestra.envs.run.regrade import grade
     from palaestra.envs.run.rollout_function import RolloutFunction, Scored, Unscored
     from palaestra.envs.run.session import Play, Session, SyncPlay, SyncSession
     from palaestra.envs.run.train import TrainingReport, train
@@ -82,7 +85,6 @@ if TYPE_CHECKING:
     from palaestra.rollouts.export.token_rows import ExportedRow
     from palaestra.rollouts.export.token_rows import exported_rows as training_rows
     from palaestra.rollouts.finished_run import Run, open_run
-    from palaestra.rollouts.grading.tool_context import ToolContext
     from palaestra.rollouts.journal.reader import list_runs
     from palaestra.rollouts.recorded_tools.recording_policy import open_world
     from palaestra.rollouts.records import Group, Trajectory
@@ -146,7 +148,6 @@ if TYPE_CHECKING:
         register_task_env_overrides,
         use_session,
     )
-    from palaestra.tools.runtime.sync_process_registry import process_registry
     from palaestra.tools.serving.payloads import (
         ToolCallPayload,
         ToolExecutorExecuteRequest,
@@ -217,6 +218,7 @@ __all__ = [
     "Label",
     "Limits",
     "LocalBackend",
+    "LoopSettings",
     "Message",
     "Mount",
     "Network",
@@ -341,11 +343,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AGENT_SYSTEM_PROMPT": "agent.atropos_agent",
+    "AGENT_SYSTEM_PROMPT": "contract.atropos_agent",
     "APIServerConfig": "inference.config",
     "AcquireTimeout": "core.errors",
     "Agent": "agent.agent",
-    "AgentConfig": "agent.atropos_agent",
+    "AgentConfig": "contract.atropos_agent",
     "AgentEnv": "contract.agent_env",
     "AgentEnvConfig": "contract.agent_env",
     "AgentResult": "agent.result",
@@ -359,7 +361,7 @@ _MODULES = {
     "ArtifactListResponsePayload": "sandbox.artifacts",
     "ArtifactReadRequestPayload": "sandbox.artifacts",
     "ArtifactReadResponsePayload": "sandbox.artifacts",
-    "AtroposAgent": "agent.atropos_agent",
+    "AtroposAgent": "contract.atropos_agent",
     "BaseEnv": "contract.base_env",
     "BaseEnvConfig": "envs.config.fields",
     "Blame": "core.types",
@@ -383,7 +385,7 @@ _MODULES = {
     "Group": "rollouts.records",
     "HermesAgentBaseEnv": "contract.hermes_env",
     "HermesAgentEnvConfig": "envs.config.fields",
-    "HermesAgentLoop": "agent.loop",
+    "HermesAgentLoop": "contract.agent_loop",
     "HermesSweEnv": "suites.hermes_swe.hermes_swe",
     "ImageError": "core.errors",
     "InfraError": "core.errors",
@@ -392,6 +394,7 @@ _MODULES = {
     "JSON": "core.types",
     "Label": "core.types",
     "Limits": "core.types",
+    "LoopSettings": "agent.loop",
     "LocalBackend": "sandbox.backends.local",
     "Message": "core.types",
     "Mount": "sandbox.slot",
@@ -448,7 +451,7 @@ _MODULES = {
     "Tool": "tools.tool",
     "ToolCall": "tools.call_text",
     "ToolCallPayload": "tools.serving.payloads",
-    "ToolContext": "rollouts.grading.tool_context",
+    "ToolContext": "contract.tool_context",
     "ToolError": "agent.result",
     "ToolExecutor": "tools.runtime.executor",
     "ToolExecutorConfig": "tools.runtime.executor",
@@ -495,7 +498,7 @@ _MODULES = {
     "get_parser": "inference.parsers",
     "get_tool_definitions": "tools.registry.build",
     "get_toolset_for_tool": "tools.registry.catalog",
-    "grade": "envs.run.grade",
+    "grade": "envs.run.regrade",
     "handle_function_call": "tools.runtime.function_calls",
     "handle_function_call_async": "tools.runtime.function_calls",
     "list_distributions": "tools.registry.distributions",
@@ -504,7 +507,7 @@ _MODULES = {
     "open_run": "rollouts.finished_run",
     "open_world": "rollouts.recorded_tools.recording_policy",
     "print_distribution_info": "tools.registry.distributions",
-    "process_registry": "tools.runtime.sync_process_registry",
+    "process_registry": "contract.sync_process_registry",
     "register_parser": "inference.parsers",
     "register_task_env_overrides": "tools.runtime.function_calls",
     "run": "envs.run.library",

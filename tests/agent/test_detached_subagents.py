@@ -13,6 +13,7 @@ import pytest
 
 from palaestra import APIServerConfig, Delegates, ToolExecutor, ToolSession, handle_function_call, use_session
 from palaestra.agent.budget import Budget
+from palaestra.agent.loop import LoopSettings
 from palaestra.agent.result import Subagent
 from palaestra.agent.subagents import SYSTEM_PROMPT
 from palaestra.core.errors import ConfigError, EngineUnavailable, IsolationUnavailable, StaleLease
@@ -64,7 +65,9 @@ def test_a_session_has_work_done_in_the_slot_of_the_task() -> None:
     async def scenario() -> None:
         answers = [calls("terminal", command="echo 42 > found"), says("It is in found.")]
         async with LoopbackServer(*answers) as server:
-            delegates = Delegates(config(server), max_tokens=99, on_end=lambda *end: ended.append(end))
+            delegates = Delegates(
+                config(server), settings=LoopSettings(max_tokens=99), on_end=lambda *end: ended.append(end)
+            )
             async with session_with(delegates) as session:
                 assert server.seen == [], "nothing is asked before the first work"
                 reply = await delegated(session, goal="Find it", context="It is a number.")
@@ -103,7 +106,9 @@ def test_a_budget_is_for_all_the_work_of_a_task() -> None:
     async def scenario() -> None:
         async with (
             LoopbackServer(calls("todo")) as server,
-            session_with(Delegates(config(server), max_turns=2, budget=Budget(turns=3))) as session,
+            session_with(
+                Delegates(config(server), settings=LoopSettings(max_turns=2, budget=Budget(turns=3)))
+            ) as session,
         ):
             ended = [(await delegated(session, goal="on and on"))["results"][0] for _ in range(3)]
             assert [each["api_calls"] for each in ended] == [2, 1, 0]
@@ -120,7 +125,7 @@ def test_work_ends_when_its_time_is_over_and_when_the_session_is_closed() -> Non
 
     async def scenario() -> None:
         async with LoopbackServer(FakeAnswer(hang=True)) as server:
-            limited = Delegates(config(server), budget=Budget(wall_s=0.3))
+            limited = Delegates(config(server), settings=LoopSettings(budget=Budget(wall_s=0.3)))
             async with session_with(limited) as session:
                 (result,) = (await delegated(session, goal="hangs"))["results"]
                 assert (result["status"], result["outcome"]) == ("stopped", "budget")

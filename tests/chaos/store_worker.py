@@ -15,7 +15,7 @@ from pathlib import Path
 
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung, SlotSpec
-from palaestra.sandbox.snapshots.cache import Prepared, Put, Recipe, Run
+from palaestra.sandbox.snapshots.cache import Prepared, Put, Recipe, RunStep
 from palaestra.sandbox.snapshots.folder import SnapshotStore
 
 KINDS, ROOM_BYTES = 6, 1_000_000
@@ -24,7 +24,7 @@ KINDS, ROOM_BYTES = 6, 1_000_000
 def recipe(kind: int) -> Recipe:
     """About 400 kB on disk, so that the store has room for two."""
     return Recipe(
-        steps=(Put("data", bytes([kind]) * 200_000), Run("mkdir d; for i in $(seq 50); do echo $i > d/$i; done"))
+        steps=(Put("data", bytes([kind]) * 200_000), RunStep("mkdir d; for i in $(seq 50); do echo $i > d/$i; done"))
     )
 
 

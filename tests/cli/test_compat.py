@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slots
 def test_an_unchanged_script_runs(tmp_path: Path) -> None:
-    from palaestra.inference.templates.chat_tokenizer import ChatTokenizer
+    from palaestra.contract.chat_tokenizer import ChatTokenizer
     from palaestra.inference.tokenizers import load_tokenizer
     from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 

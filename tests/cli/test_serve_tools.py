@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from palaestra.cli import serve_tools
-from palaestra.cli.serve_tools import executor_settings, read_token
+from palaestra.cli.serve_tools import executor_settings
+from palaestra.cli.server_options import read_token
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion

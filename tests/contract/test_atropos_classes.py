@@ -10,13 +10,13 @@ import pytest
 
 from palaestra import APIServerConfig, BaseEnv, BaseEnvConfig
 from palaestra.contract.base_env import ClassForm
+from palaestra.contract.chat_tokenizer import ChatTokenizer
 from palaestra.contract.class_environment import CollectedEnvironment
 from palaestra.contract.helpers.teacher_distillation import TeacherDistillationConfig
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.inference.engines.token_engine import TokenChat
 from palaestra.inference.server_group import ServerGroup
-from palaestra.inference.templates.chat_tokenizer import ChatTokenizer
 from palaestra.testing.fake_engine import toy_tokenizer
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 
+from palaestra.contract.chat_tokenizer import ChatTokenizer
 from palaestra.contract.helpers.evaluations import EvalBase
 from palaestra.contract.helpers.message_history import ensure_trajectory_token_limit, strip_thinking, truncate_thinking
 from palaestra.contract.helpers.reward_functions import CombinedReward, RewardFunction, RewardRegistry, registry
@@ -17,7 +18,6 @@ from palaestra.contract.helpers.tool_call_text import extract_tool_call, parse_t
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
-from palaestra.inference.templates.chat_tokenizer import ChatTokenizer
 from palaestra.testing.fake_engine import toy_tokenizer
 
 

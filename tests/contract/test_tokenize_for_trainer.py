@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from palaestra.contract.chat_tokenizer import ChatTokenizer
 from palaestra.contract.helpers.training_tokens import tokenize_for_trainer
 from palaestra.core.errors import ConfigError
-from palaestra.inference.templates.chat_tokenizer import ChatTokenizer
 from palaestra.testing.fake_engine import toy_tokenizer
 
 CHAT = [

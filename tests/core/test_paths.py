@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 import palaestra
-from palaestra.cli.host_path import HostPath
 from palaestra.core.config import local_path, slot_path
 from palaestra.core.errors import ConfigError
+from palaestra.core.host_path import HostPath
 from palaestra.core.types import JSON
 from palaestra.doors.batch.prompts import BatchConfig
 from palaestra.envs.config.fields import HermesAgentEnvConfig

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import palaestra
-from palaestra.tools.browser import launch
+from palaestra.tools.browser import chromium
 
 _ROOT = Path(__file__).parents[2]
 
@@ -99,13 +99,13 @@ def test_no_link_of_the_site_is_dead(site: Path) -> None:
 @pytest.mark.xdist_group("site")
 @pytest.mark.parametrize("width", [400, 1280])
 def test_the_first_pages_fit_the_window_and_report_no_error(site: Path, width: int) -> None:
-    if (reason := launch.problem()) is not None:
+    if (reason := chromium.problem()) is not None:
         pytest.skip(reason)
     from playwright.sync_api import sync_playwright
 
     problems: list[str] = []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=launch.usable(), args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=chromium.usable(), args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": width, "height": 900})
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: problems.append(str(error)))

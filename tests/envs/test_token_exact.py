@@ -13,6 +13,7 @@ import pytest
 
 from palaestra import HermesAgentBaseEnv, HermesAgentLoop
 from palaestra.agent.result import AgentResult
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.envs.config.build import server_settings
@@ -24,7 +25,6 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.inference.parsers import get_parser
 from palaestra.inference.server_group import ServerGroup
 from palaestra.inference.tokenizers import load_tokenizer
-from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra.rollouts.rollout import Rollout
 from palaestra.testing.fake_engine import ToyEngine

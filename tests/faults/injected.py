@@ -26,11 +26,11 @@ from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.spec import Kit
 from palaestra.sandbox.slot import Slot
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.testing.fake_engine import toy_tokenizer
 from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.registry.registry import Kit
 
 ENGINE_FAULTS: Mapping[str, FakeAnswer] = {
     "429": FakeAnswer({"error": {"message": "slow down"}}, status=429),
@@ -116,15 +116,15 @@ class BrokenWorld(Environment):
         self.injected[rollout.rollout_id].append(fault)
         rollout.meta["fault"] = fault
         if fault == "aborted for ever":
-            rollout.server = ManagedChat(Aborting(), ChatFormat(toy_tokenizer()))
+            rollout.seat.use_server(ManagedChat(Aborting(), ChatFormat(toy_tokenizer())))
         elif fault in OWN_LIMITS:
             trying = replace(rollout.task, solution=[OWN_LIMITS[fault][0], "touch done"])
-            rollout.server = self._oracle.session(SessionContext(rollout_id=rollout.rollout_id, task=trying))
+            rollout.seat.use_server(self._oracle.session(SessionContext(rollout_id=rollout.rollout_id, task=trying)))
         elif fault in self._engines:
-            rollout.server = self._engines[fault].session(SessionContext(rollout_id=rollout.rollout_id))
+            rollout.seat.use_server(self._engines[fault].session(SessionContext(rollout_id=rollout.rollout_id)))
         elif fault in ("the agent's slot dies", "a tool hangs"):
             stuck = replace(rollout.task, solution=[sleeping(rollout)])
-            rollout.server = self._oracle.session(SessionContext(rollout_id=rollout.rollout_id, task=stuck))
+            rollout.seat.use_server(self._oracle.session(SessionContext(rollout_id=rollout.rollout_id, task=stuck)))
 
     async def act(self, rollout: Rollout) -> AgentResult:
         if rollout.meta["fault"] != "the agent's slot dies":

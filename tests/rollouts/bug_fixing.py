@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +16,7 @@ from palaestra.sandbox.slot import Slot
 from palaestra.testing.fake_engine import toy_logprob, toy_tokenizer
 
 TOKENIZER = toy_tokenizer(["fix the bug in calc.py <tool_call> bash command sed the answer is done"] * 5)
-FIX = "sed -i 's/a - b/a + b/' calc.py"
+FIX = "sed 's/a - b/a + b/' calc.py > fixed.py; mv fixed.py calc.py"
 
 
 @environment
@@ -58,7 +57,10 @@ class Fixer(TokenChat):
     Without tools it writes a title. `prompts` has what it was given, as text."""
 
     fix = FIX
-    shells = ("exec_command", "shell_command", "shell", "bash", "Bash", "terminal")
+    shells = (
+        "exec_command", "shell_command", "shell", "bash", "Bash", "terminal", "run_shell_command", "run_commands",
+        "execute_bash", "agent_run_shell_command",
+    )  # fmt: skip
 
     def __init__(self, *, last: str = "The bug is fixed.") -> None:
         super().__init__(APIServerConfig(model_name="fixer", tool_parser="hermes"), tokenizer=TOKENIZER)
@@ -76,20 +78,35 @@ class Fixer(TokenChat):
         return Sampled(ids, [toy_logprob(each, place + at) for at, each in enumerate(ids)], "stop", "v1")
 
     def _reply(self, text: str) -> str:
-        offered = set(re.findall(r'"name": "(\w+)"', text.split("<|im_end|>")[0]))
+        offered = tools_of(text)
         shell = next((name for name in self.shells if name in offered), None)
         if shell is None:
             return "Fixing calc"
         if "<|im_start|>tool" in text:
             return self._last
-        arguments: JSON = {"command": self.fix, "description": "Fix the bug"}
-        if shell == "terminal":
-            arguments = {"command": self.fix}
-        elif shell == "exec_command":
-            arguments = {"cmd": self.fix}
-        elif shell == "shell":
-            arguments = {"command": ["bash", "-c", self.fix]}
-        return f"I fix it.\n<tool_call>\n{json.dumps({'name': shell, 'arguments': arguments})}\n</tool_call>"
+        call = {"name": shell, "arguments": filled(offered[shell], self.fix)}
+        return f"I fix it.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def tools_of(text: str) -> dict[str, JSON]:
+    """The parameters' schema of each tool in a prompt's list, by the tool's name."""
+    lines = (line for line in text.split("<|im_end|>")[0].splitlines() if line.startswith('{"type": "function"'))
+    functions = [json.loads(line)["function"] for line in lines]
+    return {function["name"]: function["parameters"] for function in functions}
+
+
+def filled(schema: JSON, command: str) -> dict[str, JSON]:
+    """Arguments of a shell's tool that run a command, and what else the tool requires."""
+    values: dict[str, JSON] = {"boolean": False, "string": "Fix the bug", "integer": 10, "number": 10}
+    arguments = {name: values[schema["properties"][name].get("type", "string")]
+                 for name in schema.get("required", ()) if name not in COMMANDS}  # fmt: skip
+    name = next(name for name in COMMANDS if name in schema["properties"])
+    if schema["properties"][name].get("type") != "array":
+        return {**arguments, name: command}
+    return {**arguments, name: [command] if name == "commands" else ["bash", "-c", command]}
+
+
+COMMANDS = ("command", "cmd", "commands")
 
 
 class Repairer(Fixer):
@@ -98,8 +115,7 @@ class Repairer(Fixer):
     fix = """python3 /tmp/agent/tools.py repair '{"file": "calc.py"}'"""
 
     def _reply(self, text: str) -> str:
-        system = text.split("<|im_end|>")[0]
-        tool = next(iter(re.findall(r'"name": "(\w*repair)"', system)), None)
+        tool = next((name for name in tools_of(text) if name.endswith("repair")), None)
         if tool is None or "<|im_start|>tool" in text:
             return super()._reply(text)
         return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': {'file': 'calc.py'}})}\n</tool_call>"

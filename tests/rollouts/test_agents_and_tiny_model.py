@@ -16,7 +16,8 @@ from test_installed_agents import installable
 
 import palaestra
 from model_logprobs import own_logprobs
-from palaestra.agent.programs import PROGRAMS, NpmProgram
+from palaestra.agent.known_programs import PROGRAMS
+from palaestra.agent.programs import NpmProgram
 from palaestra.core.types import Blame, Outcome
 from palaestra.inference.config import APIServerConfig
 from palaestra.testing.tiny_model import make_tiny

@@ -27,8 +27,8 @@ from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, TokenRow
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.spec import Kit, Projection
-from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.rollouts.spec import Projection
+from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool
 
 

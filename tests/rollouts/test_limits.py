@@ -33,7 +33,7 @@ def open_gate(stops: RunLimits) -> bool:
 def test_more_failures_than_allowed_close_the_gate() -> None:
     told: list[str] = []
     stops = RunLimits(max_infra_rate=0.2)
-    stops.note = told.append
+    stops.report_to(told.append)
     for _ in range(20):
         tell(stops, RolloutEnded(trajectory=ended(Blame.SANDBOX)))
     assert open_gate(stops)
@@ -114,7 +114,7 @@ def test_the_cost_of_slots_counts_with_that_of_tokens() -> None:
     stops = RunLimits(max_cost=1.0, prices=Prices(prompt=2.0, completion=10.0))
     tell(stops, TokensSpent("r", 0, 50_000))
     assert open_gate(stops)
-    stops.slot_cost = lambda: 0.6
+    stops.count_slots(lambda: 0.6)
     assert not open_gate(stops)
     assert stops.spent == pytest.approx(1.1)
 

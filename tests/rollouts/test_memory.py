@@ -17,7 +17,7 @@ from palaestra.core.types import Outcome
 from palaestra.doors.batch.batch_files import write_batch_files
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
-from palaestra.envs.run.run import run
+from palaestra.envs.run.run import Steering, run
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.events import GroupEnded, GroupFinished, GroupStarted, Handlers, RolloutEnded, RunStarted
 from palaestra.rollouts.journal.journal import Journal
@@ -78,7 +78,7 @@ def test_a_run_keeps_only_figures_of_each_rollout(tmp_path: Path, monkeypatch: p
     tracemalloc.start()
     try:
         with open(os.devnull, "w") as log:  # a StringIO would count the log's lines
-            report = asyncio.run(run(form, parsed, stream=log, subscribers=[traced]))
+            report = asyncio.run(run(form, parsed, stream=log, steering=Steering([traced])))
     finally:
         tracemalloc.stop()
     assert report.totals.scored == 4 * N

@@ -10,7 +10,7 @@ import pytest
 import palaestra
 from palaestra.core.errors import ImageError, TaskError
 from palaestra.core.types import Blame, Task
-from palaestra.rollouts.spec import image_of
+from palaestra.rollouts.workspaces import image_of
 
 pytestmark = pytest.mark.slots
 

@@ -24,9 +24,9 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.resume.state import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner, Totals
-from palaestra.rollouts.spec import AgentSettings, Kit, RunContext
+from palaestra.rollouts.spec import AgentSettings, RunContext
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolRun
 
 

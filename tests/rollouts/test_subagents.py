@@ -47,11 +47,11 @@ from palaestra.rollouts.resume.replay import Comparison, Playback
 from palaestra.rollouts.resume.state import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.spec import AgentSettings, Kit, Middleware
+from palaestra.rollouts.spec import AgentSettings, Middleware
 from palaestra.testing.fake_engine import toy_logprob, toy_tokenizer
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
 from palaestra.tools.builtin.todo import TODO
-from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
 from rollouts.resume.test_recorded_turns import cut, middle, part, taken_up
 
@@ -325,7 +325,7 @@ def test_what_its_own_tools_hold_ends_with_a_sub_agent(tmp_path: Path) -> None:
 def test_tools_that_the_environment_has_bound_itself_have_them_too(tmp_path: Path) -> None:
     class Bound(Delegating):
         async def act(self, rollout: Rollout) -> AgentResult:
-            tools = rollout.bind_tools(rollout.sandbox, "")
+            tools = rollout.seat.bind_tools(rollout.sandbox, "")
             return await rollout.run_agent(tool_handler=tools)
 
     (trajectory,) = roll_out(tmp_path, Exact(), Bound())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 import statistics
@@ -27,7 +28,7 @@ from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra.rollouts.records import Fork, Group, Trajectory, TurnRecord
-from palaestra.rollouts.trees import choose, credit
+from palaestra.rollouts.trees import choose, credit, tree_advantages
 from palaestra.sandbox.slot import Rung
 from palaestra.testing.fake_engine import toy_tokenizer
 from palaestra.trainers.batch import Batch
@@ -232,6 +233,17 @@ def test_credit_is_the_mean_of_the_scored_leaves() -> None:
     assert [turn for turn, _ in found[0]] == [1, 2, 4]
     assert [value for _, value in found[0]] == pytest.approx([(1 + 0 + 0.5 + 0.1) / 4, 0.5, 1.0])
     assert [value for _, value in found[3]] == pytest.approx([0.3, 0.5])
+
+
+def test_tree_advantages_compare_with_the_group_and_with_the_turns_before() -> None:
+    tree = [root(0, 1.0, [2]), root(1, 0.0, []), root(2, 0.0, [], Fork(0, 2))]
+    found = tree_advantages(tree)
+    assert [turn for turn, _ in found[0]] == [2, 4]
+    # The group's mean is 1/3; the shared turns have the value 1/2 and two leaves.
+    assert [value for _, value in found[0]] == pytest.approx([(1 - 2 / 3) / math.sqrt(2), 2 - 1 / 3 - 1 / 2])
+    assert [value for _, value in found[1]] == pytest.approx([-2 / 3])
+    assert [value for _, value in found[2]] == pytest.approx([-1 / 3 - 1 / 2])
+    assert tree_advantages([root(0, 1.0, []), root(1, 0.0, [])]) == {}
 
 
 TOOLS = """

@@ -18,10 +18,10 @@ from palaestra.rollouts.events import JournalEvent, MemoryEvent, RunStarted, Sub
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.spec import Kit, RunContext, RunSettings
+from palaestra.rollouts.spec import RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.slot import Change, Slot, SlotSource, SlotSpec, Snapshot, View
-from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
 
 

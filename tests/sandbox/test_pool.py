@@ -123,7 +123,7 @@ def test_a_place_given_together_with_a_cancellation_goes_on() -> None:
         second = asyncio.ensure_future(pool.acquire("second"))
         await asyncio.sleep(0)
         pool._held.clear()
-        pool._give_places(1)  # what release does last; the waiter has not run yet
+        pool._queue.give(1)  # what release does last; the waiter has not run yet
         first.cancel()
         slot = await asyncio.wait_for(second, 10)
         await pool.backend.destroy(held)

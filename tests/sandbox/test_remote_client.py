@@ -19,7 +19,7 @@ from palaestra.core.types import Blame
 from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend
 from palaestra.sandbox.local.local_slot import LocalSlot
 from palaestra.sandbox.remote import launch
-from palaestra.sandbox.remote.client import RemoteClient
+from palaestra.sandbox.remote.remote_client import RemoteClient
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 from palaestra.sandbox.slotd.protocol.frames import MAX_FRAME, FrameKind
 from palaestra.sandbox.transfer import download_dir

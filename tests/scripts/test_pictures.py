@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from palaestra.tools.browser import launch
+from palaestra.tools.browser import chromium
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"
@@ -70,13 +70,13 @@ def test_a_drawing_has_text_for_those_who_do_not_see_it(name: str) -> None:
 
 @pytest.mark.slow
 def test_text_is_readable_on_a_phone() -> None:
-    if (reason := launch.problem()) is not None:
+    if (reason := chromium.problem()) is not None:
         pytest.skip(reason)
     from playwright.sync_api import sync_playwright
 
     wrong = []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=launch.usable(), args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=chromium.usable(), args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 400, "height": 800})
         for name in DRAWN:
             svg = re.sub(r'width="480" height="\d+"', f'width="{PHONE}"', (PICTURES / name).read_text(), count=1)

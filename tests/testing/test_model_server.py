@@ -19,13 +19,13 @@ from manual_clock import ManualClock
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.doctor import LOGPROBS, TOKENS, CheckState, Target, diagnose
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.token_engine import SGLangEngine, TokenChat, TokenServer, VLLMEngine
+from palaestra.inference.server_checks import LOGPROBS, TOKENS, CheckState, Target, diagnose
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.fake_engine import ToyEngine
-from palaestra.testing.model_server import ModelServer, serve_model
+from palaestra.testing.model_server import ModelServer
 from palaestra.testing.tiny_model import make_tiny, save_tokenizer, train_tokenizer
 
 needs_torch = pytest.mark.skipif(
@@ -281,7 +281,7 @@ def test_an_address_that_is_taken_is_one_clear_error(folder: Path) -> None:
     async def scenario(url: str) -> None:
         port = int(url.rpartition(":")[2])
         with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
-            await serve_model(Toy(folder, ["x"]), "127.0.0.1", port, print, asyncio.Event())
+            await ModelServer(Toy(folder, ["x"]), port=port).__aenter__()
 
     with_server(Toy(folder, ["x"]), scenario)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.doctor import CheckState, writing_checks
+from palaestra.inference.server_checks import CheckState, writing_checks
 from palaestra.inference.templates import ChatTemplate
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.tiny_model import SPECIAL, TAGS, chat_template, make_tiny, save_tokenizer, train_tokenizer

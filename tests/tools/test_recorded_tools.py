@@ -16,7 +16,7 @@ from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.tools.browser import launch
+from palaestra.tools.browser import chromium
 from palaestra.tools.registry.build import RunConditions, build_tool_registry
 from tools.web.site import Site, pages, searxng
 
@@ -105,7 +105,7 @@ def test_programs_of_the_slot_are_told_the_same(tmp_path: Path, engine: Site, si
 
 
 def test_a_browsers_session_is_played_without_a_browser(tmp_path: Path, site: Site) -> None:
-    if (reason := launch.problem()) is not None:
+    if (reason := chromium.problem()) is not None:
         pytest.skip(reason)
     here = site.url.removeprefix("http://")
 

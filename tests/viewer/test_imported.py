@@ -17,7 +17,7 @@ from palaestra.rollouts.records import Beside, Group
 from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, write_grade
 from palaestra.viewer.overview import overview
 from palaestra.viewer.rollout_record import CUT, rollout_record, text_at
-from palaestra.viewer.runs import Runs, index_store, open_runs
+from palaestra.viewer.runs import OpenRuns, index_store, open_runs
 from palaestra.viewer.summary import compared, run_summary
 
 SUMS = Path(__file__).parents[1] / "rollouts/imports/logs/sums.eval"
@@ -27,7 +27,7 @@ def line(task: str, reward: float | None, text: str = "hi") -> str:
     return json.dumps({"task_id": task, "reward": reward, "messages": [{"role": "user", "content": text}]}) + "\n"
 
 
-def opened(path: Path, store: Path | None = None) -> Runs:
+def opened(path: Path, store: Path | None = None) -> OpenRuns:
     runs = open_runs(str(path), store)
     for name in runs:
         while runs.update(name, 5.0):
@@ -118,7 +118,7 @@ def test_old_copies_and_what_a_killed_viewer_left_are_removed(tmp_path: Path, mo
 def test_a_large_file_is_read_in_slices_and_leaves_nothing_if_it_is_closed(tmp_path: Path) -> None:
     path, store = tmp_path / "chats.jsonl", tmp_path / "cache"
     path.write_text("".join(line(f"task-{n}", 1.0, "x" * 2000) for n in range(2000)))
-    runs = Runs(tmp_path, [path], store)
+    runs = OpenRuns(tmp_path, [path], store)
     (name,) = runs
     for _ in range(4):  # one event each: a group, a rollout, …
         runs.update(name, 0.0)

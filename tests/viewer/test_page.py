@@ -16,7 +16,7 @@ from recorded import rollout, sky, write_run
 from palaestra.cli.main import main as palaestra
 from palaestra.core.types import JSON, Blame, Label, Message, Outcome
 from palaestra.rollouts.records import Group, ToolErrorRecord, TurnRecord
-from palaestra.tools.browser import launch
+from palaestra.tools.browser.chromium import problem, usable
 from palaestra.viewer.page_file import bundled
 from palaestra.viewer.reasons import reasons
 from palaestra.viewer.rollout_record import rollout_record
@@ -35,9 +35,9 @@ Visit = Callable[["Page", str], Awaitable[None]]
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    if (reason := launch.problem()) is not None:
+    if (reason := problem()) is not None:
         pytest.skip(reason)
-    found = launch.usable()
+    found = usable()
     assert found is not None
     return found
 

@@ -35,8 +35,8 @@ from palaestra.viewer.tui.app import TerminalViewer
 from palaestra.viewer.tui.rollout_screen import RolloutScreen, StepView
 from palaestra.viewer.tui.run_screens import RunScreen, RunsScreen
 from palaestra.viewer.tui.safe_text import coloured
-from palaestra.viewer.tui.screen import Help
 from palaestra.viewer.tui.siblings_screen import SiblingsScreen
+from palaestra.viewer.tui.view_screen import Help
 
 from .fixing import HOSTILE
 from .test_page import ENDS, TRACEBACK, played

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeAlias
 
-from palaestra.agent.budget import Budget
-from palaestra.agent.loop import HermesAgentLoop
+from palaestra.agent.loop import AgentLoop, LoopSettings
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import python_names
 from palaestra.core.errors import ConfigError
@@ -51,18 +50,12 @@ class Agent:
         server: ServerBaseline | Sequence[ServerBaseline] | None = None,
         tools: Sequence[ToolSource] = (),
         system_prompt: str | None = None,
-        max_turns: int = 30,
-        temperature: float = 1.0,
-        max_tokens: int | None = None,
-        budget: Budget | None = None,
+        settings: LoopSettings | None = None,
         sandbox: Sandbox | None = None,
     ) -> None:
         self.registry = _registry(tools)
         self.system_prompt = system_prompt
-        self.max_turns = max_turns
-        self.temperature = temperature
-        self.max_tokens = max_tokens
-        self.budget = budget
+        self.settings = settings or LoopSettings()
         self.sandbox = sandbox
         if server is None and base_url is None:
             raise ConfigError('an Agent needs a model server: pass base_url="http://127.0.0.1:8000/v1" or server=')
@@ -93,18 +86,7 @@ class Agent:
 
             user_task = next((str(each["content"]) for each in messages if each.get("role") == "user"), "")
             runtime = await stack.enter_async_context(ToolRuntime(self.registry, slot, "agent", user_task))
-            loop = HermesAgentLoop(
-                server,
-                self.registry.definitions(),
-                self.registry.list_tools(),
-                max_turns=self.max_turns,
-                temperature=self.temperature,
-                max_tokens=self.max_tokens,
-                tool_handler=runtime,
-                budget=self.budget,
-                parallel_safe=runtime.parallel_safe,
-            )
-            return await loop.run(messages)
+            return await AgentLoop(server, runtime, self.settings).run(messages)
 
     def run_sync(self, prompt: str | Sequence[Message]) -> AgentResult:
         """Call `run` from synchronous code. In a notebook, this works although an event loop is already running."""

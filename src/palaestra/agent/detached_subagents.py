@@ -10,17 +10,16 @@ before work is delegated, and what a task's sub-agents use counts towards the ta
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from palaestra.agent.budget import Budget
-from palaestra.agent.loop import HermesAgentLoop
+from palaestra.agent.loop import AgentLoop, LoopSettings
 from palaestra.agent.result import Subagent
 from palaestra.agent.subagents import Subagents
-from palaestra.core.types import JSON
 from palaestra.inference.chat_server import Engine, SessionContext
 from palaestra.inference.config import ServerBaseline
 from palaestra.inference.server_group import ServerGroup
 from palaestra.tools.builtin.delegate_task import Assignment, SubagentReport, Work
+from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 
@@ -28,7 +27,7 @@ class Delegates:
     """Sub-agents for the tasks of one executor or session; `servers` are their model servers. Implements
     `DelegationSource`.
 
-    `max_turns` and the sampling settings apply to each sub-agent. `budget` covers all work of one task, except that its
+    `settings` apply to each sub-agent. Their `budget` covers all work of one task, except that its
     `wall_s` limits each sub-agent. `on_end` is called for every sub-agent, with the id of its task, however the
     sub-agent ended. The sub-agent's `result` has the conversation and, from a token-exact server, the tokens.
 
@@ -39,22 +38,12 @@ class Delegates:
         self,
         servers: ServerBaseline | Sequence[ServerBaseline],
         *,
-        max_turns: int = 30,
-        temperature: float = 1.0,
-        max_tokens: int | None = None,
-        max_context_tokens: int | None = None,
-        extra_body: Mapping[str, JSON] | None = None,
-        budget: Budget | None = None,
+        settings: LoopSettings | None = None,
         on_end: Callable[[str, Subagent], None] | None = None,
     ) -> None:
         ServerGroup(servers)  # checks the settings early; the servers in use belong to the loop that opens them
         self._servers = servers
-        self._max_turns = max_turns
-        self._temperature = temperature
-        self._max_tokens = max_tokens
-        self._max_context_tokens = max_context_tokens
-        self._extra_body = extra_body
-        self._budget = budget or Budget()
+        self._settings = settings or LoopSettings()
         self._on_end = on_end
         self._opening = asyncio.Lock()
         self._engine: Engine | None = None
@@ -66,7 +55,7 @@ class Delegates:
         async def work(assignments: Sequence[Assignment]) -> list[SubagentReport]:
             nonlocal subagents
             if subagents is None:
-                subagents = Subagents(await self._above(tools.task_id), tools, wall_s=self._budget.wall_s)
+                subagents = Subagents(await self._above(tools.task_id), tools, wall_s=self._settings.budget.wall_s)
             try:
                 return await subagents.work(assignments)
             finally:
@@ -80,20 +69,10 @@ class Delegates:
         if engine is not None:
             await engine.aclose()
 
-    async def _above(self, task_id: str) -> HermesAgentLoop:
+    async def _above(self, task_id: str) -> AgentLoop:
         """Return a loop that stands for the task's caller. It never runs, but counts what the sub-agents use."""
-        return HermesAgentLoop(
-            (await self._opened()).session(SessionContext(task_id)),
-            (),
-            (),
-            max_turns=self._max_turns,
-            task_id=task_id,
-            temperature=self._temperature,
-            max_tokens=self._max_tokens,
-            extra_body=self._extra_body,
-            max_context_tokens=self._max_context_tokens,
-            budget=self._budget,
-        )
+        session = (await self._opened()).session(SessionContext(task_id))
+        return AgentLoop(session, ToolRuntime(ToolRegistry(), task_id=task_id), self._settings)
 
     async def _opened(self) -> Engine:
         async with self._opening:

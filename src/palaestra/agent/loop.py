@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from palaestra.agent.budget import Budget, Used, WallClock, estimated_tokens
 from palaestra.agent.replies import Reply, read_reply
 from palaestra.agent.result import ENDED_LOOPS, AgentResult, Turn
-from palaestra.agent.tool_calls import ToolCalls, ToolHandler, handler_runtime
+from palaestra.agent.tool_calls import ToolCalls
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ContextExceeded, EngineError, InfraError
 from palaestra.core.types import JSON, Blame, Message, Outcome
 from palaestra.inference.chat_server import ChatServer, chat_server
-from palaestra.tools.runtime.runtime import ToolRuntime, tools_of_task
+from palaestra.tools.runtime.runtime import ToolRuntime
 
 OnTurn: TypeAlias = Callable[[Turn, list[Message]], Awaitable[None] | None]
 """Called after every turn with the turn and the messages that it added. It is not called for a turn that cancellation,
@@ -41,87 +41,79 @@ def _failed(outcome: Outcome, error: InfraError) -> _End:
     return _End(outcome, f"{type(error).__name__}: {error}", error.blame)
 
 
-async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-    """Run a call of a loop that has no `tool_handler`. If `task_id` names a rollout, its tools run the call; otherwise,
-    the package's tools run it in the task's own slot."""
-    if (found := tools_of_task(task_id)) is not None:
-        return await found.tools().handle(name, arguments)
-    from palaestra.tools.runtime.function_calls import handle_function_call_async  # here: it imports the sandbox
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """Sampling settings and limits of one conversation.
 
-    return await handle_function_call_async(name, arguments, task_id)
-
-
-class HermesAgentLoop:
-    """One rollout of one agent. `run` may be called again after it has returned.
-
-    `tool_schemas` are OpenAI function schemas; `valid_tool_names` defaults to their names. `tool_handler` is a
-    `ToolRuntime`, or a function that runs one call and returns the JSON text for the model. By default, the tools of
-    the rollout that `task_id` names run the calls. If there is no such rollout, calls run through
-    `handle_function_call`, which leases a slot for the task until `cleanup_vm(task_id)`. `max_tokens` limits one reply,
-    `max_context_tokens` the conversation, and `budget` the whole rollout. Calls of the `parallel_safe` tools may run
-    concurrently. The tools `memory` and `session_search`, which use data from outside this conversation, are refused
+    `max_turns` limits the model calls, `max_tokens` one reply, `max_context_tokens` the conversation, and `budget` the
+    whole rollout. The tools `memory` and `session_search`, which use data from outside the conversation, are refused
     unless `beyond` names them, because rollouts must not learn from each other.
+    """
 
-    `failure` is the infrastructure failure that ended the latest run, or None. `wall` is the clock of that run.
-    `budget_config` has no effect: each tool limits its own results.
+    max_turns: int = 30
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    extra_body: Mapping[str, JSON] | None = None
+    max_context_tokens: int | None = None
+    budget: Budget = field(default_factory=Budget)
+    beyond: Collection[str] = frozenset()
+
+
+class AgentLoop:
+    """One conversation of one agent. `run` may be called again after it has returned.
+
+    `tools` runs the calls. `definitions` are the OpenAI function schemas that the model sees, and `names` the tools
+    that it may call; both default to those of `tools`. Calls of the `parallel_safe` tools may run concurrently, by
+    default those of `tools`. `failure` is the infrastructure failure that ended the latest run, or None. `wall` is the
+    clock of that run.
     """
 
     def __init__(
         self,
         server: ChatServer,
-        tool_schemas: Sequence[Mapping[str, JSON]],
-        valid_tool_names: Collection[str] | None = None,
-        max_turns: int = 30,
-        task_id: str | None = None,
-        temperature: float = 1.0,
-        max_tokens: int | None = None,
-        extra_body: Mapping[str, JSON] | None = None,
-        tool_handler: ToolHandler | ToolRuntime | None = None,
-        max_context_tokens: int | None = None,
-        budget_config: object = None,
+        tools: ToolRuntime,
+        settings: LoopSettings | None = None,
         *,
-        parallel_safe: Collection[str] = frozenset(),
+        definitions: Sequence[Mapping[str, JSON]] | None = None,
+        names: Collection[str] | None = None,
+        parallel_safe: Collection[str] | None = None,
         on_turn: OnTurn | None = None,
         clock: Clock | None = None,
-        budget: Budget | None = None,
-        beyond: Collection[str] = frozenset(),
     ) -> None:
-        if valid_tool_names is None:
-            valid_tool_names = {schema["function"]["name"] for schema in tool_schemas}
-        if not isinstance(tool_handler, ToolRuntime):
-            tool_handler = handler_runtime(tool_handler or _own_slot, tool_schemas, valid_tool_names, task_id)
-        self.server = server
-        self._chat = chat_server(server)
-        self.tool_schemas = tool_schemas
-        self.valid_tool_names = valid_tool_names
-        self.max_turns = max_turns
-        self.task_id = task_id
-        self.temperature = temperature
-        self.max_tokens = max_tokens
-        self.extra_body = extra_body
-        self.max_context_tokens = max_context_tokens
-        self.budget = budget or Budget()
+        registry = tools.registry
+        self.server = chat_server(server)
+        self.settings = settings or LoopSettings()
+        self.definitions = registry.definitions() if definitions is None else definitions
         self.result = AgentResult(messages=[], outcome=Outcome.CANCELLED)
         self.failure: InfraError | None = None
-        self._delegated_turns = 0
-        self._calls = ToolCalls(tool_handler, valid_tool_names, parallel_safe, beyond)
-        self._on_turn = on_turn
         self.clock = clock or SystemClock()
         self.wall = WallClock(self.clock)
+        self._calls = ToolCalls(
+            tools,
+            set(registry.list_tools() if names is None else names),
+            tools.parallel_safe if parallel_safe is None else parallel_safe,
+            self.settings.beyond,
+        )
+        self._on_turn = on_turn
+        self._delegated_turns = 0
         self._context_tokens = 0
         self._output_bytes = 0
         self._turns_before = 0
         self._unreported: tuple[Turn, int] | None = None
 
-    async def run(self, messages: list[Message], *, after: AgentResult | None = None) -> AgentResult:
+    async def run(
+        self, messages: list[Message], *, after: AgentResult | None = None, settings: LoopSettings | None = None
+    ) -> AgentResult:
         """Converse until the model is done or a limit is reached, and append the new messages to `messages`.
 
         Infrastructure failures are outcomes of the result. Cancellation, configuration errors and bugs are raised, and
         `self.result` is still complete.
 
-        `after` is the result of an earlier part of the conversation. The budget's limits on turns, tokens and cost
+        `settings` replace those of the loop from this run on. `after` is the result of an earlier part of the
+        conversation. The budget's limits on turns, tokens and cost
         include that earlier part. `max_turns` and the budget's limits on time and output cover only the new part.
         """
+        self.settings = settings or self.settings
         result = self.result = AgentResult(messages=messages, outcome=Outcome.CANCELLED)
         if after is not None:
             result = self.result = replace(after, messages=messages, outcome=Outcome.CANCELLED, error="", blame=None)
@@ -149,7 +141,7 @@ class HermesAgentLoop:
     @property
     def context_full(self) -> bool:
         """Whether the conversation has reached `max_context_tokens`."""
-        return self.max_context_tokens is not None and self._context_tokens >= self.max_context_tokens
+        return self.settings.max_context_tokens is not None and self._context_tokens >= self.settings.max_context_tokens
 
     def used(self) -> Used:
         """Return the amounts that count towards the budget so far, including those of sub-agents that have ended."""
@@ -161,21 +153,17 @@ class HermesAgentLoop:
             elapsed_s=self.wall.elapsed_s,
         )
 
-    def delegated(self, loop: HermesAgentLoop) -> None:
+    def delegated(self, loop: AgentLoop) -> None:
         """Count a sub-agent's turns, tokens and output towards this rollout."""
         used = loop.used()
         self.result.usage.merge(loop.result.usage)
         self._delegated_turns += used.turns
         self._output_bytes += used.output_bytes
 
-    def resize_tool_pool(self, size: int) -> None:
-        """Do nothing: tools are coroutines and need no threads. Programs written for a thread-based loop call this
-        method."""
-
     async def _within_time(self, result: AgentResult) -> _End:
         """Converse within the wall-clock budget. Infrastructure failures become outcomes."""
         try:
-            async with self.wall.limited(self.budget.wall_s) as limit:
+            async with self.wall.limited(self.settings.budget.wall_s) as limit:
                 end = self._limit_reached(result)
                 while end is None:
                     end = await self._turn(result) or self._limit_reached(result)
@@ -193,16 +181,16 @@ class HermesAgentLoop:
         except TimeoutError:
             if not limit.expired():
                 raise
-            return _End(Outcome.BUDGET, f"budget of {self.budget.wall_s:g} seconds used up")
+            return _End(Outcome.BUDGET, f"budget of {self.settings.budget.wall_s:g} seconds used up")
 
     def _limit_reached(self, result: AgentResult) -> _End | None:
         """Return the reason to end if a limit forbids another turn, otherwise None."""
-        if result.turns_used - self._turns_before >= self.max_turns:
+        if result.turns_used - self._turns_before >= self.settings.max_turns:
             return _End(Outcome.MAX_TURNS)
-        if used_up := self.budget.used_up(self.used()):
+        if used_up := self.settings.budget.used_up(self.used()):
             return _End(Outcome.BUDGET, used_up)
         if self.context_full:
-            full = f"context of {self.max_context_tokens} tokens is full ({self._context_tokens})"
+            full = f"context of {self.settings.max_context_tokens} tokens is full ({self._context_tokens})"
             return _End(Outcome.LENGTH, full)
         return None
 
@@ -217,20 +205,20 @@ class HermesAgentLoop:
         if any_valid:
             return None
         if reply.cut_off:
-            used_up = self.budget.used_up(self.used())  # the budget may have shortened the reply
+            used_up = self.settings.budget.used_up(self.used())  # the budget may have shortened the reply
             return _End(Outcome.BUDGET, used_up) if used_up else _End(Outcome.LENGTH, "the reply was cut off")
         return None if reply.calls else _End(Outcome.NATURAL)
 
     async def _ask(self, result: AgentResult) -> Reply:
-        request: dict[str, JSON] = {"messages": result.messages, "n": 1, "temperature": self.temperature}
-        if self.tool_schemas:
-            request["tools"] = self.tool_schemas
-        max_tokens = self.budget.reply_tokens(self.max_tokens, result.usage.completion_tokens)
+        request: dict[str, JSON] = {"messages": result.messages, "n": 1, "temperature": self.settings.temperature}
+        if self.definitions:
+            request["tools"] = self.definitions
+        max_tokens = self.settings.budget.reply_tokens(self.settings.max_tokens, result.usage.completion_tokens)
         if max_tokens is not None:
             request["max_tokens"] = max_tokens
-        if self.extra_body:
-            request["extra_body"] = self.extra_body
-        return read_reply(await self._chat.chat_completion(**request), result.turns_used + 1)
+        if self.settings.extra_body:
+            request["extra_body"] = self.settings.extra_body
+        return read_reply(await self.server.chat_completion(**request), result.turns_used + 1)
 
     def _record(self, result: AgentResult, reply: Reply, model_s: float) -> Turn:
         result.turns_used += 1
@@ -257,7 +245,7 @@ class HermesAgentLoop:
         finally:
             turn.tool_s = self.wall.elapsed_s - started_s
             result.messages.extend(answer.message() for answer in answers)
-            if self.budget.output_bytes is not None:
+            if self.settings.budget.output_bytes is not None:
                 texts = (answer.outcome.text for answer in answers if answer.outcome is not None)
                 self._output_bytes += sum(len(text.encode(errors="replace")) for text in texts)
             result.tool_errors.extend(answer.tool_error(turn.number) for answer in answers if answer.error)
@@ -266,7 +254,7 @@ class HermesAgentLoop:
     def _measure_context(self, result: AgentResult, reply: Reply) -> None:
         """Estimate the tokens of the next prompt: the server's count plus an estimate for the messages added since. If
         the server reported no count, all messages are estimated."""
-        if self.max_context_tokens is None:
+        if self.settings.max_context_tokens is None:
             return
         counted = reply.prompt_tokens + reply.completion_tokens
         fresh = result.messages[-len(reply.calls) :] if reply.calls else []
@@ -285,4 +273,4 @@ class HermesAgentLoop:
 
     def _managed_state(self) -> dict[str, JSON] | None:
         """Return the token record of a token-exact server; None for others."""
-        return self._chat.get_state()
+        return self.server.get_state()

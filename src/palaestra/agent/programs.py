@@ -1,17 +1,17 @@
 """Third-party agents: programs that run in a slot and call a model at a configured address.
 
-`program_named` returns a program by name (`codex`, `claude-code`, `opencode`, `pi` or `mini-swe-agent`) or makes one
-from a command line. A known program is installed once on this machine, and slots see it read-only. `launch` returns the
-command, the settings files and the environment variables of a program. The rollout starts the program, waits for it,
-ends it and keeps its output (`rollouts/program_agent.py`).
+`known_programs.py` lists the known ones (`codex`, `aider`, …); any other text is a command line. A known program is
+installed once on this machine, and slots see it read-only. `launch` returns the command, the settings files and the
+environment variables of a program. The rollout starts the program, waits for it, ends it and keeps its output
+(`rollouts/program_agent.py`).
 
 A command line gets the task on its standard input and in the file that `PALAESTRA_PROMPT_FILE` names. It gets the
 model's addresses, key and name in `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and
 `PALAESTRA_MODEL`.
 
 If the environment has tools, an MCP server offers them. A known program gets the server's address in its settings. A
-command line gets the address in the file that `PALAESTRA_MCP_CONFIG` names. Two known programs do not support MCP: `pi`
-gets an extension (`pi_tools.ts`), and `mini-swe-agent` gets a script (`tool_program.py`) that calls the tools.
+command line gets the address in the file that `PALAESTRA_MCP_CONFIG` names. A known program without MCP gets a script
+(`tool_program.py`) that calls the tools, and a prompt that explains it; `pi` gets an extension (`pi_tools.ts`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from __future__ import annotations
 import asyncio
 import importlib.resources
 import json
+import platform
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -128,9 +131,11 @@ Settings = Callable[[AgentAssignment], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class NpmProgram:
-    """An agent from npm. It runs with `arguments`, where `{prompt}` stands for the task. `files` returns its settings
-    files, by path. `tool_arguments` are added if the environment has tools."""
+class InstalledProgram:
+    """An agent that is installed on this machine at one version. Its executable `program` (by default `name`) runs with
+    `arguments` and `env`, in which `{prompt}`, `{url}`, `{openai_url}`, `{key}` and `{tools_url}` stand for the values
+    of the assignment. `files` returns its settings files, by path. If the environment has tools, `tool_arguments` are
+    added; if `tools_by_command`, the prompt explains a command that calls them."""
 
     name: str
     package: str
@@ -139,76 +144,112 @@ class NpmProgram:
     files: Settings = mcp_file
     env: Mapping[str, str] = field(default_factory=dict)
     tool_arguments: Sequence[str] = ()
+    program: str = ""
+    tools_by_command: bool = False
 
     @property
     def folder(self) -> Path:
         """The folder on this machine where the agent is installed."""
         return Path(default_folder("agents")) / f"{self.name}-{self.version}"
 
+    def launch(self, assignment: AgentAssignment) -> Launch:
+        files = dict(self.files(assignment))
+        if assignment.tools_url and self.tools_by_command:
+            assignment = replace(assignment, prompt=assignment.prompt + _TOOLS_BY_COMMAND)
+            files |= mcp_file(assignment)
+            files[TOOL_PROGRAM] = importlib.resources.files("palaestra.agent").joinpath("tool_program.py").read_text()
+        arguments = [*self.arguments, *(self.tool_arguments if assignment.tools_url else ())]
+        env = {name: _filled(value, assignment) for name, value in self.env.items()}
+        command = [str(self.binary), *(_filled(each, assignment) for each in arguments)]
+        return Launch(command, files, {**model_variables(assignment), **self.path(), **env})
+
     @property
     def binary(self) -> Path:
         """The agent's executable."""
-        return self.folder / "node_modules" / ".bin" / self.name.removesuffix("-code")
+        raise NotImplementedError
 
-    async def install(self) -> Sequence[Mount]:
-        node = shutil.which("node")
-        if node is None:
-            raise ConfigError(f"agent {self.name} needs Node.js 20 or newer on this machine, but node is not installed")
-        target = f"{self.package}@{self.version}"
-        npm = "npm", "install", "--no-audit", "--no-fund", "--prefix", str(self.folder), target
-        await _installed(self.name, self.folder, self.binary, [npm])
-        return _mounts(self.folder, Path(node).resolve().parent)
+    def path(self) -> Mapping[str, str]:
+        """Return the search path that the agent needs, as a variable; empty if the slot's own is enough."""
+        return {}
 
-    def launch(self, assignment: AgentAssignment) -> Launch:
-        arguments = [each.replace("{prompt}", assignment.prompt) for each in self.arguments]
-        arguments += self.tool_arguments if assignment.tools_url else ()
-        node = Path(shutil.which("node") or "node").resolve().parent
-        path = f"{node}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
-        return Launch(
-            [str(self.binary), *arguments],
-            files=self.files(assignment),
-            env={**model_variables(assignment), "PATH": path, **self.env},
-        )
+
+def _filled(text: str, assignment: AgentAssignment) -> str:
+    """Replace the placeholders of a known program's argument or variable; the prompt itself is taken as it is."""
+    values = {each: getattr(assignment, each) for each in ("prompt", "url", "openai_url", "key", "tools_url")}
+    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
 
 
 @dataclass(frozen=True)
-class PipProgram:
-    """An agent from PyPI, in a virtual environment made with this Python. The script `program` runs with `arguments`,
-    where `{prompt}` stands for the task. `also` lists requirements that the package does not declare, with versions.
-    The agent calls the environment's tools with a command that its prompt describes."""
+class NpmProgram(InstalledProgram):
+    """An agent from npm, run by this machine's Node.js. An agent that needs a newer one than Node.js 20 names it with
+    `node`; that version is then installed beside the agent, from npm too."""
 
-    name: str
-    package: str
-    version: str
-    program: str
-    arguments: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)
-    also: Sequence[str] = ()
-
-    @property
-    def folder(self) -> Path:
-        """The folder on this machine where the agent is installed."""
-        return Path(default_folder("agents")) / f"{self.name}-{self.version}"
+    node: str = ""
 
     @property
     def binary(self) -> Path:
-        """The agent's executable."""
-        return self.folder / "bin" / self.program
+        return self.folder / "node_modules" / ".bin" / (self.program or self.name)
+
+    @property
+    def _own_node(self) -> str:
+        return f"node-linux-{'arm64' if platform.machine() == 'aarch64' else 'x64'}"
+
+    def _node_folder(self) -> Path | None:
+        """Return the folder of the agent's Node.js; None if this machine has none."""
+        if self.node:
+            return self.folder / "node_modules" / self._own_node / "bin"
+        node = shutil.which("node")
+        return Path(node).resolve().parent if node else None
 
     async def install(self) -> Sequence[Mount]:
-        venv = sys.executable, "-m", "venv", str(self.folder)
-        python, target = str(self.folder / "bin/python"), f"{self.package}=={self.version}"
-        pip = python, "-m", "pip", "install", "--quiet", *self.also, target
-        await _installed(self.name, self.folder, self.binary, [venv, pip])
-        return _mounts(self.folder, Path(sys.base_prefix).resolve() / "bin")
+        node = self._node_folder()
+        if node is None:
+            raise ConfigError(f"agent {self.name} needs Node.js 20 or newer on this machine, but node is not installed")
+        targets = [f"{self.package}@{self.version}", *([f"{self._own_node}@{self.node}"] if self.node else ())]
+        npm = "npm", "install", "--no-audit", "--no-fund", "--prefix", str(self.folder), *targets
+        await _installed(self.name, self.folder, self.binary, [npm])
+        return [Mount(str(self.folder), str(self.folder))] if self.node else _mounts(self.folder, node)
 
-    def launch(self, assignment: AgentAssignment) -> Launch:
-        prompt, files = assignment.prompt, mcp_file(assignment)
-        if assignment.tools_url:
-            prompt += _TOOLS_BY_COMMAND
-            files[TOOL_PROGRAM] = importlib.resources.files("palaestra.agent").joinpath("tool_program.py").read_text()
-        arguments = [each.replace("{prompt}", prompt) for each in self.arguments]
-        return Launch([str(self.binary), *arguments], files, {**model_variables(assignment), **self.env})
+    def path(self) -> Mapping[str, str]:
+        return {"PATH": f"{self._node_folder()}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"}
+
+
+@dataclass(frozen=True)
+class PipProgram(InstalledProgram):
+    """An agent from PyPI, in a virtual environment of its own. `also` lists requirements that the package does not
+    declare, with versions. `pythons` are the versions of Python that the package runs on; this Python is the first
+    choice, then one on the search path."""
+
+    also: Sequence[str] = ()
+    pythons: Sequence[str] = ()
+
+    @property
+    def binary(self) -> Path:
+        return self.folder / "bin" / (self.program or self.name)
+
+    def python(self) -> str:
+        """Return the interpreter for the virtual environment. Raises `ConfigError` if there is none that fits."""
+        here = f"{sys.version_info.major}.{sys.version_info.minor}"
+        if not self.pythons or here in self.pythons:
+            return sys.executable
+        for version in self.pythons:
+            if (found := shutil.which(f"python{version}")) and _runs(found):
+                return found
+        names = " or ".join(f"python{version}" for version in self.pythons)
+        raise ConfigError(f"agent {self.name} needs {names} on this machine's search path")
+
+    async def install(self) -> Sequence[Mount]:
+        if not self.binary.exists():
+            venv = self.python(), "-m", "venv", str(self.folder)
+            python, target = str(self.folder / "bin/python"), f"{self.package}=={self.version}"
+            pip = python, "-m", "pip", "install", "--quiet", *self.also, target
+            await _installed(self.name, self.folder, self.binary, [venv, pip])
+        return _mounts(self.folder, (self.folder / "bin/python").resolve().parent)
+
+
+def _runs(python: str) -> bool:
+    """Return whether an interpreter starts; a shim of pyenv may stand for a version that is not chosen."""
+    return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
 _TOOLS_BY_COMMAND = f"""
@@ -273,122 +314,3 @@ def _mounts(folder: Path, interpreter: Path) -> list[Mount]:
         needed = (interpreter, interpreter.with_name("lib"))  # not the parent folder, which may be a user's home
         mounts += [Mount(str(each), str(each)) for each in needed if each.is_dir()]
     return mounts
-
-
-def _codex(assignment: AgentAssignment) -> Mapping[str, str]:
-    return {
-        f"{HOME}/.codex/config.toml": f"""\
-model = "{MODEL}"
-model_provider = "palaestra"
-approval_policy = "never"
-sandbox_mode = "danger-full-access"
-check_for_update_on_startup = false
-[model_providers.palaestra]
-name = "palaestra"
-base_url = "{assignment.openai_url}"
-wire_api = "responses"
-env_key = "OPENAI_API_KEY"
-[analytics]
-enabled = false
-"""
-        + (_CODEX_TOOLS.format(url=assignment.tools_url) if assignment.tools_url else "")
-    }
-
-
-_CODEX_TOOLS = f"""\
-[mcp_servers.{TOOL_SERVER}]
-url = "{{url}}"
-bearer_token_env_var = "OPENAI_API_KEY"
-tool_timeout_sec = {TOOL_S}
-"""
-
-
-def _opencode(assignment: AgentAssignment) -> Mapping[str, str]:
-    options = {"baseURL": assignment.openai_url, "apiKey": assignment.key}
-    provider = {"npm": "@ai-sdk/openai-compatible", "name": "palaestra", "options": options, "models": {MODEL: {}}}
-    settings: JSON = {
-        "$schema": "https://opencode.ai/config.json",
-        "provider": {"palaestra": provider},
-        "model": f"palaestra/{MODEL}",
-        "small_model": f"palaestra/{MODEL}",
-        "permission": {"bash": "allow", "edit": "allow", "webfetch": "deny"},
-        "autoupdate": False,
-        "share": "disabled",
-    }
-    if assignment.tools_url:
-        headers = {"Authorization": f"Bearer {assignment.key}"}
-        remote = {"type": "remote", "url": assignment.tools_url, "headers": headers, "enabled": True, "oauth": False}
-        settings["mcp"] = {TOOL_SERVER: {**remote, "timeout": TOOL_S * 1000}}
-    return {f"{HOME}/.config/opencode/opencode.json": json.dumps(settings)}
-
-
-def _pi(assignment: AgentAssignment) -> Mapping[str, str]:
-    provider = {
-        "baseUrl": assignment.openai_url,
-        "apiKey": assignment.key,
-        "api": "openai-completions",
-        "models": [{"id": MODEL, "contextWindow": 128000, "maxTokens": 16000}],
-    }
-    files = {f"{HOME}/.pi/agent/models.json": json.dumps({"providers": {"palaestra": provider}})}
-    if assignment.tools_url:
-        extension = importlib.resources.files("palaestra.agent").joinpath("pi_tools.ts").read_text()
-        files |= {**mcp_file(assignment), f"{HOME}/.pi/agent/extensions/{TOOL_SERVER}.ts": extension}
-    return files
-
-
-PROGRAMS: Mapping[str, AgentProgram] = {
-    "codex": NpmProgram("codex", "@openai/codex", "0.169.0", ["exec", "--skip-git-repo-check", "{prompt}"], _codex),
-    "claude-code": NpmProgram(
-        "claude-code",
-        "@anthropic-ai/claude-code",
-        "2.1.197",
-        ["-p", "{prompt}", "--dangerously-skip-permissions", "--model", MODEL],
-        env={
-            "IS_SANDBOX": "1",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "DISABLE_AUTOUPDATER": "1",
-            "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
-            "MCP_TOOL_TIMEOUT": str(TOOL_S * 1000),
-        },
-        tool_arguments=["--mcp-config", MCP_FILE, "--strict-mcp-config"],
-    ),
-    "opencode": NpmProgram(
-        "opencode", "opencode-ai", "1.18.33", ["run", "{prompt}"], _opencode, {"OPENCODE_DISABLE_MODELS_FETCH": "1"}
-    ),
-    "pi": NpmProgram(
-        "pi",
-        "@mariozechner/pi-coding-agent",
-        "0.73.1",
-        ["--provider", "palaestra", "--model", MODEL, "-p", "{prompt}"],
-        _pi,
-        {"PI_OFFLINE": "1"},
-    ),
-    "mini-swe-agent": PipProgram(
-        "mini-swe-agent",
-        "mini-swe-agent",
-        "2.4.6",
-        "mini",
-        ["--yolo", "--exit-immediately", "--cost-limit", "0", "--model", f"openai/{MODEL}", "--task", "{prompt}"],
-        {
-            "MSWEA_CONFIGURED": "true",
-            "MSWEA_COST_TRACKING": "ignore_errors",
-            "MSWEA_GLOBAL_CONFIG_DIR": f"{HOME}/mini-swe-agent",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise litellm fetches its price list from the network
-        },
-        ("litellm[mcp]==1.106.2",),  # litellm imports `mcp` for every request with tools
-    ),
-}
-
-
-def program_named(name: str) -> AgentProgram:
-    """Return the program with this name; any other text is taken as a command line. Raises `ConfigError` if the text is
-    empty or is not a valid command line."""
-    if name in PROGRAMS:
-        return PROGRAMS[name]
-    try:
-        words = shlex.split(name)
-    except ValueError as error:
-        raise ConfigError(f"the agent {name!r} is not a valid command line: {error}") from None
-    if not words:
-        raise ConfigError(f"the agent is empty: set it to one of {', '.join(PROGRAMS)}, or to a command line")
-    return CommandProgram(name)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from palaestra.agent.budget import Budget
-from palaestra.agent.loop import HermesAgentLoop, OnTurn
+from palaestra.agent.loop import AgentLoop, OnTurn
 from palaestra.agent.result import AgentResult, Subagent
 from palaestra.core.errors import ConfigError, ContextExceeded
 from palaestra.core.types import Message, Outcome
@@ -83,7 +83,7 @@ class SubagentConversation(Protocol):
     def agent(self) -> Agent: ...
 
     @property
-    def loop(self) -> HermesAgentLoop: ...
+    def loop(self) -> AgentLoop: ...
 
     async def run(self) -> AgentResult: ...
 
@@ -92,7 +92,7 @@ class SubagentConversation(Protocol):
 class LoopAgent:
     """An agent that uses the plain loop with structured calls. As a conversation, it starts with `messages`."""
 
-    loop: HermesAgentLoop
+    loop: AgentLoop
     messages: list[Message] = field(default_factory=list)
 
     @property
@@ -104,23 +104,9 @@ class LoopAgent:
         return self.loop.server
 
     def new_subagent(self, setup: SubagentSetup) -> SubagentConversation:
-        above, tools = self.loop, setup.tools
-        loop = HermesAgentLoop(
-            setup.server,
-            tools.registry.definitions(),
-            set(tools.registry.list_tools()),
-            max_turns=setup.max_turns,
-            task_id=above.task_id,
-            temperature=above.temperature,
-            max_tokens=above.max_tokens,
-            extra_body=above.extra_body,
-            tool_handler=tools,
-            max_context_tokens=above.max_context_tokens,
-            parallel_safe=tools.parallel_safe,
-            on_turn=setup.on_turn,
-            clock=above.clock,
-            budget=setup.budget,
-        )
+        above = self.loop
+        settings = replace(above.settings, max_turns=setup.max_turns, budget=setup.budget, beyond=frozenset())
+        loop = AgentLoop(setup.server, setup.tools, settings, on_turn=setup.on_turn, clock=above.clock)
         return LoopAgent(loop, [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": setup.work}])
 
     async def run(self) -> AgentResult:
@@ -137,7 +123,7 @@ class Subagents:
     sub-agent. If it is None, only the time limit of a parent agent, if there is one, applies.
     """
 
-    loop: HermesAgentLoop
+    loop: AgentLoop
     tools: ToolRuntime
     on_progress: Callable[[], None] = lambda: None
     depth: int = 0
@@ -207,8 +193,8 @@ class Subagents:
             self.on_progress()
 
         work = f"{assignment.goal}\n\n{assignment.context}" if assignment.context else assignment.goal
-        most = min(assignment.max_turns or above.max_turns, above.max_turns)
-        budget = replace(above.budget.left(above.used(), together), wall_s=self.wall_s)
+        most = min(assignment.max_turns or above.settings.max_turns, above.settings.max_turns)
+        budget = replace(above.settings.budget.left(above.used(), together), wall_s=self.wall_s)
         conversation = parent.new_subagent(SubagentSetup(server, tools, work, most, budget, on_turn))
         record = Subagent(number, above.result.turns_used, assignment.goal, conversation.loop.result)
         replace(self, loop=conversation.loop, tools=tools, depth=self.depth + 1, agent=conversation.agent).offer()
@@ -223,7 +209,7 @@ class _Running:
     conversation: SubagentConversation
     tools: ToolRuntime
     record: Subagent
-    above: HermesAgentLoop
+    above: AgentLoop
     server: ChatServer
     on_turn: Callable[[], None]
 

@@ -26,7 +26,6 @@ def author_name() -> str:
 
 @click.command(
     "annotate",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Tag rollouts of a run, add notes, or give a verdict.
 
     \b

@@ -20,7 +20,6 @@ _SHOWN_SETTINGS = 15
 
 @click.command(
     "compare",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Report which of several runs of the same tasks did better, and how certain that is.
 
     \b

@@ -28,7 +28,6 @@ _PATH = CompletionItem("", type="file")
 
 @click.command(
     "completion",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Print the completion script for a shell.
 
     \b

@@ -29,7 +29,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Rung, RungStatus
 
 if TYPE_CHECKING:
-    from palaestra.inference.doctor import Diagnosis, DoctorCheck
+    from palaestra.inference.server_checks import Diagnosis, DoctorCheck
     from palaestra.sandbox.backend_check import BackendFindings
 
 _EXAMPLES = {
@@ -44,7 +44,6 @@ _EXAMPLES = {
 
 @click.command(
     "doctor",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Check this machine, backends or a model server, and report how to fix what does not work.
 
     \b
@@ -92,15 +91,12 @@ _EXAMPLES = {
 @click.pass_context
 def command(
     context: click.Context,
+    /,
     target: str | None,
-    model: str | None,
-    api_key: str | None,
-    tokenizer: str | None,
-    parser: str,
-    server_type: str | None,
     backends: tuple[str, ...],
     settings: tuple[str, ...],
     as_json: bool,
+    **server: JSON,
 ) -> None:
     if backends:
         if not _show_backends(backends, settings, as_json):
@@ -110,10 +106,10 @@ def command(
         _machine(as_json)
         return
     from palaestra.core.io.process_arguments import hide
-    from palaestra.inference.doctor import Target, diagnose
+    from palaestra.inference.server_checks import Target, diagnose
 
-    hide(api_key or "")
-    found = asyncio.run(diagnose(Target(target, model, api_key, tokenizer, parser, server_type)))
+    hide(server["api_key"] or "")
+    found = asyncio.run(diagnose(Target(target, **server)))
     _show_diagnosis(found, as_json)
     if found.refusal is not None:
         raise found.refusal
@@ -139,7 +135,7 @@ def _show_diagnosis(found: Diagnosis, as_json: bool) -> None:
 
 def _grouped(checks: Sequence[DoctorCheck]) -> list[tuple[str, str, str, str]]:
     """Return the lines of the checks: state, names, finding and fix. The checks that do not apply share one line."""
-    from palaestra.inference.doctor import AGREES, SAMPLING, WRITING, CheckState
+    from palaestra.inference.server_checks import AGREES, SAMPLING, WRITING, CheckState
 
     left_out = [each for each in checks if each.state is CheckState.NOT_APPLICABLE]
     lines = [(each.state.value, each.name, each.found, each.way_out) for each in checks if each not in left_out]

@@ -35,14 +35,12 @@ _TRAINED_WITH = ("group_size", "max_agent_turns", "max_token_length", "max_num_w
 _NAMED = 5
 """The maximum number of failed policies that the last line of a check names."""
 
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
-
 
 class _EnvGroup(PluginGroup):
     prefix = "env"
 
 
-@click.group("env", cls=_EnvGroup, context_settings=_CONTEXT)
+@click.group("env", cls=_EnvGroup)
 def command() -> None:
     """Write, list, show and port environments, and prove that their scores are right.
 
@@ -56,7 +54,7 @@ def command() -> None:
     """
 
 
-@command.command("list", context_settings=_CONTEXT)
+@command.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_environments(as_json: bool) -> None:
     """List the environments that can be run by name.
@@ -81,7 +79,7 @@ def list_environments(as_json: bool) -> None:
         click.echo(f"{each.name:<22} {each.summary}")
 
 
-@command.command("new", context_settings=_CONTEXT)
+@command.command("new")
 @click.option("--class", "as_class", is_flag=True, help="Write a class instead of a function.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("name")
@@ -102,7 +100,7 @@ def new(as_class: bool, as_json: bool, name: str) -> None:
     click.echo(f"next: palaestra run {path} --policy oracle; palaestra env check {path}", err=True)
 
 
-@command.command("show", context_settings=_CONTEXT)
+@command.command("show")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--example-config", is_flag=True, help="Print the example configuration file, for --config.")
 @click.argument("environment", metavar="ENV", shell_complete=complete_environments)
@@ -187,7 +185,7 @@ def _about(reference: str) -> dict[str, JSON]:
     }
 
 
-@command.command("check", cls=SettingsCommand, context_settings={**_CONTEXT, "ignore_unknown_options": True})
+@command.command("check", cls=SettingsCommand, context_settings={"ignore_unknown_options": True})
 @click.option("--tasks", type=click.IntRange(min=1), default=1, show_default=True, help="Number of tasks to play.")
 @click.option(
     "--only", multiple=True, metavar="CHEAT", help="Play only this cheat. Repeatable.", shell_complete=complete_cheats

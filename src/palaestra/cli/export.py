@@ -17,9 +17,10 @@ from typing import IO, TYPE_CHECKING, Protocol, cast
 import click
 
 from palaestra.cli.completion import complete_formats, complete_runs
-from palaestra.cli.host_path import HostPath
 from palaestra.core.exits import plural
+from palaestra.core.host_path import HostPath
 from palaestra.core.io import plugins
+from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.rollouts.export.exporter import Exporter, ExportReport
@@ -52,7 +53,7 @@ class _Help(click.Command):
 @click.command(
     "export",
     cls=_Help,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"max_content_width": 100},
     help="""Write the rollouts of a run in a format that another program reads.
 
     \b
@@ -117,13 +118,10 @@ def command(
     name: str,
     out: Path | None,
     scored_only: bool | None,
-    min_reward: float | None,
-    max_reward: float | None,
-    tasks: tuple[str, ...],
-    outcomes: tuple[str, ...],
     placeholders: bool,
     counterfactual: bool,
     as_json: bool,
+    **selection: JSON,
 ) -> None:
     from palaestra.core.config import nearest
     from palaestra.core.errors import ConfigError
@@ -134,12 +132,12 @@ def command(
     from palaestra.rollouts.regraded import read_grades
 
     known = [outcome.value for outcome in Outcome]
-    for outcome in outcomes:
+    for outcome in selection["outcomes"]:
         if outcome not in known:
             raise ConfigError(f"unknown outcome {outcome!r}; use one of {', '.join(known)}.{nearest(outcome, known)}")
     exporter = exporter_named(name)
     everything = exporter.everything if scored_only is None else not scored_only
-    wanted = Filter(min_reward, max_reward, tasks, outcomes, discarded=everything)
+    wanted = Filter(**selection, discarded=everything)
     if source == "sessions":
         _export_sessions(exporter, run, out, wanted, as_json=as_json)
         return
@@ -199,7 +197,8 @@ def _export_sessions(exporter: Exporter, named: str, out: Path | None, wanted: F
 
 @dataclass(slots=True)
 class Filter:
-    """Selects the rollouts to export. `left_out` counts the rollouts that are not exported, by reason."""
+    """Selects the rollouts to export; the first four fields are flags. `left_out` counts the rollouts that are not
+    exported, by reason."""
 
     min_reward: float | None
     max_reward: float | None

@@ -14,13 +14,12 @@ from palaestra.core.exits import plural
 
 if TYPE_CHECKING:
     from palaestra.core.types import JSON
-    from palaestra.envs.run.grade import Regraded
+    from palaestra.envs.run.regrade import Regraded
     from palaestra.rollouts.regraded import Grade
 
 
 @click.command(
     "grade",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Score the kept workspaces of a run again, with the environment's current code and without an agent.
 
     \b
@@ -65,7 +64,7 @@ def command(
     as_json: bool,
 ) -> None:
     from palaestra.core.errors import ConfigError, DiskError
-    from palaestra.envs.run.grade import grade_run
+    from palaestra.envs.run.regrade import grade_run
     from palaestra.rollouts.finished_run import open_run
     from palaestra.rollouts.regraded import write_grade
 

@@ -1,8 +1,7 @@
 """The `palaestra` command itself: the table of subcommands, help, version, suggestions.
 
-Each subcommand is the `command` of its own module, which is imported only when the subcommand is used, so that
-`palaestra --help` stays fast. Invariant: for an unknown word, the program exits with code 2, and suggests the nearest
-known word if one is near.
+The module of a subcommand is imported only when the subcommand is used, so that `palaestra --help` stays fast.
+Invariant: for an unknown word, the program exits with code 2, and suggests the nearest known word if one is near.
 """
 
 from __future__ import annotations
@@ -51,11 +50,19 @@ COMMANDS = {
     "doctor": "Report which isolation levels work here, or check backends or a model server.",
     "completion": "Print the completion script for a shell.",
 }
-"""Maps each subcommand to its help line. The subcommand is `palaestra.cli.<name>.command`, or the entry point of that
-name in the group `palaestra.commands`."""
+"""Maps each subcommand to its help line. The subcommand is `palaestra.cli.<name>.command` unless one of the next two
+tables says otherwise."""
 
-_OF_DOORS = frozenset({"acp", "batch", "chat", "gateway"})
-"""Subcommands that are entry points, since this package imports no door."""
+_OF_MODULES = {
+    "eval": "run.eval_command", "feed": "run.feed_command", "fork": "resume.fork_command",
+    "report": "view.report_command", "runs": "run_status.runs_command", "status": "run_status.status_command",
+    "tasks": "plugin_group.tasks_command", "images": "plugin_group.images_command",
+}  # fmt: skip
+"""Subcommands that share a module with another one."""
+
+_OF_ROOMS = frozenset({"acp", "batch", "chat", "gateway", "model"})
+"""Subcommands that are entry points in the group `palaestra.commands`: they live in the folder of what they run, which
+this package need not import."""
 
 _EXAMPLES = """\b
   palaestra run terminal_test --policy oracle --tasks 2
@@ -83,11 +90,12 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        if cmd_name in _OF_DOORS:
+        if cmd_name in _OF_ROOMS:
             from palaestra.cli.plugin_group import GROUP, command_of
 
             return command_of(plugins.installed(GROUP)[cmd_name])
-        command: click.Command = import_module(f"palaestra.cli.{cmd_name}").command
+        module, _, name = _OF_MODULES.get(cmd_name, f"{cmd_name}.command").partition(".")
+        command: click.Command = getattr(import_module(f"palaestra.cli.{module}"), name)
         return command
 
     def resolve_command(

@@ -1,4 +1,4 @@
-"""Groups of commands that installed packages extend."""
+"""Groups of commands that installed packages extend. Those that have no command of their own are here too."""
 
 from __future__ import annotations
 
@@ -65,3 +65,42 @@ def _summary(point: EntryPoint) -> str:
         return plugins.summary(point)
     except ConfigError as error:
         return f"({error})"
+
+
+class _BuildGroup(PluginGroup):
+    prefix = "tasks.build"
+
+
+@click.group("tasks")
+def tasks_command() -> None:
+    """Make verifiable tasks.
+
+    \b
+      palaestra tasks build swe --out tasks.jsonl
+      palaestra tasks build swe --package iniconfig==2.1.0 --out tasks.jsonl
+      palaestra tasks build terminal --tasks 1000 --seed 7 --out tasks.jsonl
+    """
+
+
+@tasks_command.group("build", cls=_BuildGroup)
+def build_group() -> None:
+    """Make tasks of one kind.
+
+    \b
+      palaestra tasks build swe --out tasks.jsonl
+      palaestra tasks build terminal --tasks 1000 --seed 7 --out tasks.jsonl
+    """
+
+
+class _ImagesGroup(PluginGroup):
+    prefix = "images"
+
+
+@click.group("images", cls=_ImagesGroup)
+def images_command() -> None:
+    """Make and list root file systems for slots.
+
+    \b
+      palaestra images make debian:12
+      palaestra images list
+    """

@@ -21,7 +21,6 @@ _SHOWN = 20
 
 @click.command(
     "replay",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Play a recorded run again, without a model and without a network.
 
     \b

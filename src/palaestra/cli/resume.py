@@ -1,7 +1,9 @@
-"""`palaestra resume RUN`: continue a run with its recorded settings."""
+"""`palaestra resume RUN` continues a run with its recorded settings, and `palaestra fork` one of its rollouts in a new
+run."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     context_settings={
         "ignore_unknown_options": True,
         "allow_interspersed_args": False,
-        "help_option_names": ["-h", "--help"],
     },
     help="""Continue a run that was killed or interrupted.
 
@@ -48,6 +49,84 @@ def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None
 
     named, others = first_word(with_old_imports([run, *settings]), "RUN")
     context.exit(resume_run(named, others, f"palaestra resume {named}"))
+
+
+@click.command(
+    "fork",
+    cls=SettingsCommand,
+    context_settings={"ignore_unknown_options": True},
+    help="""Continue a rollout of an earlier run after one of its turns, several times, as a new run.
+
+    \b
+      palaestra fork last 000003-fix/2 --turn 5 --times 16
+      palaestra fork RUN ROLLOUT --turn 5 --model NAME --base-url URL     # another model or server
+      palaestra fork RUN ROLLOUT --turn 0                                 # from the prompt
+      palaestra fork RUN ROLLOUT --turn 5 --rebuild --environment my_env.py:NAME
+
+    The rollouts of the new run are counterfactual: each begins with the turns 1 to N of ROLLOUT as they were recorded,
+    and the model samples the rest anew. `palaestra view` then shows, next to the turns of ROLLOUT, how often it still
+    succeeds from there. ROLLOUT is a rollout's id, or its beginning or end.
+
+    The sandbox has the state after turn N. If the run kept its workspaces (--keep-workspaces) and no call follows turn
+    N, that is the kept workspace, without its processes and /tmp. Otherwise, each rollout runs the recorded calls again
+    in a fresh sandbox. The model sees the recorded results in any case; if a result differs now, the command reports
+    the first call that differs. Calls that reach outside of this machine are not repeated.
+
+    Settings come from the run's record, as in `palaestra resume`; settings after ROLLOUT replace them. If ROLLOUT ended
+    at its limit of turns, raise the limit with --env.max_agent_turns. The new run is resumed, viewed and compared like
+    any other, but its rollouts are not trained on: it has no groups.jsonl, and `palaestra export` leaves them out
+    without --counterfactual.
+    """,
+)
+@click.argument("run", shell_complete=complete_runs)
+@click.argument("rollout")
+@click.option("--turn", type=click.IntRange(min=0), required=True, help="The last recorded turn to keep; 0 for none.")
+@click.option("--times", type=click.IntRange(min=1), default=16, show_default=True, help="The number of new rollouts.")
+@click.option("--rebuild", is_flag=True, help="Run the recorded calls again even if a workspace was kept.")
+@click.option("--seed", metavar="TEXT", help="The seed of a scripted policy's new replies. [default: a random one]")
+@click.option("--environment", metavar="FILE.py:NAME", help="The environment's file, if it has moved.")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_settings)
+@click.pass_context
+def fork_command(
+    context: click.Context,
+    run: str,
+    rollout: str,
+    turn: int,
+    times: int,
+    rebuild: bool,
+    seed: str | None,
+    environment: str | None,
+    settings: tuple[str, ...],
+) -> None:
+    import msgspec
+
+    from palaestra.core.printable import printable
+    from palaestra.envs.run.command import run_command
+    from palaestra.envs.run.fork import settings_for
+    from palaestra.envs.run.replay_run import recorded_form, where_it_ran
+    from palaestra.rollouts.counterfactual import fork_of
+    from palaestra.rollouts.journal.reader import RUNS, open_recording
+
+    if any(word.partition("=")[0] == "--resume" for word in settings):
+        raise ConfigError("--resume continues a run that exists: use `palaestra resume`")
+    recording = open_recording(run)
+    config = recording.meta.config
+    if (config.get("env") or {}).get("agent"):
+        raise ConfigError(f"{recording.path.parent} was run with an agent program, whose turns cannot be continued")
+    begins = fork_of(recording.path.resolve(), rollout, turn, seed or secrets.token_hex(8))
+    if rebuild:
+        begins = msgspec.structs.replace(begins, workspace="")
+    state = f"{plural(begins.calls, 'recorded call')} to run again in each sandbox"
+    if begins.workspace:
+        state = f"from the kept workspace {begins.workspace}, without its processes and /tmp"
+    click.echo(printable(f"{begins.origin.rollout_id} of {recording.path.parent} after turn {turn}: {state}"), err=True)
+    form = recorded_form(recording, environment)
+    recorded = settings_for(settings_of(recording, form))
+    words = ["process", *with_old_imports(settings), "--group", str(times)]
+    prog, root = f"palaestra fork {run} {rollout}", RUNS.resolve()
+    with where_it_ran(recording):
+        code = run_command(form, words, prog=prog, recorded=recorded, begins=begins, root=root)
+    context.exit(code)
 
 
 def resume_run(run: str, settings: Sequence[str], prog: str) -> int:

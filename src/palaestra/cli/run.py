@@ -1,4 +1,7 @@
-"""`palaestra run ENV [flags]`: roll out an environment. The environment's command line parses all words after ENV."""
+"""`palaestra run ENV [flags]`, and the same for evaluating an environment (`eval`) and for feeding a trainer (`feed`).
+
+The environment's command line parses all words after ENV.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,6 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
         context_settings={
             "ignore_unknown_options": True,
             "allow_interspersed_args": False,
-            "help_option_names": ["-h", "--help"],
         },
         help=help_text,
     )
@@ -86,4 +88,36 @@ command = front_door(
       --json             print the result as JSON instead of the run's folder
       --env.FIELD V, --openai.FIELD V, --config FILE.yaml, --show-config
     """,
+)
+
+eval_command = front_door(
+    "eval",
+    """Try every task several times and report how many are solved, with 95% intervals.
+
+    \b
+      palaestra eval my_env.py --samples 4 --base-url http://localhost:8000/v1 --model NAME
+      palaestra eval endless_terminals --env.n 50 --policy oracle
+      palaestra eval my_env.py --env.held_out 0.2 --policy oracle    # only the held-out tasks
+
+    This is `palaestra run ENV evaluate`, with the same settings; --samples N sets how often each task is tried. The
+    results and one line per rollout are written to the run's folder, below `evaluation`, and also to the folder
+    --env.data_dir_to_save_evals if that is set.
+    `palaestra compare RUN OTHER` compares two runs of the same tasks.
+    """,
+    "evaluate",
+)
+
+feed_command = front_door(
+    "feed",
+    """Serve an environment's rollouts to a trainer, as fast as the trainer accepts them.
+
+    \b
+      palaestra serve api &                                                       # the trainer fetches them here
+      palaestra feed my_env.py --base-url http://localhost:9001/v1 --model NAME
+      palaestra feed my_env.py --to http://trainer:8000 --group 8 --base-url http://localhost:9001/v1 --model NAME
+
+    This is `palaestra run ENV serve`, with the same settings; --to URL is the trajectory server, by default
+    http://localhost:8000. The command runs until the trainer has all its batches, or for --tasks N groups.
+    """,
+    "serve",
 )

@@ -9,12 +9,11 @@ from typing import Any
 
 import click
 
-from palaestra.cli.host_path import HostPath
 from palaestra.cli.plugin_group import PluginGroup
-from palaestra.cli.serve_tools import executor, json_option, print_url, read_token, token_file, tools
+from palaestra.cli.serve_tools import executor, tools
+from palaestra.cli.server_options import address_options, json_option, print_url, read_token, token_file
 from palaestra.core.exits import told_to_stop
-
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
+from palaestra.core.host_path import HostPath
 
 
 class _ServeGroup(PluginGroup):
@@ -24,7 +23,6 @@ class _ServeGroup(PluginGroup):
 @click.group(
     "serve",
     cls=_ServeGroup,
-    context_settings=_CONTEXT,
     help="""Run servers.
 
     \b
@@ -42,7 +40,6 @@ def command() -> None:
 
 @command.command(
     "api",
-    context_settings=_CONTEXT,
     help="""Accept scored groups from environments and serve them in batches to a trainer (Atropos trajectory API).
 
     \b
@@ -54,10 +51,7 @@ def command() -> None:
     a bearer token (`--env.rollout_server_token`, best in a configuration file).
     """,
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="The port; 0 picks a free one."
-)
+@address_options(8000)
 @click.option("--store", type=HostPath(dir_okay=False), help="The file that stores received groups.")
 @click.option(
     "--max-groups",
@@ -99,7 +93,6 @@ async def _serve(
 
 @command.command(
     "model",
-    context_settings=_CONTEXT,
     help="""Serve a `transformers` model in this process, for development and tests, not for heavy load.
 
     \b
@@ -115,10 +108,7 @@ async def _serve(
     extra 'train'.
     """,
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="The port; 0 picks a free one."
-)
+@address_options(8000)
 @click.option(
     "--tool-parser", default="hermes", show_default=True, help="The format in which the model writes tool calls."
 )
@@ -141,11 +131,7 @@ async def _serve_model(
     from palaestra.inference.config import APIServerConfig
     from palaestra.inference.engines.transformers import TransformersEngine
     from palaestra.inference.tokenizers import no_folder
-    from palaestra.testing.model_server import serve_model
-
-    def started(url: str) -> None:
-        print_url(url)
-        click.echo(f"use it with palaestra run or chat: --base-url {url}/v1 --model {model}", err=True)
+    from palaestra.testing.model_server import ModelServer
 
     require_token(host, token)
     if "/" not in model and not Path(model).exists():
@@ -155,14 +141,16 @@ async def _serve_model(
     engine = TransformersEngine(config, device=device, seed=seed)
     await engine.start()
     try:
-        await serve_model(engine, host, port, started, stop, token)
+        async with ModelServer(engine, host=host, port=port, token=token) as server:
+            print_url(server.url)
+            click.echo(f"use it with palaestra run or chat: --base-url {server.url}/v1 --model {model}", err=True)
+            await stop.wait()
     finally:
         await engine.aclose()
 
 
 @command.command(
     "tinker",
-    context_settings=_CONTEXT,
     help="""Train and sample a model on this machine for programs that use the Tinker SDK (0.38), unchanged.
 
     \b
@@ -177,10 +165,7 @@ async def _serve_model(
     losses.
     """,
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="The port; 0 picks a free one."
-)
+@address_options(8000)
 @click.option(
     "--checkpoints",
     type=HostPath(file_okay=False),

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from palaestra.cli.host_path import HostPath
-from palaestra.core.config import ConfigLayer, Settings, has_effect, host_path, later, merge, nearest, sent_secret
+from palaestra.cli.server_options import address_options, json_option, print_url, read_token, token_file
+from palaestra.core.config import ConfigLayer, Settings, has_effect, host_path, later, merge, nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import told_to_stop
+from palaestra.core.host_path import HostPath
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
@@ -30,31 +31,9 @@ if TYPE_CHECKING:
     from palaestra.tools.registry.registry import ToolRegistry
     from palaestra.tools.tool import Tool, ToolSchema
 
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
 _PREFIX = "TOOL_EXECUTOR_"
 _ON_REQUEST = frozenset({"terminal_stateful", "tmux", "web_crawl"})
 """Toolsets that an executor service serves in addition to the default toolsets if no `--toolset` is given."""
-
-_host = click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-token_file = click.option(
-    "--token-file",
-    type=HostPath(dir_okay=False),
-    help="A file with the token that callers must send.",
-)
-
-
-def _remember(context: click.Context, parameter: click.Parameter, as_json: bool) -> None:
-    context.meta[__name__] = as_json
-
-
-json_option = click.option(
-    "--json", is_flag=True, expose_value=False, callback=_remember, help="Print the address as JSON."
-)
-
-
-def print_url(url: str) -> None:
-    """Print the address of a server that is ready, as JSON if `--json` is set."""
-    click.echo(json.dumps({"url": url}) if click.get_current_context().meta[__name__] else url)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +51,6 @@ class _ToolsOptions:
 
 @click.command(
     "tools",
-    context_settings=_CONTEXT,
     help="""Run external tools, which need no slot, for executors on other machines.
 
     \b
@@ -88,10 +66,7 @@ class _ToolsOptions:
     GET /tools, GET /health.
     """,
 )
-@_host
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=9002, show_default=True, help="The port; 0 picks a free one."
-)
+@address_options(9002)
 @click.option("--toolset", "toolsets", multiple=True, metavar="NAME", help="Serve this toolset. Repeatable.")
 @click.option(
     "--mcp",
@@ -220,7 +195,6 @@ class _ExecutorOptions:
 
 @click.command(
     "executor",
-    context_settings=_CONTEXT,
     help="""Serve the tool executor over HTTP: lend slots to other programs and run tools in them.
 
     \b
@@ -239,10 +213,7 @@ class _ExecutorOptions:
     POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
     """,
 )
-@_host
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=9001, show_default=True, help="The port; 0 picks a free one."
-)
+@address_options(9001)
 @click.option(
     "--slots", type=click.IntRange(min=1), help="Maximum number of slots. Default: as memory allows, up to 512."
 )
@@ -414,17 +385,3 @@ def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:
             click.echo(f"note: {variable} has no effect: {why}", err=True)
     values = {name: given[variable] for name, variable in variables.items()}
     return merge(ExecutorSettings, [ConfigLayer("environment", values, variables)]).value
-
-
-def read_token(file: Path | None, variable: str) -> str | None:
-    """Return the token of a server, from the file if one is given, otherwise from the environment variable. Raises
-    `ConfigError`."""
-    if file is None:
-        return sent_secret(os.environ.get(variable), variable)
-    try:
-        token = sent_secret(file.read_text(encoding="utf-8"), str(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the token from {file}: {error}") from None
-    if token is None:
-        raise ConfigError(f"{file} contains no token; write the token to it")
-    return token

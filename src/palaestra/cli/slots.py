@@ -11,13 +11,12 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
+from palaestra.core.host_path import HostPath
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
 _directory = click.option(
     "--directory",
     type=HostPath(),
@@ -35,7 +34,6 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 @click.group(
     "slots",
-    context_settings=_CONTEXT,
     help="""Show slots, services and prepared workspaces on this machine, and remove those that no run needs.
 
     \b
@@ -49,7 +47,6 @@ def command() -> None:
 
 @command.command(
     "list",
-    context_settings=_CONTEXT,
     help="""List running slot servers, services with their leases, and prepared workspaces.
 
     \b
@@ -82,7 +79,6 @@ def list_slots(directory: Path | None, store: Path | None, as_json: bool) -> Non
 
 @command.command(
     "clean",
-    context_settings=_CONTEXT,
     help="""Remove unused leftovers of dead runs: control groups, sockets and half-made workspaces.
 
     \b

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.cli.host_path import HostPath
+from palaestra.core.host_path import HostPath
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 @click.command(
     "tools",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""List the tools, toolsets and distributions that agents can use, and report what is missing here and why.
 
     \b

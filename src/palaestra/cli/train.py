@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from palaestra.cli.completion import SettingsCommand, complete_settings
-from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
+from palaestra.core.host_path import HostPath
 
 if TYPE_CHECKING:
     from palaestra.trainers.config import TrainerName, TrainingConfig
@@ -24,7 +24,8 @@ def _training_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add one option per setting of a training run. An option that is left out is None, so that a resumed training run
     keeps its recorded value."""
     for name, kind in reversed(_OPTIONS.items()):
-        command = click.option(name, type=kind, hidden=True)(command)
+        field = "async_steps" if name == "--async" else name[2:].replace("-", "_")  # async is a keyword of Python
+        command = click.option(name, field, type=kind, hidden=True)(command)
     return command
 
 
@@ -33,7 +34,20 @@ _OPTIONS: dict[str, type] = {
     "--groups": int,
     "--most-draws": float,
     "--learning-rate": float,
+    "--schedule": str,
+    "--warmup": int,
+    "--advantage": str,
     "--scale-advantages": bool,
+    "--loss": str,
+    "--clip-low": float,
+    "--clip-high": float,
+    "--kl-weight": float,
+    "--importance-cap": float,
+    "--importance-limit": float,
+    "--async": int,
+    "--least-rate": float,
+    "--most-rate": float,
+    "--replay": float,
     "--max-off-policy": int,
     "--max-difference": float,
     "--eval-every": int,
@@ -71,9 +85,18 @@ _OPTIONS: dict[str, type] = {
     --model M           a folder, or the OWNER/NAME of a model on the hub; --lora-rank 32
     --steps 100         steps, each of --groups 8 tasks with --group N rollouts; --learning-rate 1e-4
     --most-draws 3      draw up to 3 times --groups tasks per step, to replace groups with equal scores
-    --scale-advantages  divide advantages by the standard deviation of the group's rewards (true)
-    --max-difference    refuse rows whose log-probabilities differ from the sampler's by more than this, in nats (0.1)
-    --max-off-policy    refuse rows whose weights are more than this many versions old (0)
+    --async N           roll out up to N steps ahead while the trainer takes a step (0)
+    --loss NAME         importance_sampling (default), ppo, dapo, cispo or gspo; --clip-low, --clip-high
+    --advantage NAME    grpo (default), rloo or tree; --scale-advantages false: without the standard deviation
+    --kl-weight 0       weight of the KL divergence from the model before training
+    --schedule NAME     constant (default), linear or cosine; --warmup 0 steps
+    --replay 1          share of draws that choose among all tasks; the others choose among tasks with a mean reward
+                        between --least-rate 0.1 and --most-rate 0.9
+    --importance-cap 2  maximum importance weight of a token; tokens that differ by a factor above
+                        --importance-limit 8 between sampler and trainer are not trained
+    --max-difference    end the training if the log-probabilities of sampler and trainer differ by more than this
+                        on average, in nats (0.1; 2 if rows may be off policy)
+    --max-off-policy    drop groups whose weights are more than this many versions old (as --async)
     --eval-every 10     steps between evaluations (0: none) on --eval-tasks 16, --eval-samples 1 times each
     --patience N        stop after N evaluations without improvement; --target R: at this mean reward
     --save-every 1      steps between checkpoints, of which --keep 2 and the best are kept
@@ -121,10 +144,15 @@ def command(
     from palaestra.envs.run.train import make_trainer, train_line
     from palaestra.inference.config import APIServerConfig
     from palaestra.rollouts.journal.reader import RUNS
-    from palaestra.trainers.config import TrainingConfig
+    from palaestra.trainers.config import OFF_POLICY_NATS, TrainingConfig
 
     settings = {name: value for name, value in given.items() if value is not None}
     if batches_from is not None:
+        if config_only := sorted({"async_steps", "least_rate", "most_rate", "replay"} & settings.keys()):
+            raise ConfigError(
+                f"{config_only[0]} does not apply to --batches-from: its environments choose tasks and roll out by "
+                "themselves. Limit how old their weights may be with --max-off-policy"
+            )
         model, rest = _model(words)
         if trainer not in (None, "tinker") or resume is not None or rest:
             raise ConfigError(
@@ -132,7 +160,7 @@ def command(
                 f"{f' ({rest[0]})' if rest else ''}, --resume or a trainer other than tinker. To continue a training "
                 "run, set the same --out again"
             )
-        config = TrainingConfig(**{"max_difference": 2.0, **settings})
+        config = TrainingConfig(**{"max_difference": OFF_POLICY_NATS, **settings})
         folder = out or Path("runs/batches")
         asyncio.run(_train_batches(batches_from, model, tinker_url, config, folder, batch, most_tokens, port))
         return

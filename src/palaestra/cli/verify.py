@@ -9,14 +9,13 @@ from pathlib import Path
 import click
 
 from palaestra.cli.completion import complete_runs
-from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import FAILED, report
+from palaestra.core.host_path import HostPath
 
 
 @click.command(
     "verify",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Prove from its records that a run trains on exactly the sampled tokens.
 
     \b
@@ -40,6 +39,7 @@ from palaestra.core.exits import FAILED, report
 def command(context: click.Context, run: str, groups: Path | None, exported: Path | None, as_json: bool) -> None:
     from palaestra.rollouts.journal.reader import journal_of
     from palaestra.rollouts.journal.verify import verify_run
+    from palaestra.trainers.step_groups import verify_steps
 
     journal = journal_of(run)
     beside = journal.with_name("groups.jsonl")
@@ -47,8 +47,11 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
     if lines is not None and not lines.is_file():
         raise ConfigError(f"there is no {lines}: set --groups to the groups file whose path the run printed")
     verdict = verify_run(journal, lines, exported)
+    steps = verify_steps(journal.parent)
+    violation = verdict.violation or steps.violation
     if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}))
+        trained = {"steps": steps.steps, "trained_groups": steps.groups}
+        click.echo(json.dumps({**dataclasses.asdict(verdict), **trained, "violation": violation, "ok": not violation}))
     else:
         rewritten = ", ".join(f"{count} {reason}" for reason, count in sorted(verdict.reasons.items())) or "none"
         click.echo(
@@ -58,9 +61,10 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
             f"own rows   {verdict.own_rows} made by the environment: not provable\n"
             f"groups     {f'{verdict.rows} rows in {verdict.lines} lines' if lines else 'no file checked'}"
             f"{f'{chr(10)}rows       {verdict.exported}' if exported else ''}"
+            f"{f'{chr(10)}steps      {steps.steps}, trained on {steps.groups} groups' if steps.steps else ''}"
         )
-    if not verdict.ok:
-        report(verdict.violation)
+    if violation:
+        report(violation)
         context.exit(FAILED)
     if not as_json:
         click.echo("ok: T1 to T4 hold")

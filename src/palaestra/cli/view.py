@@ -1,4 +1,4 @@
-"""`palaestra view [RUN]`: look at runs, rollouts and tokens in a browser."""
+"""`palaestra view [RUN]` shows runs, rollouts and tokens in a browser, and `palaestra report RUN` writes that page."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import click
 
 from palaestra.cli.annotate import author_name
 from palaestra.cli.completion import complete_runs
-from palaestra.cli.host_path import HostPath
+from palaestra.core.host_path import HostPath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from palaestra.viewer.runs import Runs
+    from palaestra.viewer.runs import OpenRuns
     from palaestra.viewer.token_texts import TokenTexts
 
 
 @click.command(
     "view",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Look at runs, rollouts and tokens in a browser, or in the terminal.
 
     \b
@@ -95,6 +94,40 @@ def command(
     asyncio.run(_serve(runs, TokenTexts(runs, tokenizer), port, opens=not no_open, as_json=as_json))
 
 
+@click.command(
+    "report",
+    help="""Write the HTML report of a run, finished or not.
+
+    \b
+      palaestra report last
+      palaestra report RUN --out report.html
+      palaestra view RUN --html report.html    # the same page, with the exact tokens
+
+    The report is the page of `palaestra view` in one file that opens without a server: scores with pass@k and
+    categories, cost, failures, settings, training curves, and every rollout with its conversation. A run writes the
+    report at its end; this command writes it again at any time from the journal, which is not changed. The report of a
+    run with more than 2,000 rollouts contains the first 2,000. RUN is a run's folder, an id or `last`. The path goes to
+    stdout.
+    """,
+)
+@click.argument("run", default="last", shell_complete=complete_runs)
+@click.option("--out", type=HostPath(dir_okay=False), help="The file to write. [default: RUN/report.html]")
+@click.option("--json", "as_json", is_flag=True, help="Print the path, the run and its state as JSON.")
+def report_command(run: str, out: Path | None, as_json: bool) -> None:
+    from palaestra.core.errors import ConfigError
+    from palaestra.rollouts.finished_run import open_run
+    from palaestra.viewer.page_file import write_report
+
+    found = open_run(run)
+    path = out or found.path / "report.html"
+    try:
+        write_report(found.path, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}; choose a different file with --out") from error
+    facts = {"path": str(path), "run": str(found.path), "state": found.status.state}
+    click.echo(json.dumps(facts) if as_json else path)
+
+
 def _say_which(names: Sequence[str], root: Path) -> None:
     if len(names) > 1:
         from palaestra.core.printable import printable
@@ -103,7 +136,7 @@ def _say_which(names: Sequence[str], root: Path) -> None:
         click.echo(printable(f"{root} has {len(names)} runs; the file has only {names[0]}: {others}"), err=True)
 
 
-def _name_problems(runs: Runs) -> None:
+def _name_problems(runs: OpenRuns) -> None:
     """Name each run or file that cannot be shown. The page names them too."""
     from palaestra.core.printable import one_line
 
@@ -128,7 +161,7 @@ def _look_in_terminal(run: str, tokenizer: str | None) -> None:
         runs.close()
 
 
-async def _serve(runs: Runs, texts: TokenTexts, port: int, *, opens: bool, as_json: bool) -> None:
+async def _serve(runs: OpenRuns, texts: TokenTexts, port: int, *, opens: bool, as_json: bool) -> None:
     import secrets
     import webbrowser
     from urllib.parse import urlencode

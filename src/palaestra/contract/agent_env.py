@@ -17,17 +17,18 @@ from typing import ClassVar, Generic, Self, TypeVar
 
 from pydantic import model_validator
 
-from palaestra.agent.atropos_agent import AgentConfig, AtroposAgent, CallResult
 from palaestra.agent.hermes_text import observation, result_in, result_text
-from palaestra.agent.loop import HermesAgentLoop
+from palaestra.agent.loop import AgentLoop
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import Subagents
+from palaestra.contract.atropos_agent import AgentConfig, AtroposAgent, CallResult
 from palaestra.contract.base_env import PLAYER, Attempt, Item, own_names, scored_item
 from palaestra.contract.class_environment import ClassEnvironment
 from palaestra.contract.contract_environment import ContractEnvironment, accepts
 from palaestra.contract.exec_tool import ExecTool
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.contract.scored_data import ScoredDataGroup, ScoredDataItem, grouped
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.config import later, setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Message
@@ -35,13 +36,12 @@ from palaestra.core.user_code import called, run_hook, settled
 from palaestra.envs.config.build import system_prompt, tools_with
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.resume.recorded_turns import described
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.spec import Kit, RecordedTools
+from palaestra.rollouts.spec import RecordedTools
 from palaestra.sandbox.pool import SlotPool
 from palaestra.tools.call_text import ToolCall, result_of
-from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.tool_server_client import ToolServerLink
 
@@ -186,11 +186,11 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         async def execute(call: ToolCall) -> CallResult:
             return await executor.execute(name, call)
 
-        def delegate(loop: HermesAgentLoop, agent: AtroposAgent) -> None:
+        def delegate(loop: AgentLoop, agent: AtroposAgent) -> None:
             Subagents(loop, executor.trajectory(name).tools, agent=agent).offer()
 
         config = self.build_agent_config(None)
-        agent = AtroposAgent(self.server, self.tools, config, execute_tool=execute, task_id=name, on_loop=delegate)
+        agent = AtroposAgent(self.server, self.tools, config, execute_tool=execute, on_loop=delegate)
         try:
             result = await agent.run(task)
         finally:
@@ -306,10 +306,10 @@ class AgentEnvironment(ContractEnvironment):
             await super().aclose()
 
     async def _converse(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
-        rollout.matches_observations = False  # compared below, as the text that the model reads
+        rollout.calls.leave_matching()  # compared below, as the text that the model reads
 
         async def execute(call: ToolCall) -> CallResult:
-            recorded = rollout.recorded
+            recorded = rollout.log.recorded
             expected = recorded.expected_observation(call.name, call.arguments) if recorded is not None else None
             tool = rollout.tools.registry.get(call.name)
             outside = tool is not None and tool.touches_world and not tool.world_session
@@ -325,18 +325,15 @@ class AgentEnvironment(ContractEnvironment):
         config = await run_hook(TaskError, called(self.inner.build_agent_config, rollout.task.data), doing)
         agent = AtroposAgent(
             rollout.conversation(),
-            rollout.kit.registry,
+            rollout.seat.kit.registry,
             config,
             execute_tool=execute,
-            task_id=rollout.rollout_id,
-            extra_body=rollout.settings.extra_body,
-            budget=rollout.settings.budget,
-            max_context_tokens=rollout.settings.max_context_tokens,
-            on_turn=rollout.record,
+            limits=rollout.settings.loop,
+            on_turn=rollout.log.record,
             on_loop=rollout.attend,
         )
         opening = agent.opening(rollout.task.messages())  # the agent takes its system prompt from its own configuration
-        rollout.record(None, opening)
+        rollout.log.record(None, opening)
         try:
             return await agent.converse(opening)
         finally:

@@ -301,7 +301,7 @@ class BaseEnv(ABC):
                     hint = "With 'none', the environment has no tokenizer (self.tokenizer is None)."
                     self._tokenizer = ConfigError(f"env.tokenizer_name: {error} {hint}")
             if found is not None:
-                from palaestra.inference.templates.chat_tokenizer import chat_tokenizer
+                from palaestra.contract.chat_tokenizer import chat_tokenizer
 
                 self._tokenizer = chat_tokenizer(found)
         if isinstance(self._tokenizer, ConfigError):

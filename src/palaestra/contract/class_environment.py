@@ -70,8 +70,8 @@ from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.rollout import CURRENT, Rollout
 from palaestra.rollouts.runner import Totals
-from palaestra.rollouts.spec import Kit, Projection, RecordedTools
-from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.rollouts.spec import Projection, RecordedTools
+from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.runtime.runtime import REFUSED_SLOTS, TASK_TOOLS, TaskTools
 
 logger = logging.getLogger(__name__)
@@ -354,7 +354,7 @@ class CollectedEnvironment(ClassEnvironment):
             with assigned(ATTEMPT, attempt):
                 rollout = await group.play()
             if rollout.score is None:
-                raise RolloutFailed(rollout.error)
+                raise RolloutFailed(rollout.ending.error)
             row: ScoredDataItem = rollout.meta["row"]
             played.append((rollout, row))
             return row
@@ -396,9 +396,9 @@ class CollectedEnvironment(ClassEnvironment):
                 continue
             left = [each for each in left if each is not row]
             assert rollout.score is not None
-            rollout.score = replace(rollout.score, reward=float(row["scores"]))
             rollout.meta["row"] = row
-            rollout.projection = self.project(rollout, rollout.score)
+            score = replace(rollout.score, reward=float(row["scores"]))
+            rollout.take_score(score, self.project(rollout, score))
         return left
 
     async def act(self, rollout: Rollout) -> AgentResult:
@@ -426,7 +426,7 @@ class CollectedEnvironment(ClassEnvironment):
                     slots_needed(),
                     assigned(PLAYER, play),
                     in_rollout(rollout),
-                    self.group_tools(rollout.kit),
+                    self.group_tools(rollout.seat.kit),
                     ended_loops() as ended,
                 ):
                     collecting = called(self.inner.collect_trajectory, rollout.task.data)

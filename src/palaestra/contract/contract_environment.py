@@ -31,6 +31,7 @@ from palaestra.contract.exec_tool import ExecTool
 from palaestra.contract.hermes_env import DRAW, GRADING, GROUP_TOOLS, HermesAgentBaseEnv
 from palaestra.contract.rollout_parts import offered_kit, tools_of
 from palaestra.contract.scored_data import Row, ScoredDataItem, checked_row, row_and_backlog
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.core.sync_bridge import bridged
 from palaestra.core.types import JSON, Message, Score, Task, numbers
@@ -42,12 +43,12 @@ from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.grader import LIVE, Grading
 from palaestra.rollouts.grading.reward import decide
-from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.spec import AgentSettings, Kit
+from palaestra.rollouts.spec import AgentSettings
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import unrestricted
+from palaestra.tools.registry.registry import Kit
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 logger = logging.getLogger(__name__)
@@ -213,7 +214,7 @@ class ContractEnvironment(CollectedEnvironment):
         pool = vars(self.inner).get("_backend")
         image = pool.registered_image(rollout.rollout_id) if isinstance(pool, SlotPool) else None
         if image is not None:
-            rollout.use_image(image)
+            rollout.workspace.use_image(image, rollout.seat)
 
     def _sets_up(self, rollout: Rollout) -> bool:
         """Return whether the rollout needs a set-up of its own, because the prepared workspace does not include it."""
@@ -240,10 +241,10 @@ class ContractEnvironment(CollectedEnvironment):
         result = await self._attempt(rollout, attempt)
         if not isinstance(result, AgentResult):
             raise TaskError(f"{self.name}._run_agent_loop returned {result!r:.100}, not an AgentResult")
-        rollout.result = result
+        rollout.ended(result)
         if not result.outcome.scored:
             raise RolloutFailed(result.error)
-        with rollout.stage("grade"):
+        with rollout.stages.stage("grade"):
             rollout.meta["score"] = await self._scored_with_row(rollout)
         row: ScoredDataItem = rollout.meta["row"]
         return row
@@ -255,11 +256,11 @@ class ContractEnvironment(CollectedEnvironment):
         if attempt is not None:
             inner, item = self.inner, attempt.item
             prompt, solution = inner.format_prompt(item), inner.reference_solution(item)
-            rollout.task = replace(rollout.task, data=item, prompt=prompt, solution=solution)
+            rollout.use_task(replace(rollout.task, data=item, prompt=prompt, solution=solution))
             rollout.meta["hooks"], opening = attempt.hooks, attempt.messages
             if attempt.tools is not None:
-                rollout.kit = offered_kit(rollout.kit, *attempt.tools)
-            with rollout.stage("setup"):
+                rollout.seat.offer(offered_kit(rollout.seat.kit, *attempt.tools))
+            with rollout.stages.stage("setup"):
                 await run_hook(PrepareError, self._begin(rollout), f"setting up {rollout.rollout_id}")
         self._choose_server(rollout)
         return await self._converse(rollout, rollout.opening() if opening is None else opening)
@@ -273,7 +274,7 @@ class ContractEnvironment(CollectedEnvironment):
             loop = called(hook, rollout, messages)
         else:
             handled = partial(hook, tool_handler=rollout.tools.handle) if accepts(hook, "tool_handler") else hook
-            loop = called(handled, rollout.rollout_id, *tools_of(rollout.kit), messages)
+            loop = called(handled, rollout.rollout_id, *tools_of(rollout.seat.kit), messages)
         with slots_needed(), in_rollout(rollout):
             result: AgentResult = await run_hook(
                 TaskError, bridged(loop), f"{self.name}._run_agent_loop on {rollout.rollout_id}"
@@ -284,11 +285,11 @@ class ContractEnvironment(CollectedEnvironment):
         """Use the server that the class assigned, if it assigned one. Otherwise, use plain chat if the class does not
         want exact tokens."""
         if self.inner._own_server is not None:
-            rollout.server = self.inner._own_server
+            rollout.seat.use_server(self.inner._own_server)
             return
         exact, wanted = rollout.server.ledger is not None, self.inner._use_managed_server()
         if exact and not wanted:
-            rollout.server = self.inner.server
+            rollout.seat.use_server(self.inner.server)
         elif wanted and not exact and not self._warned:
             self._warned = True
             logger.warning("%s wants a managed server, but these servers return no tokens, so none are kept", self.name)

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from palaestra.agent.result import AgentResult
     from palaestra.contract.exec_tool import ExecTool
     from palaestra.contract.rollout_parts import Tools
+    from palaestra.contract.tool_context import ToolContext
     from palaestra.envs.run.evaluate import EvaluatedEnvironment
-    from palaestra.rollouts.grading.tool_context import ToolContext
     from palaestra.rollouts.rollout import Rollout, RolloutTool
-    from palaestra.rollouts.spec import Kit
     from palaestra.sandbox.pool import SlotPool
+    from palaestra.tools.registry.registry import Kit
 
 MOST_TOOL_ERRORS = 1000
 """The maximum number of failed tool calls kept between two logs."""
@@ -140,7 +140,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
         chosen, rollout = GROUP_TOOLS.get(), CURRENT.get()
         if chosen is None and rollout is not None:
-            return tools_of(rollout.kit)
+            return tools_of(rollout.seat.kit)
         return chosen
 
     @_current_group_tools.setter

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 import palaestra
-from palaestra.contract.port_script import ELSEWHERE, WITHOUT_EFFECT, advice, counterpart
+from palaestra.contract.port_script import WITHOUT_EFFECT, advice, counterpart, elsewhere
 from palaestra.envs.config.layers import read_dotenv
 from palaestra.envs.discovery import CONTRACT_ROOTS
 
@@ -60,11 +60,11 @@ def load_dotenv(dotenv_path: str | Path | None = None, *, override: bool = False
 
 class _OldModule(ModuleType):
     """A stand-in for a module that an existing script imports. It lists the names of the package `palaestra` and those
-    in `ELSEWHERE`."""
+    of `elsewhere`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__all__ = [*palaestra.__all__, *ELSEWHERE]
+        self.__all__ = [*palaestra.__all__, *elsewhere()]
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.host_path import HostPath
 from palaestra.contract.port_script import port
 from palaestra.core.errors import ConfigError
+from palaestra.core.host_path import HostPath
 
 
-@click.command("port", context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("port")
 @click.option("--write", is_flag=True, help="Rewrite the file in place.")
 @click.option("--json", "as_json", is_flag=True, help="Print the changes as JSON instead of the new text.")
 @click.option(

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import palaestra
 from palaestra.core.errors import ConfigError
+from palaestra.core.io import plugins
 from palaestra.envs.discovery import CONTRACT_ROOTS
 
-ELSEWHERE: Mapping[str, str] = {
+_ELSEWHERE: Mapping[str, str] = {
     "create_tool_backend": "palaestra.contract.pools",
     "DockerDirectBackend": "palaestra.contract.pools",
     "NomadBackendConfig": "palaestra.sandbox.backends.nomad",
@@ -34,11 +35,8 @@ ELSEWHERE: Mapping[str, str] = {
     "ModalToolBackend": "palaestra.contract.modal_tool_backend",
     "SlotState": "palaestra.sandbox.slot",
     "FINISHED_TTL_SECONDS": "palaestra.processes.session",
-    "GatewayConfig": "palaestra.doors.gateway.config",
     "MAX_OUTPUT_CHARS": "palaestra.processes.session",
     "MAX_PROCESSES": "palaestra.processes.session",
-    "SessionResetPolicy": "palaestra.doors.gateway.session_reset",
-    "TerminalBench2EvalConfig": "palaestra.suites.terminal_bench.terminalbench_2",
     "ToolCallParser": "palaestra.inference.parsers",
     **{
         name: f"palaestra.contract.helpers.{module}"
@@ -155,7 +153,14 @@ def counterpart(name: str, module: str = "") -> str | None:
     contract's module, if it is known."""
     if (module, name) in OF_MODULES:
         return OF_MODULES[module, name]
-    return "palaestra" if name in palaestra.__all__ else ELSEWHERE.get(name)
+    return "palaestra" if name in palaestra.__all__ else elsewhere().get(name)
+
+
+def elsewhere() -> Mapping[str, str]:
+    """Return the modules of the names that `palaestra` itself does not export. Doors and suites offer theirs as entry
+    points, because the contract imports neither."""
+    offered = plugins.installed("palaestra.old_names").items()
+    return {**_ELSEWHERE, **{name: point.module for name, point in offered}}
 
 
 def advice(name: str, module: str = "") -> str:

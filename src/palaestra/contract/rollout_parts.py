@@ -6,16 +6,16 @@ from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from typing import Any, TypeAlias
 
-from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult
+from palaestra.contract.agent_loop import HermesAgentLoop
 from palaestra.core.types import JSON, Message
 from palaestra.envs.config.build import extra_body
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import ChatCompletion, TextCompletion
 from palaestra.rollouts.rollout import CURRENT, Rollout, RolloutTool
-from palaestra.rollouts.spec import Kit
 from palaestra.tools.registry.build import unrestricted
+from palaestra.tools.registry.registry import Kit
 
 Tools: TypeAlias = tuple[list[dict[str, JSON]], set[str]]
 """The tools of a rollout in the form that the hooks of class environments use: the definitions for the model, and the
@@ -83,7 +83,7 @@ async def run_agent_loop(
     messages, names = messages if messages is not None else [], valid_names or set()
     rollout = CURRENT.get()
     if rollout is not None:
-        rollout.kit = offered_kit(rollout.kit, tools, names)
+        rollout.seat.offer(offered_kit(rollout.seat.kit, tools, names))
         own = tool_handler is None or tool_handler == rollout.tools.handle
         return await rollout.run_agent(messages, tool_handler=None if own else tool_handler)
     loop = HermesAgentLoop(

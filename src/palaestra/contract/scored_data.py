@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON, Message, number
-from palaestra.rollouts.export.messages import chat_messages
+from palaestra.rollouts.export.chat_messages import chat_messages
 
 Row = Mapping[str, JSON]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 
 class Ending:
@@ -38,3 +39,11 @@ class Ending:
                 limit.reschedule(asyncio.get_running_loop().time())
         for each in under_way:
             await each.wait()
+
+
+async def end_tasks(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel tasks and wait until they have ended, whatever their results; None stands for a task that never began."""
+    begun = [task for task in tasks if task is not None]
+    for task in begun:
+        task.cancel()
+    await asyncio.gather(*begun, return_exceptions=True)

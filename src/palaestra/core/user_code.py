@@ -8,20 +8,21 @@ import difflib
 import importlib.util
 import inspect
 import logging
+import math
 import os
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NoReturn, TypeVar, overload
 
 from palaestra.core.errors import ConfigError, GraderError, InfraError, PalaestraError
-from palaestra.core.types import JSON, Score, number
+from palaestra.core.types import JSON, Label, Score, number
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ _NOT_THE_AUTHORS = (
 )
 """The folders of this package, of Python itself and of installed packages."""
 
+
+HIGHEST_REWARD = 1e100
+"""Rewards with a larger absolute value are refused, so that sums of their squares cannot overflow."""
 
 _MODULE = "palaestra_environment_"
 
@@ -264,3 +268,57 @@ def score_of(answer: JSON, said: str) -> Score:
         f"{said} returned {type(answer).__name__} ({answer!r:.100}); it must return a number, a bool, a Score or "
         f"(number, metrics)"
     )
+
+
+class UnusableLabels(GraderError):
+    """Raised if labels have the wrong form, which only the author of the check can cause."""
+
+    certain = True
+
+
+def checked_score(score: object, doing: str) -> Score:
+    """Return the score with plain numbers. Metrics that are not finite numbers are moved into the detail, because they
+    cannot be averaged.
+
+    Raises `GraderError` if the value is not a score, or has no usable reward, official verdict or labels.
+    """
+    if not isinstance(score, Score) or not isinstance(score.metrics, Mapping) or not isinstance(score.detail, Mapping):
+        raise GraderError(f"{doing} returned {score!r:.100}, not a Score")
+    reward = _checked_number(score.reward, "a reward", doing)
+    official = None if score.official is None else _checked_number(score.official, "an official verdict", doing)
+    if not isinstance(score.labels, Sequence) or not all(map(_is_label, score.labels)):
+        raise UnusableLabels(
+            f"{doing} returned the labels {score.labels!r:.200}: return a list of Label(name, evidence), whose names "
+            "consist of letters, digits, _, - and ., and whose evidence is text"
+        )
+    score = replace(score, reward=reward, official=official, labels=tuple(score.labels))
+    found = {str(name): number(value) for name, value in score.metrics.items()}
+    metrics = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    left_out = {str(name): f"{value!s:.100}" for name, value in score.metrics.items() if str(name) not in metrics}
+    if not left_out:
+        return replace(score, metrics=metrics)
+    logger.warning("%s returned metrics that are not finite numbers, which are left out: %s", doing, left_out)
+    return replace(score, metrics=metrics, detail={**score.detail, "metrics_left_out": left_out})
+
+
+def _checked_number(value: object, what: str, doing: str) -> float:
+    found = number(value)
+    if found is None or not abs(found) <= HIGHEST_REWARD:  # the comparison is also false for NaN
+        raise GraderError(
+            f"{doing} returned {_short(value)}, which is not {what}: {what} is a finite number of at most "
+            f"{HIGHEST_REWARD:g} in absolute value"
+        )
+    return found
+
+
+def _is_label(label: object) -> bool:
+    return (
+        isinstance(label, Label)
+        and isinstance(label.name, str)
+        and re.fullmatch(r"[\w.-]+", label.name) is not None
+        and isinstance(label.evidence, str)
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"{value!r:.100}"

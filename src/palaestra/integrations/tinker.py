@@ -75,12 +75,12 @@ class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
     settings: Mapping[str, JSON] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._envs: list[Env] = []
+        self._envs: list[RolloutEnv] = []
 
-    async def make_envs(self) -> Sequence[Env]:
+    async def make_envs(self) -> Sequence[RolloutEnv]:
         """Return environments for the cookbook's loop to step. In their record, all log-probabilities are 0.0, because
         the loop does not pass the real ones on."""
-        made = [Env(self) for _ in range(self.group_size)]
+        made = [RolloutEnv(self) for _ in range(self.group_size)]
         self._envs += made
         return made
 
@@ -103,7 +103,7 @@ class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
         return {**self.__dict__, "_envs": []}
 
 
-class Env(types.Env):  # type: ignore[misc]
+class RolloutEnv(types.Env):  # type: ignore[misc]
     """One rollout of Palaestra's agent loop. The tokens of each reply are one action."""
 
     def __init__(self, builder: EnvGroupBuilder) -> None:
@@ -192,7 +192,9 @@ class RolloutStrategy(rollout_strategy.RolloutStrategy):  # type: ignore[misc]
         if not group.scored:
             raise AllTrajectoriesFailedError(f"no rollout of {env_group_builder.task_id} was scored: {errors[:1]}")
         trajectories = [made for each in group.scored if (made := _trajectory(each, said)).transitions]
-        return rollout_strategy.RolloutResult(trajectories, [Env(env_group_builder) for _ in trajectories], errors)
+        return rollout_strategy.RolloutResult(
+            trajectories, [RolloutEnv(env_group_builder) for _ in trajectories], errors
+        )
 
 
 @chz.chz

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TypeAlias
 from weakref import WeakSet
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, SlotLost, StaleLease
 from palaestra.core.io.durable_files import private
@@ -75,15 +76,13 @@ class ProcessRegistry:
         self,
         *,
         checkpoint_path: Path | None = None,
-        max_processes: int = MAX_PROCESSES,
-        finished_ttl_s: float = FINISHED_TTL_SECONDS,
         clock: Clock | None = None,
         notifications: Notifications | None = None,
         report_ends: bool = False,
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.notifications = notifications or Notifications()
-        self._path, self._most, self._ttl_s = checkpoint_path, max_processes, finished_ttl_s
+        self._path = checkpoint_path
         self._clock = clock or SystemClock()
         self._report_ends = report_ends
         self._sessions: dict[str, ProcessSession] = {}
@@ -99,9 +98,7 @@ class ProcessRegistry:
     async def aclose(self) -> None:
         """Stop following the sessions. Their processes continue, and the checkpoint is kept. Idempotent."""
         tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
     async def spawn(
         self,
@@ -173,7 +170,7 @@ class ProcessRegistry:
         return await self._do(session_id, task_id, lambda session: session.submit(text, end=end))
 
     async def list_sessions(self, task_id: str | None = None) -> list[Reply]:
-        """Forget the sessions that ended more than `finished_ttl_s` seconds ago. Returns a summary of each remaining
+        """Forget the sessions that ended more than `FINISHED_TTL_SECONDS` ago. Returns a summary of each remaining
         session, oldest first."""
         await self._prune(task_id)
         found = (_reply(session, ProcessSession.summary) for session in self._of(task_id))
@@ -312,20 +309,20 @@ class ProcessRegistry:
         return sessions
 
     async def _make_room(self, task_id: str) -> None:
-        if sum(1 for _ in self._of(task_id)) < self._most:
+        if sum(1 for _ in self._of(task_id)) < MAX_PROCESSES:
             return
         await self._prune(task_id)
         ended = [session for session in self._of(task_id) if not session.running]
         running = sum(1 for _ in self._of(task_id)) - len(ended)
-        if running >= self._most:
-            raise BlockingIOError(errno.EAGAIN, f"{self._most} background processes are running; kill one first")
-        if running + len(ended) >= self._most:
+        if running >= MAX_PROCESSES:
+            raise BlockingIOError(errno.EAGAIN, f"{MAX_PROCESSES} background processes are running; kill one first")
+        if running + len(ended) >= MAX_PROCESSES:
             await self._forget(min(ended, key=lambda session: session.ended_at or session.started_at))
 
     async def _prune(self, task_id: str | None) -> None:
-        """Forget the sessions that ended more than `finished_ttl_s` seconds ago."""
+        """Forget the sessions that ended more than `FINISHED_TTL_SECONDS` ago."""
         await self._refresh(task_id)
-        expired = self._clock.wall() - self._ttl_s
+        expired = self._clock.wall() - FINISHED_TTL_SECONDS
         for session in self._of(task_id):
             if session.ended_at is not None and session.ended_at < expired:
                 await self._forget(session)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import ClassVar
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.io.threads import running_loop
 from palaestra.core.types import JSON
 from palaestra.processes import process_output
@@ -301,8 +302,7 @@ class ProcessSession:
             return False
         finally:
             self.waiting.discard(interrupt)
-            ending.cancel()
-            await asyncio.gather(ending, return_exceptions=True)
+            await end_tasks(ending)
 
     def _take_notices(self) -> Reply:
         """Return the notices since the last reply, and clear them."""

@@ -57,7 +57,7 @@ class Annotation(msgspec.Struct, kw_only=True, omit_defaults=True):
     verdict: str = ""
 
 
-class Note(msgspec.Struct, frozen=True):
+class JudgementNote(msgspec.Struct, frozen=True):
     """A note with its author and time."""
 
     text: str
@@ -72,7 +72,7 @@ class Judgement:
     tags: list[str] = field(default_factory=list)
     verdict: str = ""
     verdict_author: str = ""
-    notes: list[Note] = field(default_factory=list)
+    notes: list[JudgementNote] = field(default_factory=list)
     author: str = ""
     at: float = 0.0
 
@@ -81,7 +81,7 @@ class Judgement:
         self.tags = [tag for tag in self.tags if tag not in line.untag]
         self.tags += [tag for tag in dict.fromkeys(line.tags) if tag not in self.tags]
         if line.note:
-            self.notes.append(Note(line.note, line.author, line.at))
+            self.notes.append(JudgementNote(line.note, line.author, line.at))
         if line.verdict:
             self.verdict = "" if line.verdict == NO_VERDICT else line.verdict
             self.verdict_author = line.author if self.verdict else ""

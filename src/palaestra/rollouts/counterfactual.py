@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.agent.hermes_text import exchanged
+from palaestra.agent.middleware import Ask, ChatCall
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.exits import plural
 from palaestra.core.io.durable_files import UNREADABLE, lines_of, read_regular
@@ -35,7 +36,6 @@ from palaestra.rollouts.events import (
 )
 from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.journal.reader import find_rollout
-from palaestra.rollouts.middleware import Ask, ChatCall
 from palaestra.rollouts.records import Group, Origin, Trajectory
 from palaestra.rollouts.resume.observation_diff import classify, first_difference
 from palaestra.rollouts.resume.recorded_turns import HARMLESS, Mismatch, RecordedTurns

@@ -15,13 +15,14 @@ from functools import cached_property
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import GraderError, InfraError, SlotEnded, WorkError
 from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON, Score, Task
-from palaestra.core.user_code import run_hook
+from palaestra.core.types import JSON, AllowList, Network, Score, Task
+from palaestra.core.user_code import checked_score, run_hook
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.records import Group
-from palaestra.rollouts.rollout import Rollout, checked_score
-from palaestra.rollouts.spec import AgentSettings, Kit, Phase, Projection, RecordedTools, network_of
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RecordedTools
 from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra.tools.registry.registry import Kit
 from palaestra.tools.tool import States
 
 MISSING = "missing_in_check"
@@ -58,6 +59,10 @@ class Environment(ABC):
     """
 
     world: RecordedTools | None = None
+
+    def use_recordings(self, world: RecordedTools) -> None:
+        """Set `world`, before the first task."""
+        self.world = world
 
     @property
     @abstractmethod
@@ -104,7 +109,7 @@ class Environment(ABC):
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         """Return the image, limits and network of the task's slot in a phase."""
-        return SlotSpec(image=task.image, limits=task.limits, network=network_of(task, phase))
+        return SlotSpec(image=task.image, limits=task.limits, network=_network_of(task, phase))
 
     async def resolve(self, task: Task) -> Task:
         """Complete the task on the host when its group starts. A failure here fails only this task."""
@@ -210,6 +215,12 @@ class Environment(ABC):
         """Return rollouts for trackers to show next to the metrics, each as text with its score. Called after the last
         group."""
         return ()
+
+
+def _network_of(task: Task, phase: Phase) -> Network | AllowList:
+    """Return the network that the task sets for a phase."""
+    policy = task.network
+    return {Phase.PREPARE: policy.prepare, Phase.AGENT: policy.agent, Phase.GRADE: policy.grade}[phase]
 
 
 def _broken(error: InfraError) -> Score:

@@ -46,11 +46,13 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.schedule import Places
-from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext, Seeded, image_of
+from palaestra.rollouts.spec import Phase, RolloutSpec, RunContext, Seeded
 from palaestra.rollouts.watchdog import Stages
+from palaestra.rollouts.workspaces import image_of
 from palaestra.sandbox.images.reference import check_image
 from palaestra.sandbox.slot import Slot, Snapshot
-from palaestra.sandbox.snapshots.cache import Put, Recipe, Run
+from palaestra.sandbox.snapshots.cache import Put, Recipe, RunStep
+from palaestra.tools.registry.registry import Kit
 
 if TYPE_CHECKING:
     from palaestra.rollouts.trees import RolloutTree
@@ -94,13 +96,11 @@ class GroupRun:
         """Whether this part of the run has written the group's event `GroupStarted`, which replaces the one of an
         earlier part."""
         self._kit: Kit | None = None
-        self._snapshot: Snapshot | None = None
-        self._shared = snapshots
+        self._preparation = Preparation(env, run, self.group, snapshots)
         self._places = places
         self.reserved = run.settings.group_size
         """The number of places that are still reserved for the group; at least one until the runner has passed the
         group on."""
-        self._preparing = asyncio.Lock()
         self._played: dict[int, Rollout] = {}
         self._play_numbers = itertools.count()
         self._tree: RolloutTree | None = None
@@ -120,7 +120,7 @@ class GroupRun:
             self._kit = call_hook(TaskError, self._choose_tools, f"choosing tools for task {self.task.id}")
             incomplete = not changed and self._is_incomplete
             if incomplete:
-                self._snapshot = (self._shared or {}).get(self.task.id) or await self._prepare()
+                await self._preparation.make(self.task)
             self._write_start()
             if incomplete:
                 await self._continue_another()
@@ -130,10 +130,7 @@ class GroupRun:
             group.blame = error.blame if isinstance(error, InfraError) else Blame.TASK
             self._write_start()
         finally:
-            if self._snapshot is not None and self._shared is not None:
-                self._shared[self.task.id] = self._snapshot
-            elif self._snapshot is not None:
-                await asyncio.shield(run.workspaces.pool.forget(self._snapshot))
+            await asyncio.shield(self._preparation.aclose())
             if run.counterfactual is not None:
                 await asyncio.shield(run.counterfactual.aclose(run.workspaces.pool))
                 run.events.note(run.counterfactual.summary(group.trajectories))
@@ -194,100 +191,6 @@ class GroupRun:
         alone = msgspec.structs.replace(self.group, trajectories=[])
         self.run_context.events.emit(GroupStarted(at=time.time(), group=alone))
         self.begun = True
-
-    async def _prepare(self) -> Snapshot | None:
-        """Return the group's snapshot; None if the bare image is enough. A preparation that fails with a `SandboxError`
-        is retried as often as a rollout."""
-        for _ in range(self.run_context.settings.infra_retries):
-            try:
-                return await self._prepare_once()
-            except SandboxError as error:
-                logger.warning("retrying the preparation of task %s: %s", self.task.id, error)
-                if (key := self.env.shared_setup(self.task)) is not None:
-                    await self.run_context.workspaces.drop_lost(key)
-        return await self._prepare_once()
-
-    async def _prepare_once(self) -> Snapshot | None:
-        run, prepared = self.run_context, self.run_context.workspaces.prepared
-        needed, recipe = call_hook(PrepareError, self._recipe, f"asking for the recipe of task {self.task.id}")
-        if not needed:
-            return None
-        stages = Stages(self.group.group_id, run.events.alive, run.settings.idle_limits)
-        async with stages.watched():
-            if recipe is None or prepared is None:
-                return await self._make(stages)
-            with stages.stage("store"):
-                taken = await prepared.take(recipe, partial(self._make, stages))
-            self.group.from_store = taken.found
-            if taken.found:
-                self.group.prepare_s += round(stages.seconds["store"], 6)
-            return taken.snapshot
-
-    def _recipe(self) -> tuple[bool, Recipe | None]:
-        """Return whether the group needs a preparation, and the recipe of the preparation; the recipe is None if every
-        run must prepare the group itself."""
-        if self.env.shared_setup(self.task) is None and not self.env.prepares(self.task):
-            return False, None
-        task, spec = self.task, self.env.slot_spec(self.task, Phase.PREPARE)
-        declared = self.env.recipe(task)
-        if declared is None or spec.network is not Network.OFF:
-            return True, None
-        files = [Put(path, _bytes(content)) for path, content in task.files.items()]
-        setup = [Run(task.setup)] if task.setup else []
-        version = json.dumps(declared, sort_keys=True)
-        return True, Recipe(spec, (*files, *setup), version, f"{self.env.name} {task.id}")
-
-    async def _make(self, stages: Stages) -> Snapshot:
-        key, base = self.env.shared_setup(self.task), None
-        if key is not None:
-            prepare = partial(self._in_slot, stages, self.env.prepare_shared, None, f"preparing {key}")
-            base = await self.run_context.workspaces.shared(key, prepare)
-        return await self._in_slot(stages, self._fill, base, f"preparing task {self.task.id}")
-
-    async def _in_slot(
-        self, stages: Stages, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str
-    ) -> Snapshot:
-        """Run a preparation in a slot, seal the slot and return the snapshot. An unexpected error in `work` is blamed
-        on the task."""
-        workspaces, spec = self.run_context.workspaces, self.env.slot_spec(self.task, Phase.PREPARE)
-        before = stages.seconds.get("acquire", 0.0)
-        with image_of(self.task):
-            slot = await workspaces.lease(f"{self.group.group_id}:prepare", spec, base, stages)
-        started = time.perf_counter() - (stages.seconds["acquire"] - before)
-        try:
-            with stages.stage("prepare"):
-                await run_hook(PrepareError, work(self.task, slot), doing)
-        except BaseException:
-            await asyncio.shield(workspaces.pool.release(slot))
-            raise
-        with stages.stage("seal"):
-            snapshot = await workspaces.pool.seal(slot)
-        self.group.prepare_s += round(time.perf_counter() - started, 6)
-        return snapshot
-
-    async def _fill(self, task: Task, slot: Slot) -> None:
-        for path, content in task.files.items():
-            await slot.write_bytes(path, _bytes(content))
-        if task.setup:
-            done = await slot.execute(task.setup, timeout_s=SETUP_TIMEOUT_S)
-            if not done.success:
-                raise PrepareError(
-                    f"the setup script of {task.id} failed ({done.error}):\n{without_middle(done.output, 2000)}"
-                )
-        await self.env.prepare(task, slot)
-
-    async def _restore(self) -> None:
-        """Prepare the workspace again before a retry if its snapshot is lost, only once for all rollouts of the group.
-
-        If the workspace can no longer be prepared, the next attempt fails and records why.
-        """
-        async with self._preparing:
-            if self._snapshot is None or await self.run_context.workspaces.pool.holds(self._snapshot):
-                return
-            try:
-                self._snapshot = await self._prepare()
-            except (InfraError, TaskError) as error:
-                logger.warning("the lost workspace of task %s cannot be prepared again: %s", self.task.id, error)
 
     async def _continue_another(self) -> None:
         """In a counterfactual run, load the kept workspace from which rollouts continue, if there is one. If it cannot
@@ -394,7 +297,9 @@ class GroupRun:
                 recorded = begins.recorded()
             seeded = self._seeded("rollout", index if begins is None else begins.point.index)
             sampling = None if begins is None else Seeded(f"{begins.point.seed}:{index}")
-            spec = RolloutSpec(self.group.group_id, index, self.task, seeded, self._kit, self._snapshot, sampling)
+            spec = RolloutSpec(
+                self.group.group_id, index, self.task, seeded, self._kit, self._preparation.snapshot, sampling
+            )
             rollout = Rollout(self.env, self.run_context, spec, recorded)
             if self._tree is not None:
                 await self._tree.watch(rollout)
@@ -429,7 +334,7 @@ class GroupRun:
                 again = not recorded.caught_up and recorded.cut_off.parent is None and begins is None
                 recorded = RecordedTurns(recorded.cut_off, journalled=False) if again else None
             events.announce(event)
-            await self._restore()
+            await self._preparation.restore()
         if event is None:
             return rollout
         del rollout  # its tools and ledger need not wait for the disk
@@ -507,6 +412,132 @@ class GroupRun:
             self._replacements -= 1
             return True
         return False
+
+
+class Preparation:
+    """The prepared workspace of one group, made at most once unless it is lost.
+
+    `snapshots` has prepared workspaces by task id, for groups that share them: the one of the task is used or added,
+    and the caller forgets them.
+    """
+
+    def __init__(
+        self, env: Environment, run: RunContext, group: Group, snapshots: dict[str, Snapshot] | None = None
+    ) -> None:
+        self.snapshot: Snapshot | None = None
+        """The prepared workspace; None before `make`, and if the bare image is enough."""
+        self._env = env
+        self._run = run
+        self._group = group
+        self._shared = snapshots
+        self._task: Task
+        self._preparing = asyncio.Lock()
+
+    async def make(self, task: Task) -> None:
+        """Prepare the workspace for a task. Raises the errors of the preparation."""
+        self._task = task
+        self.snapshot = (self._shared or {}).get(task.id) or await self._prepared()
+
+    async def restore(self) -> None:
+        """Prepare the workspace again before a retry if its snapshot is lost, only once for all rollouts of the group.
+
+        If the workspace can no longer be prepared, the next attempt fails and records why.
+        """
+        async with self._preparing:
+            if self.snapshot is None or await self._run.workspaces.pool.holds(self.snapshot):
+                return
+            try:
+                self.snapshot = await self._prepared()
+            except (InfraError, TaskError) as error:
+                logger.warning("the lost workspace of task %s cannot be prepared again: %s", self._task.id, error)
+
+    async def aclose(self) -> None:
+        """Leave the workspace to the groups that share it, or drop it."""
+        if self.snapshot is not None and self._shared is not None:
+            self._shared[self._task.id] = self.snapshot
+        elif self.snapshot is not None:
+            await self._run.workspaces.pool.forget(self.snapshot)
+
+    async def _prepared(self) -> Snapshot | None:
+        """Return the group's snapshot; None if the bare image is enough. A preparation that fails with a `SandboxError`
+        is retried as often as a rollout."""
+        for _ in range(self._run.settings.infra_retries):
+            try:
+                return await self._attempt()
+            except SandboxError as error:
+                logger.warning("retrying the preparation of task %s: %s", self._task.id, error)
+                if (key := self._env.shared_setup(self._task)) is not None:
+                    await self._run.workspaces.drop_lost(key)
+        return await self._attempt()
+
+    async def _attempt(self) -> Snapshot | None:
+        run, prepared = self._run, self._run.workspaces.prepared
+        needed, recipe = call_hook(PrepareError, self._recipe, f"asking for the recipe of task {self._task.id}")
+        if not needed:
+            return None
+        stages = Stages(self._group.group_id, run.events.alive, run.settings.idle_limits)
+        async with stages.watched():
+            if recipe is None or prepared is None:
+                return await self._make(stages)
+            with stages.stage("store"):
+                taken = await prepared.take(recipe, partial(self._make, stages))
+            self._group.from_store = taken.found
+            if taken.found:
+                self._group.prepare_s += round(stages.seconds["store"], 6)
+            return taken.snapshot
+
+    def _recipe(self) -> tuple[bool, Recipe | None]:
+        """Return whether the group needs a preparation, and the recipe of the preparation; the recipe is None if every
+        run must prepare the group itself."""
+        if self._env.shared_setup(self._task) is None and not self._env.prepares(self._task):
+            return False, None
+        task, spec = self._task, self._env.slot_spec(self._task, Phase.PREPARE)
+        declared = self._env.recipe(task)
+        if declared is None or spec.network is not Network.OFF:
+            return True, None
+        files = [Put(path, _bytes(content)) for path, content in task.files.items()]
+        setup = [RunStep(task.setup)] if task.setup else []
+        version = json.dumps(declared, sort_keys=True)
+        return True, Recipe(spec, (*files, *setup), version, f"{self._env.name} {task.id}")
+
+    async def _make(self, stages: Stages) -> Snapshot:
+        key, base = self._env.shared_setup(self._task), None
+        if key is not None:
+            prepare = partial(self._in_slot, stages, self._env.prepare_shared, None, f"preparing {key}")
+            base = await self._run.workspaces.shared(key, prepare)
+        return await self._in_slot(stages, self._fill, base, f"preparing task {self._task.id}")
+
+    async def _in_slot(
+        self, stages: Stages, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str
+    ) -> Snapshot:
+        """Run a preparation in a slot, seal the slot and return the snapshot. An unexpected error in `work` is blamed
+        on the task."""
+        workspaces, spec = self._run.workspaces, self._env.slot_spec(self._task, Phase.PREPARE)
+        before = stages.seconds.get("acquire", 0.0)
+        with image_of(self._task):
+            slot = await workspaces.lease(f"{self._group.group_id}:prepare", spec, base, stages)
+        started = time.perf_counter() - (stages.seconds["acquire"] - before)
+        try:
+            with stages.stage("prepare"):
+                await run_hook(PrepareError, work(self._task, slot), doing)
+        except BaseException:
+            await asyncio.shield(workspaces.pool.release(slot))
+            raise
+        with stages.stage("seal"):
+            snapshot = await workspaces.pool.seal(slot)
+        self._group.prepare_s += round(time.perf_counter() - started, 6)
+        return snapshot
+
+    async def _fill(self, task: Task, slot: Slot) -> None:
+        for path, content in task.files.items():
+            await slot.write_bytes(path, _bytes(content))
+        if task.setup:
+            done = await slot.execute(task.setup, timeout_s=SETUP_TIMEOUT_S)
+            if not done.success:
+                raise PrepareError(
+                    f"the setup script of {task.id} failed ({done.error}):\n{without_middle(done.output, 2000)}"
+                )
+        await self._env.prepare(task, slot)
 
 
 def _check_own(event: RolloutEnded | AttemptDiscarded) -> None:

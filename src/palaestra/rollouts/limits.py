@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import EngineUnavailable, PalaestraError
 from palaestra.core.exits import INTERRUPTED, TOO_MANY_FAILURES
 from palaestra.core.types import Blame, Outcome, Prices
@@ -58,11 +59,9 @@ class RunLimits:
         self.reason = ""
         self.message = ""
         self.exit_code = TOO_MANY_FAILURES
-        self.slot_cost: Callable[[], float] = lambda: 0.0
-        """The cost so far of the slots of this part of the run."""
+        self._slot_cost: Callable[[], float] = lambda: 0.0
         self._tokens_cost = spent
-        self.note: Callable[[str], None] = lambda text: None
-        """Called with one line when the run stops."""
+        self._note: Callable[[str], None] = lambda text: None
         self._rate = max_infra_rate
         self._max_cost = max_cost
         self._prices = prices
@@ -71,10 +70,18 @@ class RunLimits:
         self._latest: deque[Blame | None] = deque(maxlen=WINDOW)
         self._stopped = asyncio.Event()
 
+    def count_slots(self, cost: Callable[[], float]) -> None:
+        """Count what `cost` returns, the cost so far of the slots of this part of the run."""
+        self._slot_cost = cost
+
+    def report_to(self, note: Callable[[str], None]) -> None:
+        """Call `note` with one line when the run stops."""
+        self._note = note
+
     @property
     def spent(self) -> float:
         """The cost of the run so far: tokens, and slots that have a price."""
-        return self._tokens_cost + self.slot_cost()
+        return self._tokens_cost + self._slot_cost()
 
     def handlers(self) -> Handlers:
         return {
@@ -96,9 +103,7 @@ class RunLimits:
             await asyncio.wait([asked, stopped], return_when=asyncio.FIRST_COMPLETED)
             return asked.done() and asked.result() and not self.reason
         finally:
-            asked.cancel()
-            stopped.cancel()
-            await asyncio.gather(asked, stopped, return_exceptions=True)
+            await end_tasks(asked, stopped)
 
     def check(self, *, begun: bool) -> None:
         """Raise `CutShort` for a rollout that may not start or, if it has `begun`, may not continue."""
@@ -151,7 +156,7 @@ class RunLimits:
         self._stopped.set()
         over = self._max_cost is not None and self.spent >= self._max_cost
         in_flight = "rollouts in flight end after their turn" if over else "rollouts in flight finish"
-        self.note(f"{reason}: {message}. Nothing new starts; {in_flight}")
+        self._note(f"{reason}: {message}. Nothing new starts; {in_flight}")
 
 
 def _failed_by(trajectory: Trajectory) -> Blame | None:

@@ -28,6 +28,7 @@ from typing import Self
 import msgspec
 
 from palaestra.agent.budget import Used, WallClock
+from palaestra.agent.middleware import MiddlewareServer
 from palaestra.agent.programs import HOME, PROMPT_FILE, AgentAssignment, AgentProgram
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import AgentResult, Subagent, ToolError, Turn
@@ -49,11 +50,10 @@ from palaestra.core.types import Blame, Message, Outcome, Usage
 from palaestra.inference.chat_server import Engine, SessionContext
 from palaestra.inference.engines.openai import PROBE
 from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
-from palaestra.inference.recording.conversations import AnsweredCall, RecordedConversation
 from palaestra.inference.recording.endpoint import ToolService
+from palaestra.inference.recording.recorded_conversations import AnsweredCall, RecordedConversation
 from palaestra.inference.recording.request import Refusal, invalid
 from palaestra.rollouts.limits import CutShort
-from palaestra.rollouts.middleware import MiddlewareServer
 from palaestra.rollouts.resume.recorded_turns import Mismatch
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.host_tools import Capture
@@ -106,9 +106,9 @@ class ProgramAgent:
     async def play(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
         """Let the program work on a task, and return the result. The rollout keeps the result even if this call is
         cancelled."""
-        if rollout.recorded is not None:
-            raise rollout.recorded.fail(Mismatch.CONVERSATION, f"agent {self.name} cannot repeat its turns")
-        rollout.record(None, messages)
+        if rollout.log.recorded is not None:
+            raise rollout.log.recorded.fail(Mismatch.CONVERSATION, f"agent {self.name} cannot repeat its turns")
+        rollout.log.record(None, messages)
         play = _Play(self, rollout, messages)
         try:
             return await play.run()
@@ -188,7 +188,7 @@ class _Play:
                     raise
                 self._end = Outcome.BUDGET, f"budget of {rollout.settings.budget.wall_s:g} seconds used up", None
             except SlotEnded:
-                rollout.record_slot_end()
+                rollout.calls.end_slot()
                 self._end = self._ending(None)
             except InfraError as error:
                 self._end = Outcome.INFRA_ERROR, f"{type(error).__name__}: {error}", error.blame
@@ -273,7 +273,7 @@ class _Play:
         self._calls += 1
         self._tools.answered(conversation)
         self._usage.add(call.prompt_tokens, call.completion_tokens)
-        self._rollout.record(_turn(self._calls, call), [conversation.messages[-1]])
+        self._rollout.log.record(_turn(self._calls, call), [conversation.messages[-1]])
 
     def _ending(self, exit_code: int | None) -> tuple[Outcome, str, Blame | None]:
         failed = self._conversations.failure is not None or self._tools.failure is not None
@@ -340,14 +340,14 @@ class _OfferedTools:
         self.errors: list[ToolError] = []
         self.failure: PalaestraError | None = None
         self._rollout, self._failed = rollout, failed
-        self._names = [name for name in rollout.kit.names if name not in BUILTIN_NAMES]
+        self._names = [name for name in rollout.seat.kit.names if name not in BUILTIN_NAMES]
         self._one_at_a_time = asyncio.Lock()
         self._turn = self._calls_of_turn = 0
         self._places = asyncio.Semaphore(MAX_PARALLEL_CALLS)
 
     def service(self) -> ToolService | None:
         """Return the service that answers the program's MCP client; None if there are no tools."""
-        shown = [each for each in self._rollout.kit.definitions if each["function"]["name"] in self._names]
+        shown = [each for each in self._rollout.seat.kit.definitions if each["function"]["name"] in self._names]
         return McpTools(shown, self._call) if shown else None
 
     def answered(self, conversation: RecordedConversation) -> None:
@@ -379,7 +379,7 @@ class _OfferedTools:
                 self.errors.append(answer.tool_error(turn))
             made = InnerCalls()
             made.called(name, answer.checked.arguments if answer.checked is not None else arguments, answer.text)
-            self._rollout.inner_calls += made.taken(turn)
+            self._rollout.log.inner_calls.extend(made.taken(turn))
         return answer.outcome or ToolOutcome.of(answer.text)
 
 

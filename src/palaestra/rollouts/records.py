@@ -308,6 +308,14 @@ def turns_of(result: AgentResult) -> list[TurnRecord]:
     ]
 
 
+def own_tokens_of(result: AgentResult, shared: int) -> tuple[int, int]:
+    """Return the numbers of tokens read and written, without the first `shared` turns, which belong to the rollout that
+    this one continues."""
+    before = [turn for turn in result.turns if turn.number <= shared]
+    read, written = (sum(turn.prompt_tokens for turn in before), sum(turn.completion_tokens for turn in before))
+    return result.usage.prompt_tokens - read, result.usage.completion_tokens - written
+
+
 def tool_errors_of(result: AgentResult) -> list[ToolErrorRecord]:
     """Return the records of a conversation's failed calls."""
     return [

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
@@ -176,9 +176,10 @@ class Runner:
         self._watch_engine(group)
         return group
 
-    def hand_on_finished(self, before: int) -> None:
-        """Pass on the groups with numbers below `before` that an earlier part of the run finished."""
-        for number in sorted(each for each in self._finished_before if each < before):
+    def hand_on_finished(self, before: int, except_for: Collection[int] = ()) -> None:
+        """Pass on the groups with numbers below `before` that an earlier part of the run finished, except for those
+        that will be rolled out again."""
+        for number in sorted(each for each in self._finished_before if each < before and each not in except_for):
             self._hand_on(self._finished_before.pop(number), kept=True)
 
     def _hand_on(self, group: Group, *, kept: bool = False) -> None:

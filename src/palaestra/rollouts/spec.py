@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from palaestra.agent.budget import Budget
+from palaestra.agent.loop import LoopSettings
+from palaestra.agent.middleware import ChatMiddleware
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import ImageError, TaskError
-from palaestra.core.types import JSON, AllowList, Message, Network, Prices, Task
+from palaestra.core.types import JSON, Message, Prices, Task
 from palaestra.inference.chat_server import Engine
 from palaestra.inference.ledger.records import TokenRow
 from palaestra.rollouts.grading.reward import RewardRule
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import RunLimits
-from palaestra.rollouts.middleware import ChatMiddleware
 from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.slot import Mount, Snapshot
-from palaestra.tools.registry.registry import ToolRegistry, schema_hash
+from palaestra.tools.registry.registry import Kit
 from palaestra.tools.runtime.runtime import ToolMiddleware
 
 if TYPE_CHECKING:
@@ -55,12 +54,6 @@ class Phase(StrEnum):
     PREPARE = "prepare"
     AGENT = "agent"
     GRADE = "grade"
-
-
-def network_of(task: Task, phase: Phase) -> Network | AllowList:
-    """Return the network that the task sets for a phase."""
-    policy = task.network
-    return {Phase.PREPARE: policy.prepare, Phase.AGENT: policy.agent, Phase.GRADE: policy.grade}[phase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,49 +97,23 @@ class AgentSettings:
     strict_labels: frozenset[str] = frozenset()
 
     @property
+    def loop(self) -> LoopSettings:
+        """The settings of the agent loop."""
+        return LoopSettings(
+            self.max_turns,
+            self.temperature,
+            self.max_tokens,
+            self.extra_body,
+            self.max_context_tokens,
+            self.budget,
+            self.beyond,
+        )
+
+    @property
     def beyond(self) -> frozenset[str]:
         """The tools `memory` and `session_search`, if they have a folder."""
         folders = {"memory": self.memory, "session_search": self.sessions}
         return frozenset(name for name, folder in folders.items() if folder is not None)
-
-
-@dataclass(frozen=True)
-class Kit:
-    """The tools of one group, resolved once and the same for each of its rollouts. `offered` has the definitions that
-    models see, if the environment replaced those of the registry."""
-
-    registry: ToolRegistry
-    toolsets: tuple[str, ...] = ()
-    offered: Sequence[dict[str, JSON]] | None = None
-
-    @property
-    def definitions(self) -> list[dict[str, JSON]]:
-        """The tool definitions that models see. Rollouts and records share them, so do not change them."""
-        return self.registry.shown()[0] if self.offered is None else list(self.offered)
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the tools that the agent may call."""
-        return (
-            self.registry.list_tools() if self.offered is None else [each["function"]["name"] for each in self.offered]
-        )
-
-    @property
-    def tools_hash(self) -> str:
-        """The `schema_hash` of the definitions, which identifies them in records."""
-        return self.registry.shown()[1] if self.offered is None else schema_hash(self.offered)
-
-
-@contextmanager
-def image_of(task: Task) -> Iterator[None]:
-    """Turn an `ImageError` into a `TaskError` if the task names an image, so that one bad row does not end the run. An
-    image of the settings concerns all tasks."""
-    try:
-        yield
-    except ImageError as error:
-        if task.image is None:
-            raise
-        raise TaskError(f"task {task.id}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ the isolation level cannot copy a slot, if the copy was lost, and if an earlier 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,28 +51,30 @@ class ForkPoints:
         self._rollout = rollout
         self._pool: SlotSource = rollout.run_context.workspaces.pool
         self._open: bool | None = None
-        rollout.watch_turns(self)
+        rollout.log.watch(self)
 
     def begin(self) -> None:
         """Decide whether to take points. Called when the agent begins or continues its conversation. No points are
         taken in a continued conversation, nor if set-up used the slot, since a branch would repeat that set-up."""
-        self._open = self._open is None and not self._rollout.has_slot
+        self._open = self._open is None and self._rollout.seat.slot is None
 
     async def take(self, turn: int, messages: Sequence[Message]) -> None:
         """Take a point after a turn, which added these messages, if other rollouts can continue from it."""
         rollout = self._rollout
         asked = bool(messages) and messages[-1].get("role") != "assistant"
-        if not self._open or not asked or turn >= rollout.settings.max_turns or not rollout.has_plain_tools:
+        if not self._open or not asked or turn >= rollout.settings.max_turns:
+            return
+        if rollout.seat.has_other_tools or not rollout.calls.repeatable:  # a copy of the slot would lack their state
             return
         ledger = rollout.server.ledger
         if ledger is not None and len(ledger.turns) != turn:
             self._open = False  # sub-agents or the environment made calls too
             return
-        with uncharged(), rollout.stage("fork"):
-            if not rollout.has_slot:
+        with uncharged(), rollout.stages.stage("fork"):
+            slot = rollout.seat.slot
+            if slot is None:
                 self.points[turn] = None
                 return
-            slot = await rollout.sandbox()
             self.copied = self.copied and slot.rung >= Rung.USERNS  # weaker isolation levels have no layers
             if not self.copied:
                 self.points[turn] = None
@@ -213,20 +216,61 @@ def credit(trajectories: Sequence[Trajectory]) -> dict[int, list[tuple[int, floa
     last turn, except those that an earlier pair covers. Rollouts without branches are left out, since the value of each
     of their turns is their own reward. (Credit from the leaves below a step, as in TreeRL, arXiv 2506.11902.)
     """
-    scored = {each.index: each for each in trajectories if each.scored}
-    children: dict[int, list[tuple[int, int]]] = {}
-    for each in scored.values():
-        if each.parent is not None and each.parent.index in scored:
-            children.setdefault(each.parent.index, []).append((each.parent.turn, each.index))
+    tree = _Tree(trajectories)
+    return {
+        index: [(turn, statistics.fmean(tree.rewards(index, turn))) for turn in tree.last_turns(index)]
+        for index in tree.children
+    }
 
-    def rewards(index: int, turn: int) -> Iterator[float]:
-        yield scored[index].reward or 0.0
-        for at, child in children.get(index, ()):
-            if at >= turn:
-                yield from rewards(child, 0)
 
-    found = {}
-    for index, below in children.items():
-        last = [*sorted({turn for turn, _ in below}), max(len(scored[index].turns), 1 + max(turn for turn, _ in below))]
-        found[index] = [(turn, statistics.fmean(rewards(index, turn))) for turn in last]
+def tree_advantages(trajectories: Sequence[Trajectory]) -> dict[int, list[tuple[int, float]]]:
+    """Return an advantage for each turn of every scored rollout, in the form of `credit`. Empty if no rollout continues
+    another.
+
+    A turn's value V is the mean reward of the rollouts that share it. Its advantage is (V - V of the group) + (V - V
+    of the turns before it), divided by the square root of the number of rollouts that share it (TreeRL, arXiv
+    2506.11902, equation 5).
+    """
+    tree = _Tree(trajectories)
+    if not tree.children:
+        return {}
+    mean = statistics.fmean(each.reward or 0.0 for each in tree.scored.values())
+    found: dict[int, list[tuple[int, float]]] = {}
+    for index in tree.scored:
+        before, found[index] = tree.value_before(index, mean), []
+        for turn in tree.last_turns(index):
+            below = list(tree.rewards(index, turn))
+            value = statistics.fmean(below)
+            found[index].append((turn, (2 * value - mean - before) / math.sqrt(len(below))))
+            before = value
     return found
+
+
+class _Tree:
+    """The scored rollouts of a group, and for each index the (turn, index) of the rollouts that continue it."""
+
+    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+        self.scored = {each.index: each for each in trajectories if each.scored}
+        self.children: dict[int, list[tuple[int, int]]] = {}
+        for each in self.scored.values():
+            if each.parent is not None and each.parent.index in self.scored:
+                self.children.setdefault(each.parent.index, []).append((each.parent.turn, each.index))
+
+    def rewards(self, index: int, turn: int) -> Iterator[float]:
+        """Yield the rewards of the rollouts that share this turn of a rollout."""
+        yield self.scored[index].reward or 0.0
+        for at, child in self.children.get(index, ()):
+            if at >= turn:
+                yield from self.rewards(child, 0)
+
+    def last_turns(self, index: int) -> list[int]:
+        """Return the last turn before each fork of a rollout, and its last turn."""
+        forks = {turn for turn, _ in self.children.get(index, ())}
+        return [*sorted(forks), max(len(self.scored[index].turns), 1 + max(forks, default=0))]
+
+    def value_before(self, index: int, mean: float) -> float:
+        """Return the value of the turn that a branch continues; `mean` for a root or a branch from the beginning."""
+        parent = self.scored[index].parent
+        if parent is None or parent.index not in self.scored or parent.turn == 0:
+            return mean
+        return statistics.fmean(self.rewards(parent.index, parent.turn))

@@ -1,5 +1,5 @@
-"""Writes the turns of one rollout to the journal, and answers model calls from recorded turns, such as those of an
-earlier part of the run.
+"""Writes the turns of one rollout to the journal, and answers its model calls and tool calls from recorded turns, such
+as those of an earlier part of the run.
 
 A turn is written when it ends. A turn that delegates work is long and has many replies, so these are written before the
 turn ends: the rollout's own reply when its first sub-agent calls the model, and each reply to a sub-agent when it
@@ -10,21 +10,116 @@ attempt that took it, so a rollout can be resumed repeatedly.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
+from palaestra.agent.budget import WallClock
+from palaestra.agent.middleware import Ask, ChatCall, MiddlewareServer
 from palaestra.agent.replies import read_reply
 from palaestra.agent.result import Turn
+from palaestra.agent.seat import Seat
+from palaestra.core.errors import SlotEnded
 from palaestra.core.types import Message, Prices
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.ledger import SampledTurn
 from palaestra.rollouts.events import ReplyReceived, RolloutResumed, TokensSpent, TurnTaken
-from palaestra.rollouts.journal.journal import EventStream, checksum
-from palaestra.rollouts.middleware import Ask, ChatCall, MiddlewareServer
-from palaestra.rollouts.resume.recorded_turns import RecordedTurns
+from palaestra.rollouts.journal.journal import checksum
+from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
+from palaestra.rollouts.resume.recorded_turns import RecordedTurns, described
+from palaestra.rollouts.spec import RecordedTools, RunContext
+from palaestra.rollouts.watchdog import Stages
+from palaestra.rollouts.workspaces import RolloutWorkspace
+from palaestra.sandbox.slot import Snapshot
+from palaestra.tools.inner_calls import InnerCall
+from palaestra.tools.runtime.runtime import CheckedCall, Next
+from palaestra.tools.tool import ToolOutcome
+
+SLOT_ENDED = (
+    "The sandbox has ended, because its processes used up its memory or killed its first process. No further command "
+    "can run in it."
+)
+"""The answer to the agent's calls after its own commands have ended its slot."""
+
+
+class TurnWatcher(Protocol):
+    """Follows the turns of a rollout. `trees.ForkPoints`, which imports `rollout.py`, implements it."""
+
+    turns: list[TurnTaken]
+    points: dict[int, Snapshot | None]
+
+    def begin(self) -> None: ...
+
+    def take(self, turn: int, messages: Sequence[Message]) -> Awaitable[None]: ...
+
+
+class RolloutCalls:
+    """The tool calls of one rollout, as middleware: their stage, and recorded answers in place of their own."""
+
+    def __init__(
+        self, rollout_id: str, recordings: RecordedTools, stages: Stages, recorded: RecordedTurns | None
+    ) -> None:
+        self.under_way = 0
+        """The number of the agent's calls that are running."""
+        self.slot_ended = False
+        """Whether the agent's own commands have ended its slot. Its files are still sealed and scored."""
+        self._rollout_id = rollout_id
+        self._recordings = recordings
+        self._stages = stages
+        self._recorded = recorded
+        self._matching = True
+        self._world: RolloutWorld | None = None
+
+    def end_slot(self) -> None:
+        """Record that the agent's own commands have ended its slot."""
+        self.slot_ended = True
+
+    def leave_matching(self) -> None:
+        """Leave the comparison with recorded observations to the agent, which compares them as text."""
+        self._matching = False
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether calls can be answered from a record: no tool outside this machine was called, and this object
+        compares the observations."""
+        return self._matching and self._world is None
+
+    async def by_agent(self, call: CheckedCall, then: Next) -> ToolOutcome:
+        """Time the agent's own calls; while recorded turns are replayed, answer with recorded results. This is tool
+        middleware."""
+        if not call.by_agent or call.conversation:
+            return await then(call)
+        recorded = self._recorded if self._matching else None
+        expected = recorded.expected_observation(call.name, call.arguments) if recorded is not None else None
+        outside = call.tool.touches_world and not call.tool.world_session
+        if recorded is not None and expected is not None and recorded.answers(outside):
+            return ToolOutcome.of(expected)  # another rollout ran the call, and the slot has its effects
+        self.under_way += 1
+        try:
+            with self._stages.stage("tool"):
+                outcome = await then(call)
+        except SlotEnded:
+            self.end_slot()
+            outcome = ToolOutcome.refused(SLOT_ENDED)
+        finally:
+            self.under_way -= 1
+        if recorded is None or expected is None:
+            return outcome
+        return ToolOutcome.of(recorded.match_observation(expected, outcome.text, described(call.name, call.arguments)))
+
+    def recorded(self, call: CheckedCall, then: Next) -> Awaitable[ToolOutcome]:
+        """Apply the run's recording policy to the calls of tools that reach outside this machine. This is tool
+        middleware."""
+        if not call.tool.touches_world:
+            return then(call)
+        if self._world is None:
+            self._world = self._recordings.rollout(
+                self._rollout_id, lambda: self._recorded is not None and self._recorded.replaying
+            )
+        return self._world(call, then)
 
 
 @dataclass(slots=True)
@@ -42,21 +137,57 @@ class TurnLog:
     """The turns of one attempt at a rollout. `recorded` answers model calls while it has replies left."""
 
     def __init__(
-        self, rollout_id: str, events: EventStream, prices: Prices | None, recorded: RecordedTurns | None
+        self,
+        run: RunContext,
+        seat: Seat,
+        workspace: RolloutWorkspace,
+        calls: RolloutCalls,
+        prices: Prices | None,
+        recorded: RecordedTurns | None,
     ) -> None:
         self.recorded = recorded
-        self.turns: list[TurnTaken] | None = None
-        """All turns, if they are kept for rollouts that continue this one."""
-        self._rollout_id = rollout_id
-        self._events = events
+        self.inner_calls: list[InnerCall] = []
+        """The calls that programs of the agent have made, and those of a third-party agent."""
+        self._run = run
+        self._events = run.events
+        self._seat = seat
+        self._workspace = workspace
+        self._calls = calls
         self._prices = prices
+        self._wall: WallClock | None = None
+        self._watcher: TurnWatcher | None = None
         self._server: ChatServer | None = None
         self._own: _Reply | None = None
         self._turns_kept = self._turns_noted = 0
 
-    def follow(self, server: ChatServer) -> ChatServer:
-        """Return the server for the agent to call. If there are recorded turns, it answers from them first."""
+    def time(self, wall: WallClock) -> None:
+        """Charge the time of recorded turns to this clock."""
+        self._wall = wall
+
+    def watch(self, watcher: TurnWatcher) -> None:
+        """Call `watcher` after every turn, so that other rollouts can continue this one."""
+        self._watcher = watcher
+
+    def points_before(self, turn: int) -> list[int]:
+        """Return the turns before this one after which other rollouts can continue this one. The last turn of a rollout
+        is never among them, because no model call follows it."""
+        points = self._watcher.points if self._watcher is not None else ()
+        return [each for each in sorted(points) if each < turn]
+
+    def follow(self, server: ChatServer | None) -> ChatServer:
+        """Return the server for the agent to call, by default the one of its seat, and record the tokens of that
+        server."""
         self._server = server
+        return self.answering(self._followed)
+
+    @property
+    def _followed(self) -> ChatServer:
+        server = self._server or self._seat.server
+        assert server is not None
+        return server
+
+    def answering(self, server: ChatServer) -> ChatServer:
+        """Return this server or, if there are recorded turns, one that answers from them first."""
         if self.recorded is None:
             return server
         answers = self.recorded.answers_text(server.ledger is not None)
@@ -82,7 +213,54 @@ class TurnLog:
             self._own = reply
         return completion
 
-    def match(self, turn: Turn | None, messages: list[Message]) -> TakenTurn:
+    def record(self, turn: Turn | None, messages: list[Message]) -> Awaitable[None] | None:
+        """Write the messages that a turn added or, if `turn` is None, the opening messages. If this returns an
+        awaitable, await it.
+
+        Raises `CannotResume` if different messages are recorded in their place, and `CutShort` if no further turn may
+        follow.
+        """
+        self._workspace.stages.sign_of_life()
+        if turn is None and self._seat.slot is not None and self.recorded is not None:
+            self.recorded.found_setup()
+        taken = self._match(turn, messages)
+        self.take_inner_calls(taken.turn.number)
+        if taken.known and turn is not None:
+            return self._check_resumed(taken)
+        self._finish(taken)
+        if self._watcher is None:
+            return None
+        if turn is None:
+            self._watcher.begin()
+            return None
+        return self._watcher.take(turn.number, messages)
+
+    async def _check_resumed(self, taken: TakenTurn) -> None:
+        """Accept a recorded turn only if no background process is running, because the state of such a process cannot
+        be reproduced."""
+        recorded, slot = self.recorded, self._seat.slot
+        assert recorded is not None
+        for process in await slot.processes() if slot is not None and not self._calls.slot_ended else ():
+            if (await process.status()).running:
+                recorded.found_background()
+        if recorded.caught_up and self._wall is not None:
+            self._wall.charge(recorded.seconds)
+        self._finish(taken)
+        if self._watcher is not None:
+            await self._watcher.take(taken.turn.number, taken.messages)
+
+    def _finish(self, taken: TakenTurn) -> None:
+        if taken.turn.number:
+            self._workspace.begin()
+        self._write(taken)
+        if taken.turn.number and taken.messages and taken.messages[-1].get("role") != "assistant":
+            self._run.limits.check(begun=True)
+
+    def take_inner_calls(self, turn: int) -> None:
+        """Record the calls that programs of the agent have made since the last time, as those of this turn."""
+        self.inner_calls += self._seat.take_inner_calls(turn)
+
+    def _match(self, turn: Turn | None, messages: list[Message]) -> TakenTurn:
         """Return the turn that was just taken; it is `known` if it is a recorded one. If `turn` is None, `messages` are
         the opening messages.
 
@@ -95,7 +273,7 @@ class TurnLog:
             taken.known = True
         return taken
 
-    def write(self, taken: TakenTurn) -> None:
+    def _write(self, taken: TakenTurn) -> None:
         """Write a turn to the journal unless the journal already has it, and count the turn's cost unless it has been
         counted. After the last recorded turn, also write that the rollout continues."""
         turn, recorded = taken.turn, self.recorded
@@ -105,7 +283,7 @@ class TurnLog:
         else:
             event = TurnTaken(
                 at=time.time(),
-                rollout_id=self._rollout_id,
+                rollout_id=self._seat.name,
                 turn=turn.number,
                 messages=taken.messages,
                 finish_reason=turn.finish_reason,
@@ -116,17 +294,17 @@ class TurnLog:
                 recalled=taken.recalled or of_another_run,
             )
             self._events.emit(event)
-        if self.turns is not None:
-            self.turns.append(
+        if self._watcher is not None:
+            self._watcher.turns.append(
                 msgspec.structs.replace(event, messages=list(event.messages))
             )  # copied, because the agent loop's own list grows
         if not taken.known and not taken.recalled:
-            self._events.announce(TokensSpent(self._rollout_id, turn.prompt_tokens, turn.completion_tokens))
+            self._events.announce(TokensSpent(self._seat.name, turn.prompt_tokens, turn.completion_tokens))
         elif taken.known and recorded is not None and recorded.caught_up and recorded.continues:
             if not recorded.turns and not recorded.replies:
                 return
             resumed = RolloutResumed(
-                at=time.time(), rollout_id=self._rollout_id, turns=recorded.turns, replies=recorded.replies
+                at=time.time(), rollout_id=self._seat.name, turns=recorded.turns, replies=recorded.replies
             )
             self._events.emit(resumed)
 
@@ -143,7 +321,7 @@ class TurnLog:
         if not reply.known or (recorded is not None and not recorded.journalled):
             event = ReplyReceived(
                 at=time.time(),
-                rollout_id=self._rollout_id,
+                rollout_id=self._seat.name,
                 branch=branch,
                 asked=checksum(said),
                 message={} if sampled else read.message(),
@@ -154,11 +332,11 @@ class TurnLog:
             )
             self._events.emit(event)
         if branch and not reply.known:
-            self._events.announce(TokensSpent(self._rollout_id, *tokens))
+            self._events.announce(TokensSpent(self._seat.name, *tokens))
 
     def _sampled_in_turn(self) -> list[SampledTurn]:
         """Return the samples since the last turn, if the server keeps a ledger."""
-        ledger = self._server.ledger if self._server is not None else None
+        ledger = self._followed.ledger
         if ledger is None:
             return []
         before, self._turns_kept = self._turns_kept, len(ledger.turns)
@@ -167,7 +345,7 @@ class TurnLog:
 
     def _sampled_since_note(self) -> list[SampledTurn]:
         """Return the samples since the last turn or reply that was written."""
-        ledger = self._server.ledger if self._server is not None else None
+        ledger = self._followed.ledger
         if ledger is None:
             return []
         before, self._turns_noted = self._turns_noted, len(ledger.turns)

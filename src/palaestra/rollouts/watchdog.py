@@ -42,6 +42,11 @@ class Stages:
     def __init__(self, name: str, emit: Callable[[Alive], None], limits: Mapping[str, float]) -> None:
         self.name = name
         self.seconds: dict[str, float] = {}
+        self.started_at = time.time()
+        """Seconds since 1970."""
+        self.duration_s = 0.0
+        """The whole time, once `end` was called."""
+        self._began_s = time.perf_counter()
         self._emit = emit
         self._limits = limits
         self._at: list[str] = []
@@ -50,6 +55,10 @@ class Stages:
         self._deadline: asyncio.Timeout | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiting = ""
+
+    def end(self) -> None:
+        """Note how long everything took."""
+        self.duration_s = time.perf_counter() - self._began_s
 
     def stage(self, name: str, shown: str = "") -> Stage:
         """Return a context manager for this stage. `shown` is the name by which the display and the limits know the

@@ -10,18 +10,26 @@ sandbox failure, after a cancellation, and if the snapshot was lost with its bac
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
 
+from palaestra.agent.seat import Seat
 from palaestra.core.clock import uncharged
-from palaestra.core.errors import ConfigError, SandboxError, TaskError
+from palaestra.core.errors import ConfigError, ImageError, SandboxError, SlotLost, TaskError
 from palaestra.core.io.durable_files import writing
+from palaestra.core.types import Task
+from palaestra.rollouts.limits import RunLimits
 from palaestra.rollouts.watchdog import Stages
-from palaestra.sandbox.slot import Slot, SlotSource, SlotSpec, Snapshot
+from palaestra.sandbox.slot import Rung, Slot, SlotSource, SlotSpec, Snapshot, View
 from palaestra.sandbox.snapshots.cache import Prepared
+
+logger = logging.getLogger(__name__)
 
 UNTOUCHED = "-untouched"
 """The suffix of a kept workspace's name if the agent never used the workspace."""
@@ -127,6 +135,134 @@ class Workspaces:
             if (snapshot := _result(future)) is not None:
                 await self.pool.forget(snapshot)
         self._shared.clear()
+
+
+@contextmanager
+def image_of(task: Task) -> Iterator[None]:
+    """Turn an `ImageError` into a `TaskError` if the task names an image, so that one bad row does not end the run. An
+    image of the settings concerns all tasks."""
+    try:
+        yield
+    except ImageError as error:
+        if task.image is None:
+            raise
+        raise TaskError(f"task {task.id}: {error}") from error
+
+
+@dataclass(slots=True, eq=False)
+class RolloutWorkspace:
+    """The workspace of one rollout: where its seat gets a slot, and what becomes of the work.
+
+    The agent's slot is described by `spec` and starts from `snapshot`, the group's prepared workspace (None for the
+    bare image), or once from `forked`, the copy at the point at which the rollout continues another one. A run that
+    ends, for which `limits` has the reason, leases no slot for a rollout that has not `begun`.
+    """
+
+    run: Workspaces
+    task: Task
+    group_id: str
+    index: int
+    spec: SlotSpec
+    stages: Stages
+    limits: RunLimits
+    snapshot: Snapshot | None = None
+    forked: Snapshot | None = None
+    begun: bool = field(default=False, init=False)
+    rung: Rung | None = field(default=None, init=False)
+    """The isolation level of the agent's slot, once there was one."""
+    kept: Path | None = field(default=None, init=False)
+    """The folder in which the work is kept, if the run keeps workspaces."""
+    closers: list[Callable[[], Awaitable[None]]] = field(default_factory=list, init=False)
+    """Called when the rollout ends, the last one first, to release what its grading holds."""
+    _restored: Snapshot | None = field(default=None, init=False)
+
+    def begin(self) -> None:
+        """Let the rollout finish although the run ends: it has a turn of its own."""
+        self.begun = True
+
+    def check_start(self) -> None:
+        """Raise `CutShort` if the rollout has not begun and the run no longer starts rollouts."""
+        if not self.begun:
+            self.limits.check(begun=False)
+
+    async def lease(self) -> Slot:
+        """Lease the agent's slot."""
+        forked, self.forked = self.forked, None
+        slot = await self.lease_slot(f"{self.group_id}/{self.index}", self.spec, forked or self.snapshot)
+        self.rung = slot.rung
+        return slot
+
+    async def lease_slot(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
+        """Lease a slot for this rollout or its grading. Raises `CutShort` if the rollout may not start."""
+        with image_of(self.task):
+            return await self.run.lease(name, spec, snapshot, self.stages, self.check_start)
+
+    async def release(self, slot: Slot) -> None:
+        """Take the agent's slot back."""
+        await self.run.pool.release(slot)
+
+    def use_image(self, image: str, seat: Seat) -> None:
+        """Make the agent's slot from this image. Raises `TaskError` if the seat has its slot already."""
+        if seat.slot is not None and image != self.spec.image:
+            raise TaskError(f"{seat.name} has its slot already: register its image before the first command")
+        self.spec = replace(self.spec, image=image)
+
+    def restore(self, sealed: Snapshot | None) -> None:
+        """Let the next `seal` return this recorded work."""
+        self._restored = sealed
+
+    def continue_from(self, snapshot: Snapshot, seat: Seat) -> None:
+        """Make the next slot a fork of this snapshot, with new tools."""
+        seat.move()
+        self.snapshot = snapshot
+
+    async def seal(self, seat: Seat, view: View | None = None) -> Snapshot | None:
+        """End the agent's slot and return a snapshot of its changes, limited to `view`; None if there is no slot. When
+        recorded work is graded again, return the recorded snapshot instead."""
+        await seat.end_tools()
+        if self.forked is not None:  # the work of the continued rollout counts, even if this one added nothing
+            await seat.sandbox()
+        slot = await seat.leave()
+        if self._restored is not None:
+            restored, self._restored = self._restored, None
+            return restored if view is None else await self.run.pool.view(restored, view)
+        if slot is None:
+            self.kept = await self.run.keep(self.group_id, self.index, self.snapshot, sealed=False)
+            return None
+        with self.stages.stage("seal"):
+            sealed = await self.run.pool.seal(slot, view)
+            self.kept = await self.run.keep(self.group_id, self.index, sealed, sealed=True)
+            return sealed
+
+    async def checkpoint(self, seat: Seat) -> Snapshot | None:
+        """Return a snapshot of the agent's changes, as `seal` does, but leave the agent's slot and its processes
+        running; None if there is no slot or a running slot cannot be copied."""
+        if self.forked is not None:  # as in `seal`
+            await seat.sandbox()
+        if seat.slot is None or self._restored is not None:
+            return None
+        with self.stages.stage("seal"):
+            try:
+                snapshot = await self.run.pool.checkpoint(seat.slot)
+            except SlotLost:
+                raise
+            except SandboxError as error:
+                logger.warning("%s: its running sandbox cannot be copied: %s", seat.name, error)
+                return None
+            self.kept = await self.run.keep(self.group_id, self.index, snapshot, sealed=True)
+            return snapshot
+
+    async def keep_files(self, seat: Seat) -> None:
+        """Before work is graded in its own slot, keep a copy of its files if the run keeps workspaces."""
+        if self.run.kept is None:
+            return
+        sealed = seat.slot is not None
+        snapshot = self.snapshot if seat.slot is None else await self.run.pool.checkpoint(seat.slot)
+        try:
+            self.kept = await self.run.keep(self.group_id, self.index, snapshot, sealed=sealed)
+        finally:
+            if sealed and snapshot is not None:
+                await self.run.pool.forget(snapshot)
 
 
 def _emptied(folder: Path) -> None:

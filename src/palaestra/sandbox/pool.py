@@ -159,6 +159,94 @@ class _Holding:
         return 1 if self.group is None else self.group.members
 
 
+class SlotQueue:
+    """The places of a pool, and the callers that wait for them: first come, first served. While memory is short, places
+    are given only if few are in use. `total` is the number of places, `memory` returns the available bytes."""
+
+    def __init__(self, total: int, memory: Callable[[], int]) -> None:
+        self.total = total
+        self.free = total
+        """The number of free places; negative while more slots are leased than the pool has places."""
+        self._memory = memory
+        self._unchecked = admission.unchecked_slots()
+        self._waiting: deque[_Waiter] = deque()
+        self._looking: asyncio.TimerHandle | None = None
+
+    @property
+    def used(self) -> int:
+        """The number of places that are taken."""
+        return self.total - self.free
+
+    @property
+    def waiting(self) -> int:
+        """The number of callers that wait."""
+        return len(self._waiting)
+
+    def resize(self, total: int) -> None:
+        """Make all places free, of which there are now `total`."""
+        self.free = self.total = total
+
+    def close(self) -> None:
+        """Let waiting callers fail with `SandboxError`."""
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        for waiter in self._waiting:
+            if not waiter.future.done():
+                waiter.future.set_exception(SandboxError("the slot pool was closed"))
+
+    async def take(self, places: int, timeout_s: float) -> None:
+        """Take places, at the latest after `timeout_s` seconds. Raises `TimeoutError`."""
+        if not self._waiting and self._has(places):
+            self.free -= places
+            return
+        waiter = _Waiter(places, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._give_out()
+        try:
+            async with asyncio.timeout(timeout_s if timeout_s < math.inf else None):
+                await waiter.future
+        except BaseException:
+            done = waiter.future.done() and not waiter.future.cancelled()
+            if done and waiter.future.exception() is None:
+                self.give(places)  # they became free together with the timeout or the cancellation
+            raise
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+                self._give_out()  # the next waiter may need fewer places
+
+    def take_up(self) -> None:
+        """Take a place for a slot that exists already, even if none is free."""
+        self.free -= 1
+
+    def give(self, places: int) -> None:
+        """Give places back, and pass free ones to the first callers in the queue."""
+        self.free = min(self.free + places, self.total)
+        self._give_out()
+
+    def _has(self, places: int) -> bool:
+        """Return whether these places may be taken now: they are free, and either fewer than `unchecked_slots` slots
+        are in use or memory is not short."""
+        if self.free < places:  # `take_up` can make it negative
+            return False
+        return self.used < self._unchecked or self._memory() >= admission.RESERVE_BYTES
+
+    def _give_out(self) -> None:
+        """Pass free places to the first waiters in the queue; if memory is too short for that, check again later."""
+        while self._waiting and self._has(self._waiting[0].places):
+            waiter = self._waiting.popleft()
+            if not waiter.future.done():
+                self.free -= waiter.places
+                waiter.future.set_result(None)
+        if self._waiting and self.free >= self._waiting[0].places and self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looking = None
+        self._give_out()
+
+
 class SlotPool:
     """Implements `SlotSource`. `async with` starts the backend, and ends it with every slot when the block ends.
 
@@ -181,12 +269,9 @@ class SlotPool:
         self.limit = admission.SlotLimit(config.max_slots or admission.DEFAULT_SLOTS, "the pool has not started")
         """The maximum number of slots and the reason for it; known once the pool has started."""
         self._memory = memory
-        self._unchecked = admission.unchecked_slots()
         self._shells: dict[int, Shell] = {}
         self._clock = clock or SystemClock()
-        self._free = self._places = self.limit.slots
-        self._waiting: deque[_Waiter] = deque()
-        self._looking: asyncio.TimerHandle | None = None
+        self._queue = SlotQueue(self.limit.slots, memory)
         self._held: dict[int, _Holding] = {}
         self._waits: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
         self._makes: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
@@ -211,7 +296,7 @@ class SlotPool:
                 self.limit = admission.SlotLimit(
                     capacity, f"the {self.backend.name} backend offers no more slots at {self.rung.label}"
                 )
-            self._free = self._places = self.limit.slots
+            self._queue.resize(self.limit.slots)
         self._started = True
 
     def started_when_used(self) -> Self:
@@ -222,17 +307,12 @@ class SlotPool:
     async def aclose(self) -> None:
         """End every slot and the backend. Waiting `acquire` calls raise `SandboxError`. Idempotent."""
         self._started = False
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
-        for waiter in self._waiting:
-            if not waiter.future.done():
-                waiter.future.set_exception(SandboxError("the slot pool was closed"))
+        self._queue.close()
         await self.backend.aclose()
         self._held.clear()
         self._shells.clear()
         self._quarantine.clear()
-        self._free = self._places
+        self._queue.resize(self._queue.total)
 
     async def stop(self, purge_job: bool = False, *, purge: bool = False) -> None:
         """End every slot and the backend, as `aclose` does. `purge_job` (or `purge`) also removes the pool's jobs from
@@ -277,9 +357,17 @@ class SlotPool:
         if wanted.group is not None and not wanted.group.group:
             wanted = replace(wanted, group=replace(wanted.group, group=f"group-{os.urandom(8).hex()}"))
         places = 1 if wanted.group is None else wanted.group.members
-        if places > self._places:
-            raise ConfigError(f"{trajectory_id} needs {places} slots together, but the pool has {self._places}")
-        await self._take_places(trajectory_id, timeout_s, places)
+        if places > self.total_slots:
+            raise ConfigError(f"{trajectory_id} needs {places} slots together, but the pool has {self.total_slots}")
+        asked = self._clock.monotonic()
+        try:
+            await self._queue.take(places, timeout_s)
+        except TimeoutError as error:
+            if isinstance(error, SandboxError):
+                raise
+            self._timeouts += 1
+            raise AcquireTimeout(self._explain(trajectory_id, timeout_s)) from None
+        self._waits.append(self._clock.monotonic() - asked)
         try:
             if admitted is not None:
                 admitted()
@@ -287,7 +375,7 @@ class SlotPool:
             slot = await self.make(wanted, trajectory_id, snapshot)
             self._makes.append(self._clock.monotonic() - begun)
         except BaseException:
-            self._give_places(places)
+            self._queue.give(places)
             raise
         self._held[slot.epoch] = _Holding(slot, self._clock.monotonic(), wanted.group)
         self._leases += 1
@@ -330,7 +418,7 @@ class SlotPool:
 
     def take_up(self, slot: Slot) -> None:
         """Count a slot taken over from a service as leased; it is released like any other."""
-        self._free -= 1
+        self._queue.take_up()
         self._held[slot.epoch] = _Holding(slot, self._clock.monotonic())
         self._leases += 1
 
@@ -351,7 +439,7 @@ class SlotPool:
                 if not await self._end(quarantined):
                     return
         finally:
-            self._give_places(held.places)
+            self._queue.give(held.places)
 
     async def _end_added(self, held: _Holding) -> None:
         await asyncio.gather(*map(self._end, held.added))
@@ -473,7 +561,7 @@ class SlotPool:
             return await self.backend.seal(slot, view)
         finally:
             if held is not None:
-                self._give_places(held.places)
+                self._queue.give(held.places)
 
     async def checkpoint(self, slot: Slot, *, continued: bool = False) -> Snapshot:
         """Return a slot's current files as a snapshot. The lease continues, so any step of a rollout can be forked.
@@ -543,12 +631,12 @@ class SlotPool:
     @property
     def total_slots(self) -> int:
         """The maximum number of slots."""
-        return self._places
+        return self._queue.total
 
     @property
     def available_slots(self) -> int:
         """The number of free places."""
-        return max(0, self._free)
+        return max(0, self._queue.free)
 
     @property
     def acquired_slots(self) -> int:
@@ -570,7 +658,7 @@ class SlotPool:
                 "executing": executing,
             },
             "containers": of_backend.get("containers", 0),
-            "waiting": len(self._waiting),
+            "waiting": self._queue.waiting,
             "leases": self._leases,
             "timeouts": self._timeouts,
             "wait_p50_s": _quantile(waits, 0.5),
@@ -595,67 +683,12 @@ class SlotPool:
         ]
         return {**self.get_stats(), "holders": holders}
 
-    async def _take_places(self, trajectory_id: str, timeout_s: float, places: int) -> None:
-        asked = self._clock.monotonic()
-        if not self._waiting and self._has_places(places):
-            self._free -= places
-        else:
-            await self._wait(trajectory_id, timeout_s, places)
-        self._waits.append(self._clock.monotonic() - asked)
-
-    async def _wait(self, trajectory_id: str, timeout_s: float, places: int) -> None:
-        """Queue for places; `_give_places` passes free places to the first waiter in the queue."""
-        waiter = _Waiter(places, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
-        self._give_out()
-        try:
-            async with asyncio.timeout(timeout_s if timeout_s < math.inf else None):
-                await waiter.future
-        except BaseException as error:
-            done = waiter.future.done() and not waiter.future.cancelled()
-            if done and waiter.future.exception() is None:
-                self._give_places(places)  # they became free together with the timeout or the cancellation
-            if isinstance(error, TimeoutError) and not isinstance(error, SandboxError):
-                self._timeouts += 1
-                raise AcquireTimeout(self._explain(trajectory_id, timeout_s)) from None
-            raise
-        finally:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-                self._give_out()  # the next waiter may need fewer places
-
-    def _has_places(self, places: int) -> bool:
-        """Return whether these places may be taken now: they are free, and either fewer than `unchecked_slots` slots
-        are in use or memory is not short."""
-        if self._free < places:  # `take_up` can make it negative
-            return False
-        return self._places - self._free < self._unchecked or self._memory() >= admission.RESERVE_BYTES
-
-    def _give_places(self, places: int) -> None:
-        self._free = min(self._free + places, self._places)
-        self._give_out()
-
-    def _give_out(self) -> None:
-        """Pass free places to the first waiters in the queue; if memory is too short for that, check again later."""
-        while self._waiting and self._has_places(self._waiting[0].places):
-            waiter = self._waiting.popleft()
-            if not waiter.future.done():
-                self._free -= waiter.places
-                waiter.future.set_result(None)
-        if self._waiting and self._free >= self._waiting[0].places and self._looking is None:
-            self._looking = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look_again)
-
-    def _look_again(self) -> None:
-        self._looking = None
-        self._give_out()
-
     def _explain(self, trajectory_id: str, timeout_s: float) -> str:
         now = self._clock.monotonic()
         oldest = sorted(self._held.values(), key=lambda held: held.since)[:3]
         holders = ", ".join(f"{held.slot.trajectory_id} for {now - held.since:.0f}s" for held in oldest)
-        used = self._places - self._free
-        short = f"memory is short and {used} of {self.total_slots} slots are in use"
-        why = short if self._free > 0 else f"all {self.total_slots} are in use"
+        short = f"memory is short and {self._queue.used} of {self.total_slots} slots are in use"
+        why = short if self._queue.free > 0 else f"all {self.total_slots} are in use"
         return (
             f"no slot became free for {trajectory_id} in {timeout_s:g}s: {why}"
             f"{f' (longest by {holders})' if holders else ''}; "

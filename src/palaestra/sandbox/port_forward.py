@@ -17,6 +17,7 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import SandboxError
 from palaestra.sandbox.slot import Process, Slot
 
@@ -50,8 +51,7 @@ async def forwarded_port(slot: Slot, host: str, port: int, *, most: int = MOST_C
             raise SandboxError(f"no port can be opened in the slot: {said.strip() or 'its relay ended'}")
         yield forward.slot_port
     finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        await end_tasks(serving)
         with contextlib.suppress(ProcessLookupError, SandboxError):
             await process.forget()  # first, because a write to a relay that does not read ends only with the relay
         await forward.aclose()
@@ -90,9 +90,7 @@ class _Forward:
     async def aclose(self) -> None:
         """Close all connections."""
         tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
     async def _take(self, kind: bytes, number: int, payload: bytes) -> None:
         if kind == b"p":

@@ -15,6 +15,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.sandbox.slot import Slot
 
 AT_ONCE = 16  # the maximum number of concurrent transfers
@@ -115,8 +116,6 @@ class _Jobs:
             for task in finished:
                 task.result()
         except BaseException:
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+            await end_tasks(*self._running)
             self._running.clear()
             raise

@@ -8,7 +8,7 @@ given texts. `make_tiny` writes the folder of a small model.
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
 from palaestra.testing.fake_engine import CHATML, ToyEngine, toy_logprob, toy_tokenizer
 from palaestra.testing.fake_token_server import TokenLoopback
-from palaestra.testing.model_server import ModelServer, serve_model
+from palaestra.testing.model_server import ModelServer
 from palaestra.testing.tiny_model import TinyModel, make_tiny, save_tokenizer, train_tokenizer
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "completion",
     "make_tiny",
     "save_tokenizer",
-    "serve_model",
     "toy_logprob",
     "toy_tokenizer",
     "train_tokenizer",

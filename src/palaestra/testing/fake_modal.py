@@ -124,15 +124,14 @@ class FakeModal:
         roots: Mapping[str, Path] | None = None,
         missing: Sequence[str] = (),
         secrets: Mapping[str, Mapping[str, str]] | None = None,
-        quota: int | None = None,
-        port: int = 0,
     ) -> None:
-        self.roots, self.missing, self.secrets, self.quota = dict(roots or {}), set(missing), dict(secrets or {}), quota
+        self.roots, self.missing, self.secrets = dict(roots or {}), set(missing), dict(secrets or {})
+        self.quota: int | None = None
         self.sandboxes: dict[str, FakeSandbox] = {}
         self.calls: Counter[str] = Counter()
         self.frozen = False
         """While this is true, no call to a sandbox is answered, and no output from a sandbox arrives."""
-        self._port = port
+        self._port = 0
         self._faults: dict[str, Fault] = {}
         self._apps: dict[str, str] = {}
         self._images: dict[str, str] = {}

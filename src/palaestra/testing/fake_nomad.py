@@ -33,7 +33,7 @@ _DEPLOYMENT_S = 10.0
 
 
 @dataclass
-class Fault:
+class NomadFault:
     """A fault in the next `times` requests whose `METHOD /path` matches: a status with a text, a broken connection, or
     an answer that takes `delay_s` longer."""
 
@@ -75,7 +75,7 @@ class FakeNomad:
         self.quota = quota
         self.pull_s = 0.05
         self.crashing = False
-        self.faults: list[Fault] = []
+        self.faults: list[NomadFault] = []
         self.requests: list[str] = []
         self.folder = ""
         self._index = 10

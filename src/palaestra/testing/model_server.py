@@ -11,11 +11,10 @@ their API key. Sources: the OpenAI API reference, vLLM's OpenAI-compatible serve
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -70,10 +69,16 @@ class ModelServer(TokenLoopback):
         super().routes(app)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/update_weights_from_disk", self._load_weights)
+        for path in ("/pause_generation", "/continue_generation"):
+            app.router.add_post(path, self._paused)
         app.router.add_get("/health", self._health)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
+
+    async def _paused(self, request: web.Request) -> web.Response:
+        """Answer as SGLang. Nothing needs a pause, because loading weights itself ends the requests in progress."""
+        return web.json_response({"message": "Generation paused or continued.", "status": "ok"})
 
     async def _load_weights(self, request: web.Request) -> web.Response:
         """Load weights. Request and reply are SGLang's: `model_path` names the folder, and `weight_version` is recorded
@@ -135,17 +140,3 @@ async def _streamed(request: web.Request, reply: Mapping[str, JSON]) -> web.Stre
         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     return response
-
-
-async def serve_model(
-    engine: ChattingEngine,
-    host: str,
-    port: int,
-    started: Callable[[str], None],
-    stop: asyncio.Event,
-    token: str | None = None,
-) -> None:
-    """Serve a started engine until `stop` is set. Raises `ConfigError` if nothing can listen at the address."""
-    async with ModelServer(engine, host=host, port=port, token=token) as server:
-        started(server.url)
-        await stop.wait()

@@ -3,44 +3,43 @@
 Advantages compare the scored rollouts of one group. A rollout with several segments has several rows with one
 advantage, and each sampled token is in only one of them. In a tree, the advantage of tokens that several rollouts share
 comes from the mean reward of these rollouts. Unscored rollouts, groups with an error, groups whose scores are equal,
-rows that were sampled by weights that are too old, and rows whose log-probabilities differ too much from the trainer's
-are not trained.
+and rows that were sampled by weights that are too old are not trained. Tokens on which sampler and trainer differ are
+weighed or masked (`importance`).
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec import UNSET, structs
 
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, TrainerError
 from palaestra.rollouts.export.token_rows import PLACEHOLDER, ExportedRow, credit_of, exported_rows
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.trees import tree_advantages
+from palaestra.trainers.config import TrainingConfig
+from palaestra.trainers.importance import Mismatch, corrected
 from palaestra.trainers.trainer import TrainedRow
 
 UNSCORED, EQUAL, FAILED = "unscored_rollouts", "equal_groups", "failed_groups"
 COUNTERFACTUAL = "counterfactual_rollouts"
-STALE, WITHOUT_TOKENS, DIFFERENT = "stale_rows", "rollouts_without_tokens", "rows_that_differ"
+STALE, LATE = "stale_rows", "late_groups"
+WITHOUT_TOKENS, DIFFERENT = "rollouts_without_tokens", "rows_that_differ"
 TOO_LONG = "rows_too_long"
 
 _SMALLEST_DEVIATION = 1e-6
 
-FAR = 1.0
-"""A sampled token is far off if sampler and trainer differ by more than this many nats: one calls the token e times as
-likely as the other. Precision alone rarely moves a token that far."""
 
-MOST_FAR = 0.02
-"""The maximum share of a row's sampled tokens that may be far off; one token always may."""
-
-
-def advantages(rewards: Sequence[float], *, scaled: bool = True) -> list[float]:
+def advantages(rewards: Sequence[float], *, scaled: bool = True, kind: str = "grpo") -> list[float]:
     """Return the rewards of one group relative to their mean. If `scaled` is true, they are also divided by their
-    standard deviation (GRPO, arXiv 2402.03300)."""
-    mean = statistics.fmean(rewards)
+    standard deviation (GRPO, arXiv 2402.03300); without it, they are those of Dr. GRPO, arXiv 2503.20783. With the kind
+    `rloo`, each reward is relative to the mean of the others and not scaled (RLOO, arXiv 2402.14740)."""
+    mean, count = statistics.fmean(rewards), len(rewards)
+    if kind == "rloo":
+        return [(reward - mean) * count / max(1, count - 1) for reward in rewards]
     deviation = statistics.pstdev(rewards) if scaled else 1.0
     return [(reward - mean) / max(deviation, _SMALLEST_DEVIATION) for reward in rewards]
 
@@ -67,8 +66,8 @@ class Verdicts:
 
 @dataclass(slots=True)
 class Batch:
-    """The rows of one step. `refused` counts the refusals by reason; `rewards` holds the rewards of all scored
-    rollouts."""
+    """The rows of one step. `refused` counts the refusals by reason, and `late` names the groups of weights that are
+    too old; `rewards` holds the rewards of all scored rollouts."""
 
     rows: list[TrainedRow] = field(default_factory=list)
     groups: int = 0
@@ -76,13 +75,22 @@ class Batch:
     rewards: list[float] = field(default_factory=list)
     rollouts: int = 0
     verdicts: Verdicts = field(default_factory=Verdicts)
+    late: list[str] = field(default_factory=list)
 
     def add(
-        self, group: Group, *, version: int, most_behind: int, scaled: bool = True, counterfactual: bool = False
+        self,
+        group: Group,
+        *,
+        version: int,
+        most_behind: int,
+        scaled: bool = True,
+        advantage: str = "grpo",
+        counterfactual: bool = False,
     ) -> bool:
-        """Add the rows of a group that were sampled by weights at most `most_behind` versions older than `version`.
-        Rollouts that continue a rollout of another run are refused unless `counterfactual` is true. Returns whether any
-        row was added. Raises `ConfigError` for a scored rollout without exact tokens."""
+        """Add the rows of a group, unless weights more than `most_behind` versions older than `version` sampled some of
+        them: the advantages of the other rows would then be relative to rollouts that are not trained. Rollouts that
+        continue a rollout of another run are refused unless `counterfactual` is true. Returns whether any row was
+        added. Raises `ConfigError` for a scored rollout without exact tokens."""
         if not counterfactual and (continued := [each for each in group.trajectories if each.origin is not None]):
             self.refused[COUNTERFACTUAL] += len(continued)
             own = [each for each in group.trajectories if each.origin is None]
@@ -98,57 +106,69 @@ class Batch:
         if group.same_scores:
             self.refused[EQUAL] += 1
             return False
-        fresh = []
+        made: list[TrainedRow] = []
         rewards = [each.reward or 0.0 for each in scored]
-        gains = advantages(rewards, scaled=scaled)
-        values = credit_of(scored)
-        for trajectory, advantage in zip(scored, gains, strict=True):
+        gains = advantages(rewards, scaled=scaled, kind=advantage)
+        trees = tree_advantages(scored) if advantage == "tree" else {}
+        values = trees or credit_of(scored)
+        for trajectory, gain in zip(scored, gains, strict=True):
             rows = _rows(trajectory, values.get(trajectory.index, ()))
             self.refused[WITHOUT_TOKENS] += not rows
             for row in rows:
-                if _oldest(row, version) < version - most_behind:
-                    self.refused[STALE] += 1
-                elif row.credit is UNSET:
-                    fresh.append(TrainedRow(row, advantage))
+                if row.credit is UNSET:
+                    made.append(TrainedRow(row, gain))
                 else:
-                    fresh += _by_credit(row, row.credit, rewards, scaled=scaled)
-        self.rows += fresh
-        self.groups += bool(fresh)
-        return bool(fresh)
+                    mean = 0.0 if trees else statistics.fmean(rewards)
+                    made += _by_credit(row, row.credit, mean, statistics.pstdev(rewards) if scaled else 1.0)
+        return self.keep(made, group.group_id, version, most_behind)
 
-    def compare(self, own: Iterable[Sequence[float]], most: float) -> float:
-        """Drop the rows that other weights sampled, or other tokens: those whose sampled tokens differ by more than
-        `most` nats on average between sampler and trainer, and those with more than `MOST_FAR` tokens that are `FAR`
-        off. A single token decides nothing, because samplers in bfloat16 are off by 0.1 nats on single tokens of most
-        long rows. `own` are the trainer's log-probabilities. Returns the largest mean difference of a row, including
-        the dropped rows."""
-        differences = [_differences(row, theirs) for row, theirs in zip(self.rows, own, strict=True)]
-        means = [statistics.fmean(each) if each else 0.0 for each in differences]
-        kept = [
-            row
-            for row, each, mean in zip(self.rows, differences, means, strict=True)
-            if mean <= most and sum(token > FAR for token in each) <= max(1, MOST_FAR * len(each))
-        ]
-        self.refused[DIFFERENT] += len(self.rows) - len(kept)
-        self.rows = kept
-        return max(means, default=0.0)
+    def keep(self, rows: Sequence[TrainedRow], name: str, version: int, most_behind: int | None) -> bool:
+        """Add the rows of one group, or count it as late if its weights are more than `most_behind` versions older than
+        `version`. Returns whether any row was added."""
+        stale = sum(most_behind is not None and _oldest(each.row, version) < version - most_behind for each in rows)
+        if stale:
+            self.refused[STALE] += stale
+            self.refused[LATE] += 1
+            self.late.append(name)
+            return False
+        self.rows += rows
+        self.groups += bool(rows)
+        return bool(rows)
 
+    def staleness(self, version: int) -> dict[str, float]:
+        """Return by how many versions the weights that sampled the tokens are older than `version`: the mean over all
+        sampled tokens, and the maximum. Empty if no row has versions."""
+        ages = Counter[int]()
+        for each in self.rows:
+            for start, stop, sampled in each.row.versions:
+                if sampled.isdecimal():
+                    ages[version - int(sampled)] += stop - start
+        if not ages:
+            return {}
+        mean = sum(age * count for age, count in ages.items()) / max(1, ages.total())
+        return {"staleness": mean, "most_staleness": max(ages)}
 
-def _differences(row: TrainedRow, own: Sequence[float]) -> list[float]:
-    """Return the difference on each sampled token in nats; infinity if a log-probability is not finite."""
-    pairs = zip(row.logprobs, own, row.row.mask, strict=True)
-    found = [abs(sampled - theirs) for sampled, theirs, on in pairs if on]
-    return [each if math.isfinite(each) else math.inf for each in found]
+    def weigh(self, own: Sequence[Sequence[float]], config: TrainingConfig, step: int) -> Mismatch:
+        """Weigh the tokens of the rows by `own`, the trainer's log-probabilities, as `importance.corrected` does, and
+        return the mismatch. Rows of which every token is masked are refused. Raises `TrainerError` if sampler and
+        trainer differ too much on average."""
+        self.rows, found = corrected(self.rows, own, cap=config.importance_cap, limit=config.importance_limit)
+        self.refused[DIFFERENT] += found.rows
+        if found.mean > config.most_nats or not self.rows:
+            raise TrainerError(
+                f"step {step}: the log-probabilities of sampler and trainer differ by {found.mean:.3g} nats on average "
+                f"over {found.tokens} tokens (max_difference {config.most_nats:g}; {found.masked} tokens differ by a "
+                f"factor above {config.importance_limit:g}). Let the sampler use the trainer's weights and tokenizer"
+            )
+        return found
 
 
 def _by_credit(
-    row: ExportedRow, credit: Sequence[tuple[int, int, float]], rewards: Sequence[float], *, scaled: bool
+    row: ExportedRow, credit: Sequence[tuple[int, int, float]], mean: float, deviation: float
 ) -> list[TrainedRow]:
     """Return a copy of the row for each value in `credit`, in which only the tokens with that value are trained,
-    because trainers accept only one advantage per sequence. The advantages are relative to `rewards`, the rewards of
-    the group."""
-    mean = statistics.fmean(rewards)
-    deviation = max(statistics.pstdev(rewards), _SMALLEST_DEVIATION) if scaled else 1.0
+    because trainers accept only one advantage per sequence. The advantages are relative to `mean`, in units of
+    `deviation`."""
     found = []
     for value in dict.fromkeys(value for _, _, value in credit):
         spans = [(start, stop) for start, stop, own in credit if own == value]
@@ -157,7 +177,7 @@ def _by_credit(
             mask[start:stop] = row.mask[start:stop]
         logprobs = [logprob if on else 0.0 for logprob, on in zip(row.logprobs or [], mask, strict=False)]
         part = structs.replace(row, completion_ids=row.completion_ids[:end], mask=mask, logprobs=logprobs)
-        found.append(TrainedRow(part, (value - mean) / deviation))
+        found.append(TrainedRow(part, (value - mean) / max(deviation, _SMALLEST_DEVIATION)))
     return found
 
 

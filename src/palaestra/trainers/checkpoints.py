@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +22,10 @@ from palaestra.core.io.durable_files import UNREADABLE, not_written, read_lines,
 from palaestra.core.types import JSON
 
 FOLDER = "training"
-SETTINGS = "settings.json"
+SETTINGS, STEP_GROUPS = "settings.json", "groups.jsonl"
 STATE_SCHEMA = "palaestra.training-state/1"
 STEP_SCHEMA = "palaestra.training-step/1"
+STEP_GROUPS_SCHEMA = "palaestra.training-groups/1"
 
 STEP, EVALUATION = "step", "evaluation"
 """The kinds of lines in `steps.jsonl`."""
@@ -34,6 +36,9 @@ _NAME = re.compile(r"step-(\d{6,})")
 class TrainingState(msgspec.Struct, kw_only=True):
     """The state of a training run after `step`. `number` is the number of the next group; `drawn` counts the training
     tasks drawn so far.
+
+    `rates` is the memory of the tasks' rewards (`task_memory`). `pending` has the number and the task's id of the
+    groups that were drawn and not trained, if rollouts are ahead of the steps.
 
     `best` is the mean reward of the best evaluation, at `best_step`; `worse` counts the evaluations since then.
     """
@@ -47,6 +52,8 @@ class TrainingState(msgspec.Struct, kw_only=True):
     best: float | None = None
     best_step: int = 0
     worse: int = 0
+    rates: dict[str, tuple[float, float, int]] = msgspec.field(default_factory=dict)
+    pending: list[tuple[int, str]] = msgspec.field(default_factory=list)
 
     def check(self, trainer: str, model: str) -> None:
         """Raise `ConfigError` if the checkpoint belongs to a different trainer or model."""
@@ -63,6 +70,19 @@ class _Settings(msgspec.Struct):
     training: dict[str, Any]
 
 
+class StepGroups(msgspec.Struct, kw_only=True):
+    """What one step trains on: the numbers of the groups `taken`, in order, and of those that are `trained`; the others
+    taught nothing. `version` is the version of the weights before the step, and `most_behind` by how many versions the
+    weights that sampled a token may be older."""
+
+    schema: str = STEP_GROUPS_SCHEMA
+    step: int
+    version: int
+    most_behind: int
+    taken: list[int]
+    trained: list[int]
+
+
 class TrainingFiles:
     """The files of one training run, in the folder `path`."""
 
@@ -75,6 +95,7 @@ class TrainingFiles:
         for part in self._checkpoints.glob("*.part"):
             shutil.rmtree(part, ignore_errors=True)
         self._logged = {line["kind"]: line["step"] for line in read_steps(path.parent)}
+        self.step_groups = read_step_groups(path.parent)
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of a checkpoint."""
@@ -139,6 +160,16 @@ class TrainingFiles:
         with writing(self.steps), self.steps.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
 
+    def log_groups(self, groups: StepGroups) -> None:
+        """Record the groups of a step, before the step, unless an earlier process has recorded the same. Raises
+        `DiskError`."""
+        if self.step_groups.get(groups.step) != groups:
+            earlier = {step: each for step, each in self.step_groups.items() if step < groups.step}
+            self.step_groups = earlier | {groups.step: groups}
+            path = self.path / STEP_GROUPS
+            with writing(path), path.open("ab") as file:
+                file.write(msgspec.json.encode(groups) + b"\n")
+
     def _saved(self) -> list[int]:
         found = (_NAME.fullmatch(each.name) for each in self._checkpoints.iterdir())
         return sorted(int(match[1]) for match in found if match is not None)
@@ -150,6 +181,17 @@ def read_steps(run: Path) -> Iterator[dict[str, JSON]]:
     for line in read_lines(run / FOLDER / "steps.jsonl"):
         if line.get("kind") in (STEP, EVALUATION) and isinstance(line.get("step"), int):
             yield line
+
+
+def read_step_groups(run: Path) -> dict[int, StepGroups]:
+    """Return what each step of a training run trained on. If an interrupted training run repeated a step in a different
+    way, the later record holds, and those of the steps after it are void. A damaged line is left out."""
+    found: dict[int, StepGroups] = {}
+    for line in read_lines(run / FOLDER / STEP_GROUPS):
+        with suppress(*UNREADABLE):
+            groups = msgspec.convert(line, StepGroups)
+            found = {step: each for step, each in found.items() if step < groups.step} | {groups.step: groups}
+    return found
 
 
 def read_settings(run: Path) -> dict[str, JSON]:

@@ -156,6 +156,7 @@ class TinkerTrainer:
     used."""
 
     name = "tinker"
+    overlaps = True
 
     def __init__(
         self,
@@ -174,6 +175,7 @@ class TinkerTrainer:
         self._seed = seed
         self._opened = AsyncExitStack()
         self._engine = TinkerEngine(server.model_copy(update={"history": "append"}), self.busy)
+        self._base: tinker.SamplingClient | None = None
         self._service: tinker.ServiceClient
         self._client: tinker.TrainingClient
 
@@ -219,25 +221,44 @@ class TinkerTrainer:
     async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
         import tinker
 
-        count = sum(row.sampled for row in rows)
+        config, count = self._config, sum(row.sampled for row in rows)
+        penalties, numbers = await self._reference(rows) if config.kl_weight else ([[0.0]] * len(rows), {})
         data = [
-            tinker.Datum(
-                model_input=tinker.ModelInput.from_ints(row.tokens[:-1]),
-                loss_fn_inputs=_tensors(
-                    row,
-                    logprobs=_shifted(row, row.logprobs),
-                    advantages=_shifted(row, [row.advantage / count * on for on in row.row.mask]),
-                ),
+            tinker.Datum(model_input=tinker.ModelInput.from_ints(row.tokens[:-1]), loss_fn_inputs=inputs)
+            for row, inputs in (
+                (row, _tensors(row, **_loss_inputs(row, config, count, penalty)))
+                for row, penalty in zip(rows, penalties, strict=True)
             )
-            for row in rows
         ]
-        adam = tinker.AdamParams(learning_rate=self._config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
-        computing = self._client.forward_backward(data, "importance_sampling")
+        rate = config.rate(int(version) - 1)
+        adam = tinker.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
+        name, settings = _loss_call(config)
+        computing = self._client.forward_backward(data, name, **({"loss_fn_config": settings} if settings else {}))
         stepping = self._client.optim_step(adam)
         answer, _ = await self._asked(computing), await self._asked(stepping)
         await self._sample_with(version)
         trained = (_completion(row, each["logprobs"]) for row, each in zip(rows, answer.loss_fn_outputs, strict=True))
-        return {"loss": sum(_loss(row, found) / count for row, found in zip(rows, trained, strict=True))}
+        loss = sum(_loss(row, found) / count for row, found in zip(rows, trained, strict=True))
+        return {"loss": loss, "learning_rate": rate, **numbers}
+
+    async def _reference(self, rows: Sequence[TrainedRow]) -> tuple[list[list[float]], dict[str, float]]:
+        """Return what the KL divergence from the base model subtracts from the advantage of each token, relative to the
+        mean over the step, and the metric `reference_kl`. Source: `incorporate_kl_penalty` of tinker-cookbook 0.6.1."""
+        import tinker
+
+        if self._base is None:
+            self._base = await _value(self._service.create_sampling_client, base_model=self.model)
+        asked = (_value(self._base.compute_logprobs, tinker.ModelInput.from_ints(row.tokens)) for row in rows)
+        answers = await self._asked(asyncio.gather(*asked))
+        apart = [
+            [
+                (now - (base or 0.0)) * on
+                for now, base, on in zip(row.own or row.logprobs, tail, row.row.mask, strict=True)
+            ]
+            for row, tail in ((row, each[len(row.row.prompt_ids) :]) for row, each in zip(rows, answers, strict=True))
+        ]
+        mean = sum(map(sum, apart)) / sum(row.sampled for row in rows)
+        return [[self._config.kl_weight * (each - mean) for each in line] for line in apart], {"reference_kl": mean}
 
     async def save(self, folder: Path) -> None:
         name = f"{folder.parent.parent.parent.name}-{folder.stem}".lower()
@@ -296,11 +317,38 @@ def _shifted(row: TrainedRow, completion: Sequence[float]) -> list[float]:
     return [*[0.0] * (len(row.row.prompt_ids) - 1), *completion]
 
 
+def _loss_call(config: TrainingConfig) -> tuple[str, dict[str, float]]:
+    """Return the loss's name in the API, and its settings."""
+    if config.loss == "importance_sampling":
+        return config.loss, {}
+    low, high = config.clips
+    name = "ppo" if config.loss == "dapo" else config.loss  # they differ only in the upper bound
+    return name, {"clip_low_threshold": max(0.0, 1 - low), "clip_high_threshold": 1 + high}
+
+
+def _loss_inputs(
+    row: TrainedRow, config: TrainingConfig, count: int, penalty: Sequence[float]
+) -> dict[str, Sequence[float]]:
+    """Return the inputs of the loss. Losses that clip compare with the sampler's probabilities; `importance_sampling`
+    compares with the trainer's own before the step, because the truncated weights are part of the advantages."""
+    clips = config.loss != "importance_sampling"
+    weights = [float(each > 0) if clips else each for each in row.importance]
+    penalties = penalty if len(penalty) == len(weights) else [0.0] * len(weights)
+    gains = [(row.advantage - less) / count * weight for weight, less in zip(weights, penalties, strict=True)]
+    found: dict[str, Sequence[float]] = {
+        "logprobs": _shifted(row, row.logprobs if clips else row.own or row.logprobs),
+        "advantages": _shifted(row, gains),
+    }
+    if config.loss == "gspo":
+        found["sequence_ratio_mask"] = _shifted(row, [float(on) for on in row.row.mask])
+    return found
+
+
 def _loss(row: TrainedRow, logprobs: Sequence[float]) -> float:
     """Return the sum of `importance_sampling` over a row, from the server's log-probabilities, because not every server
-    reports the loss."""
-    terms = zip(logprobs, row.logprobs, row.row.mask, strict=True)
-    return sum(-math.exp(found - sampled) * row.advantage for found, sampled, on in terms if on)
+    reports the loss. It is the loss without clips."""
+    terms = zip(logprobs, row.own or row.logprobs, row.importance, strict=True)
+    return sum(-math.exp(found - before) * row.advantage * weight for found, before, weight in terms if weight)
 
 
 def _completion(row: TrainedRow, found: Any) -> list[float]:

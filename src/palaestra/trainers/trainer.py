@@ -15,10 +15,16 @@ from palaestra.trainers.busy import BusyClock
 
 @dataclass(frozen=True, slots=True)
 class TrainedRow:
-    """One segment of a rollout, with the advantage of its trained tokens."""
+    """One segment of a rollout, with the advantage of its trained tokens.
+
+    `own[T]` are the trainer's log-probabilities of the completion, and `weights[T]` the importance weight of each of
+    its tokens, 0 for tokens that must not be trained. Both are empty until `importance.corrected` has set them.
+    """
 
     row: ExportedRow
     advantage: float
+    own: Sequence[float] = ()
+    weights: Sequence[float] = ()
 
     @property
     def tokens(self) -> list[int]:
@@ -32,12 +38,18 @@ class TrainedRow:
 
     @property
     def sampled(self) -> int:
-        """The number of trained tokens."""
+        """The number of sampled tokens."""
         return sum(self.row.mask)
+
+    @property
+    def importance(self) -> list[float]:
+        """The importance weight of each token of the completion; 0.0 where nothing is trained."""
+        return [float(each) for each in (self.weights or self.row.mask)]
 
 
 class Trainer(Protocol):
-    """Trains a model. Calls never overlap, and no rollout is in flight during `step`, `save` or `load`.
+    """Trains a model. Calls never overlap. No rollout is in flight during `step`, `save` or `load`, unless the trainer
+    `overlaps`.
 
     Each method raises `TrainerError` if the trainer fails, and `ConfigError` for settings or a checkpoint that the
     trainer cannot use.
@@ -49,6 +61,10 @@ class Trainer(Protocol):
 
     busy: BusyClock
     """The clock of busy time, which runs while the engine samples."""
+
+    overlaps: bool
+    """Whether the engine can sample while the trainer takes a step. Requests in progress then continue with the new
+    weights, and each token is recorded with the version that sampled it."""
 
     @property
     def engine(self) -> ServerEngine:

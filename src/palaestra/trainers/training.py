@@ -15,7 +15,9 @@ import math
 import random
 import statistics
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,12 +27,28 @@ from palaestra.rollouts.events import MetricsLogged
 from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
+from palaestra.rollouts.spec import RunSettings
 from palaestra.trainers.batch import EQUAL, Batch, Verdicts
-from palaestra.trainers.checkpoints import EVALUATION, FOLDER, STEP, TrainingFiles, TrainingState, read_steps
+from palaestra.trainers.checkpoints import (
+    EVALUATION,
+    FOLDER,
+    STEP,
+    StepGroups,
+    TrainingFiles,
+    TrainingState,
+    read_steps,
+)
 from palaestra.trainers.config import TrainingConfig
+from palaestra.trainers.rollouts_ahead import Drawn, RolloutsAhead
+from palaestra.trainers.task_memory import choose, remember
 from palaestra.trainers.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+_NEVER = (
+    "no rollout has earned a reward above 0 so far. Either the tasks are too hard for this model, or the score is "
+    "wrong: look at a rollout with `palaestra view last`, and at the score with `palaestra env check`"
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -53,13 +71,22 @@ class TrainingResult:
 
 
 class Training:
-    """One training run. `drive` is passed to `envs.run.run.run`; `result` is set when training has ended."""
+    """One training run. `drive` is passed to `envs.run.run.run`; `result` is set when training has ended. `reference`
+    returns the reward of a reference solution, or None if there is none."""
 
-    def __init__(self, trainer: Trainer, config: TrainingConfig) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        config: TrainingConfig,
+        reference: Callable[[], Awaitable[float | None]] | None = None,
+    ) -> None:
+        if config.async_steps and not trainer.overlaps:
+            raise ConfigError(f"the trainer {trainer.name} cannot sample during its steps: set async_steps to 0")
         self.trainer = trainer
         self.config = config
         self.busy = trainer.busy
         self.result: TrainingResult | None = None
+        self._reference = reference
         self._evaluations: list[float] = []
         self._rewards: list[float] = []
         self._difference = 0.0
@@ -72,11 +99,17 @@ class Training:
         self._files = TrainingFiles(runner.run_context.events.journal.path.parent / FOLDER)
         self._files.write_settings({"trainer": self.trainer.name, "training": self.config.recorded()})
         self._train, self._held_out = await self._split()
+        await self._check_reference()
         self._state = await self._restored()
-        runner.hand_on_finished(self._state.number)
-        reason = "done"
+        pending = self._pending(self._state)
+        runner.hand_on_finished(self._state.number, {number for number, _ in pending})
+        reason, most = "done", (self.config.async_steps + 1) * self.config.groups
+        self._places = asyncio.Semaphore(runner.concurrency)
+        ahead = RolloutsAhead(self._one, self._draw, most)
+        self._ahead = ahead if self.config.async_steps else None
         try:
-            await self._until_done()
+            async with ahead.opened(pending) if self._ahead else nullcontext():
+                await self._until_done()
         except _Done as done:
             reason = str(done)
         state = self._state
@@ -93,6 +126,19 @@ class Training:
             last=self._files.checkpoint(state.step),
         )
         return runner.totals
+
+    async def _check_reference(self) -> None:
+        if self._reference is not None and any(task.solution for task in self._train):
+            reward = await self._reference()
+            if reward is not None and reward <= 0:
+                self._warn(
+                    f"the reference solution of the first task earns {reward:g}, so a model cannot learn to earn more: "
+                    "check the score with `palaestra env check`"
+                )
+
+    def _warn(self, text: str) -> None:
+        logger.warning("%s", text)
+        self._runner.run_context.events.note(f"warning: {text}")
 
     async def _until_done(self) -> None:
         state, config = self._state, self.config
@@ -112,17 +158,12 @@ class Training:
     async def _step(self) -> None:
         began, busy = time.monotonic(), self.busy.seconds
         state, config = self._state, self.config
-        batch = await self._collect()
+        batch, groups = await self._collect()
+        self._files.log_groups(groups)
         rolled_out = time.monotonic()
         with self.busy.working():
-            most = batch.compare(await self.trainer.logprobs(batch.rows), config.max_difference)
-            self._difference = max(self._difference, most)
-            if not batch.rows:
-                raise TrainerError(
-                    f"step {state.step + 1}: the log-probabilities of sampler and trainer differ on every row, by up "
-                    f"to {most:.3g} nats on average (max_difference {config.max_difference:g}). Let the sampler use "
-                    "the trainer's weights and tokenizer"
-                )
+            mismatch = batch.weigh(await self.trainer.logprobs(batch.rows), config, state.step + 1)
+            self._difference = max(self._difference, mismatch.largest)
             numbers = await self.trainer.step(batch.rows, str(state.step + 1))
         for name in ("loss", "weight_norm"):
             if not math.isfinite(value := numbers.get(name, 0.0)):
@@ -131,7 +172,11 @@ class Training:
                     f"step {state.step + 1}: the {name} is {value}, so the step is lost. Resume with a lower "
                     f"learning_rate; the training run continues after step {saved.step if saved else 0}"
                 )
+        if state.step == 0 and not any(reward > 0 for reward in [*self._evaluations, *batch.rewards]):
+            self._warn(_NEVER)
         state.step += 1
+        if self._ahead is not None:
+            self._ahead.release(len(groups.trained))
         ended = time.monotonic()
         self._rewards.append(statistics.fmean(batch.rewards))
         self._report(
@@ -139,11 +184,14 @@ class Training:
             {
                 "reward": self._rewards[-1],
                 **batch.verdicts.numbers(),
-                "logprob_difference": most,
+                **mismatch.numbers(),
                 "rows": len(batch.rows),
                 "sampled_tokens": sum(row.sampled for row in batch.rows),
                 "rollouts": batch.rollouts,
                 "groups": batch.groups,
+                "dull_groups": batch.refused[EQUAL],
+                "completion_tokens": statistics.fmean(row.sampled for row in batch.rows),
+                **batch.staleness(groups.version),
                 **batch.refused,
                 "rollout_s": rolled_out - began,
                 "train_s": ended - rolled_out,
@@ -152,26 +200,54 @@ class Training:
             },
         )
 
-    async def _collect(self) -> Batch:
-        """Roll out tasks until there are enough groups to learn from, or `most_draws` is reached. Raises `TrainerError`
-        if there is nothing to learn from."""
+    async def _collect(self) -> tuple[Batch, StepGroups]:
+        """Take groups until there are enough to learn from, or `most_draws` is reached. Raises `TrainerError` if there
+        is nothing to learn from."""
         batch, config, state = Batch(), self.config, self._state
-        most, drawn = math.ceil(config.groups * config.most_draws), 0
-        while batch.groups < config.groups and drawn < most:
-            wanted = min(config.groups - batch.groups, most - drawn)
-            drawn += wanted
-            groups = await self._roll_out([self._next_task() for _ in range(wanted)])
+        found = StepGroups(
+            step=state.step + 1, version=state.step, most_behind=config.most_behind, taken=[], trained=[]
+        )
+        most, recorded = math.ceil(config.groups * config.most_draws), self._files.step_groups.get(found.step)
+        again = deque(recorded.taken if recorded else ())
+        while batch.groups < config.groups and len(found.taken) < most:
+            if self._ahead is not None:
+                groups = [await self._ahead.take(again.popleft() if again else None)]
+            else:
+                wanted = min(config.groups - batch.groups, most - len(found.taken))
+                groups = await self._roll_out(self._next_tasks(wanted))
             for group in groups:
-                batch.add(group, version=state.step, most_behind=config.max_off_policy, scaled=config.scale_advantages)
+                rewards = [each.reward for each in group.scored if each.reward is not None]
+                remember(state.rates, group.task_id, rewards, state.drawn)
+                added = batch.add(
+                    group,
+                    version=state.step,
+                    most_behind=config.most_behind,
+                    scaled=config.scale_advantages,
+                    advantage=config.advantage,
+                )
+                found.taken.append(group.number)
+                if added:
+                    found.trained.append(group.number)
+                elif self._ahead is not None:
+                    self._ahead.release(1)
+        for name in batch.late:
+            self._runner.run_context.events.note(
+                f"step {found.step}: group {name} is dropped, because weights more than {config.most_behind} versions "
+                "old sampled it"
+            )
         if not batch.rows:
+            if not any(reward > 0 for reward in [*self._evaluations, *batch.rewards]):
+                self._warn(_NEVER)
             reasons = ", ".join(f"{count} {name}" for name, count in batch.refused.items() if count)
             hint = (
                 "all tasks are too hard or too easy for this model"
                 if batch.refused[EQUAL]
                 else "see `palaestra report`"
             )
-            raise TrainerError(f"step {state.step + 1}: none of {drawn} groups can be trained on ({reasons}); {hint}")
-        return batch
+            raise TrainerError(
+                f"step {found.step}: none of {len(found.taken)} groups can be trained on ({reasons}); {hint}"
+            )
+        return batch, found
 
     async def _evaluate(self, step: int) -> bool:
         """Roll out the held-out tasks; return whether the mean reward is the best so far."""
@@ -201,30 +277,67 @@ class Training:
         settings = runner.run_context.settings
         if group_size is not None:
             settings = replace(settings, group_size=group_size, branches=0)
-        places = asyncio.Semaphore(runner.concurrency)
-
-        async def one(number: int, task: Task) -> Group:
-            async with places:
-                if runner.gate is not None and not await runner.gate():
-                    raise RunStopped(runner.run_context.limits.message)
-                return await runner.roll_out(number, task, settings)
-
         try:
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(one(first + place, task)) for place, task in enumerate(tasks)]
+                running = [
+                    group.create_task(self._one(first + place, task, settings)) for place, task in enumerate(tasks)
+                ]
         except* RunStopped as stopped:
             raise stopped.exceptions[0] from None
         except* Exception as failures:
             raise _first(failures) from None
         return [each.result() for each in running]
 
-    def _next_task(self) -> Task:
-        """Return the next task. The order of the tasks is random and is drawn again for each pass over them."""
-        passed, place = divmod(self._state.drawn, len(self._train))
-        self._state.drawn += 1
-        order = list(range(len(self._train)))
-        random.Random(f"{self._runner.run_context.settings.seed}:tasks:{passed}").shuffle(order)
-        return self._train[order[place]]
+    async def _one(self, number: int, task: Task, settings: RunSettings | None = None) -> Group:
+        """Roll out one group, once there is a place for it."""
+        runner = self._runner
+        async with self._places:
+            if runner.gate is not None and not await runner.gate():
+                raise RunStopped(runner.run_context.limits.message)
+            return await runner.roll_out(number, task, settings)
+
+    def _draw(self) -> Drawn:
+        """Draw the next group for the rollouts that are ahead."""
+        assert self._ahead is not None
+        (task,) = self._next_tasks(1, [each for _, each in self._ahead.pending])
+        self._state.number += 1
+        return self._state.number - 1, task
+
+    def _next_tasks(self, count: int, taken: Sequence[str] = ()) -> list[Task]:
+        """Draw the next tasks. If `replay` is 1, their order is random and drawn again for each pass over them;
+        otherwise the memory chooses different ones as far as possible, and not those in `taken`."""
+        settings, found = self._runner.run_context.settings, list[Task]()
+        for _ in range(count):
+            if self.config.replay == 1:
+                passed, place = divmod(self._state.drawn, len(self._train))
+                self._state.drawn += 1
+                order = list(range(len(self._train)))
+                random.Random(f"{settings.seed}:tasks:{passed}").shuffle(order)
+                found.append(self._train[order[place]])
+                continue
+            rng = random.Random(f"{settings.seed}:tasks:{self._state.drawn}")
+            self._state.drawn += 1
+            out = {*taken, *(each.id for each in found)}
+            found.append(
+                choose(
+                    self._train,
+                    self._state.rates,
+                    self.config,
+                    taken=out,
+                    size=settings.group_size,
+                    drawn=self._state.drawn,
+                    rng=rng,
+                )
+            )
+        return found
+
+    def _pending(self, state: TrainingState) -> list[Drawn]:
+        """Return the groups that were drawn before the checkpoint and not trained. Raises `ConfigError` if a task of
+        theirs is missing."""
+        tasks = {task.id: task for task in self._train}
+        if lost := [task for _, task in state.pending if task not in tasks]:
+            raise ConfigError(f"the environment no longer has the task {lost[0]}, of which rollouts have begun")
+        return [(number, tasks[task]) for number, task in state.pending]
 
     async def _split(self) -> tuple[list[Task], list[Task]]:
         """Return the tasks to train on and the held-out tasks, which are disjoint by id."""
@@ -259,6 +372,8 @@ class Training:
         return state
 
     async def _save(self) -> None:
+        if self._ahead is not None:
+            self._state.pending = self._ahead.pending
         part = self._files.begin(self._state.step)
         await self.trainer.save(part)
         await asyncio.to_thread(self._files.commit, part, self._state, self.config.keep)

@@ -2,9 +2,12 @@
 trained model itself.
 
 TRL trains in a thread. Its `rollout_func` waits for the rows of the next step, so that `Training` decides when TRL
-takes a step, and the model's weights change only while nothing samples. TRL subtracts the mean of a batch from its
-rewards. One added row without trained tokens makes the mean 0, so that the advantages stay as they are. The loss `dapo`
-gives all sampled tokens of a step the same weight.
+takes a step. The model's weights change only while nothing samples; if rollouts are ahead of the steps, a copy of the
+model samples. TRL subtracts the mean of a batch from its
+rewards. One added row without trained tokens makes the mean 0, so that the advantages stay as they are. TRL accepts one
+advantage per token from subclasses, so each token's advantage is multiplied by its importance weight. The loss types
+`dapo` and `cispo` give all sampled tokens of a step the same weight. Losses that clip compare the new probabilities
+with the sampler's.
 
 Needs the extra `trl`. Source: `GRPOTrainer` of TRL 1.16.
 """
@@ -12,11 +15,14 @@ Needs the extra `trl`. Source: `GRPOTrainer` of TRL 1.16.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 import queue
+import shutil
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,8 +32,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from palaestra.core.errors import ConfigError, DiskError, TrainerError
 from palaestra.core.extras import install_command
 from palaestra.core.types import JSON
+from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.token_engine import SGLangEngine, VLLMEngine
 from palaestra.inference.engines.torch_decoder import quiet_loading
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.trainers.busy import BusyClock
@@ -35,6 +43,7 @@ from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.trainer import TrainedRow
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
     from trl import GRPOTrainer
 
 logger = logging.getLogger(__name__)
@@ -59,17 +68,50 @@ class _SamplingEngine(TransformersEngine):
             return await super().generate(input_ids, {**sampling, "logprobs_mode": "processed_logprobs"})
 
 
+class _ServedSGLang(SGLangEngine):
+    """An SGLang server that samples with the trained weights."""
+
+    busy: BusyClock
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        with self.busy.working():
+            return await super().generate(input_ids, sampling)
+
+
+class _ServedVLLM(VLLMEngine):
+    """A vLLM server that samples with the trained weights."""
+
+    busy: BusyClock
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        with self.busy.working():
+            return await super().generate(input_ids, sampling)
+
+
+_SERVED: Mapping[str, type[_ServedSGLang | _ServedVLLM]] = {"sglang": _ServedSGLang, "vllm": _ServedVLLM}
+
+
 class TrlTrainer:
-    """Trains all weights of a model from a folder or the hub, on this machine."""
+    """Trains all weights of a model from a folder or the hub, on this machine. If the server's type is `sglang` or
+    `vllm`, this server samples: after each step, the weights are written to a folder that the server must be able to
+    read, and the server loads them."""
 
     name = "trl"
+    overlaps = True
 
     def __init__(self, server: APIServerConfig, config: TrainingConfig, *, rollouts: int, temperature: float) -> None:
         """Set up the trainer. `rollouts` is the maximum number of rollouts that one step trains on, and `temperature`
         is the temperature at which they are sampled."""
         self.model = server.model_name
         self.busy = BusyClock()
-        self._server = server.model_copy(update={"server_type": "transformers", "history": "append"})
+        served = server.server_type in _SERVED
+        if served and temperature != 1:
+            raise ConfigError(
+                f"{server.server_type} reports log-probabilities at temperature 1, but the agent samples at "
+                f"{temperature:g}: set agent_temperature to 1"
+            )
+        kind = server.server_type if served else "transformers"
+        self._server = server.model_copy(update={"server_type": kind, "history": "append"})
         self._config = config
         self._temperature = temperature
         self._rows = math.ceil(rollouts * _SPARE) + 1
@@ -80,10 +122,10 @@ class TrlTrainer:
         self._folder = tempfile.TemporaryDirectory(prefix="palaestra-trl-")
         self._thread = threading.Thread(target=self._train, name="trl-trainer", daemon=True)
         self._trl: GRPOTrainer
-        self._engine: _SamplingEngine
+        self._engine: _SamplingEngine | _ServedSGLang | _ServedVLLM
 
     @property
-    def engine(self) -> TransformersEngine:
+    def engine(self) -> ServerEngine:
         return self._engine
 
     async def open(self) -> None:
@@ -94,12 +136,17 @@ class TrlTrainer:
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(f"The model '{self.model}' cannot be trained: {first}") from None
-        self._engine = _SamplingEngine(
-            self._server, tokenizer=self._trl.processing_class, make=lambda: self._trl.model, seed=0
-        )
+        if served := _SERVED.get(self._server.server_type):
+            self._engine = served(self._server)
+        else:
+            self._engine = _SamplingEngine(
+                self._server, tokenizer=self._trl.processing_class, make=self._sampled_model, seed=0
+            )
         self._engine.busy = self.busy
         self._thread.start()
         await asyncio.wrap_future(self._ready)
+        if self._server.server_type in _SERVED:
+            await self._sample_as("0")
 
     async def logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
         return await self._computed(lambda: self._own_logprobs(rows))
@@ -113,7 +160,7 @@ class TrlTrainer:
         batch = _Batch(rows)
         self._batches.put(batch)
         numbers = await asyncio.wrap_future(batch.done)
-        self._engine.policy_version = version
+        await self._sample_as(version)
         return numbers
 
     async def save(self, folder: Path) -> None:
@@ -122,9 +169,7 @@ class TrlTrainer:
         def write() -> None:
             import torch
 
-            with quiet_loading():
-                self._trl.model.save_pretrained(folder / "model")
-            self._trl.processing_class.save_pretrained(folder / "model")
+            self._save_model(folder / "model")
             torch.save(self._trl.optimizer.state_dict(), folder / "optimizer.pt")
 
         try:
@@ -147,7 +192,9 @@ class TrlTrainer:
                 torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
             )
             for group in self._trl.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] = self._config.learning_rate
+                group["initial_lr"] = self._config.learning_rate
+                group["lr"] = self._config.rate(int(version))
+            self._trl.lr_scheduler.last_epoch = int(version)  # torch's schedulers follow from the number of the step
 
         try:
             await self._computed(read)
@@ -157,13 +204,33 @@ class TrlTrainer:
                 f"The checkpoint {folder} does not fit the model '{self.model}': {first}. Resume with the model that "
                 "was trained, or remove the folder to continue from the previous checkpoint"
             ) from None
-        self._engine.policy_version = version
+        await self._sample_as(version)
 
     async def aclose(self) -> None:
         self._batches.put(None)
         if self._thread.ident is not None:
             await asyncio.shield(asyncio.to_thread(self._thread.join))
         self._folder.cleanup()
+
+    def _save_model(self, folder: Path) -> None:
+        with quiet_loading():
+            self._trl.model.save_pretrained(folder)
+        self._trl.processing_class.save_pretrained(folder)
+
+    def _sampled_model(self) -> PreTrainedModel:
+        """Return the model that samples: the trained one, or a copy if it samples during steps."""
+        return copy.deepcopy(self._trl.model).eval() if self._config.async_steps else self._trl.model
+
+    async def _sample_as(self, version: str) -> None:
+        if not isinstance(self._engine, _SamplingEngine):
+            folder = Path(self._folder.name) / "served" / version
+            await self._computed(lambda: self._save_model(folder))
+            await self._engine.load_weights(str(folder), version)
+            await asyncio.to_thread(shutil.rmtree, folder)
+        elif self._config.async_steps:
+            await self._engine.copy_weights(self._trl.model, version)
+        else:
+            self._engine.policy_version = version
 
     async def _computed(self, compute: Callable[[], T]) -> T:
         """Run a function while TRL waits for rows."""
@@ -176,36 +243,52 @@ class TrlTrainer:
         from transformers import AutoTokenizer, PrinterCallback
         from trl import GRPOConfig, GRPOTrainer
 
+        owner, config = self, self._config
+        low, high = config.clips if config.loss != "importance_sampling" else (0.2, 0.28)  # its ratio is exactly 1
+
+        class WeighedTrainer(GRPOTrainer):  # type: ignore[misc]  # trl has no types
+            def _generate_and_score_completions(self, inputs: list[JSON]) -> dict[str, Any]:
+                return owner._weighed(super()._generate_and_score_completions(inputs))
+
+            def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+                return super().create_scheduler(config.steps, optimizer)
+
         micro = min(FORWARD_ROWS, self._rows)
         passes = math.ceil(self._rows / micro)
         self._rows = micro * passes
-        args = GRPOConfig(
-            self._folder.name,
-            max_steps=2**40,
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=passes,
-            num_generations=self._rows,
-            learning_rate=self._config.learning_rate,
-            lr_scheduler_type="constant",
-            adam_beta2=0.95,
-            weight_decay=0.0,
-            beta=0.0,
-            loss_type="dapo",
-            epsilon_high=0.28,
-            scale_rewards="none",
-            temperature=self._temperature,
-            bf16=False,
-            use_cpu=not _has_gpu(),
-            gradient_checkpointing=False,
-            logging_steps=1,
-            logging_nan_inf_filter=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            model_init_kwargs={"dtype": "float32"},
-        )
-        with quiet_loading():
-            trainer = GRPOTrainer(
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the library's plans, not about this training
+            args = GRPOConfig(
+                self._folder.name,
+                max_steps=2**40,
+                per_device_train_batch_size=micro,
+                gradient_accumulation_steps=passes,
+                num_generations=self._rows,
+                learning_rate=config.learning_rate,
+                lr_scheduler_type="constant_with_warmup" if config.schedule == "constant" else config.schedule,
+                warmup_steps=config.warmup,
+                adam_beta2=0.95,
+                weight_decay=0.0,
+                beta=config.kl_weight,
+                loss_type="cispo" if config.loss == "cispo" else "dapo",
+                importance_sampling_level="sequence" if config.loss == "gspo" else "token",
+                epsilon=low,
+                epsilon_high=1 + high if config.loss == "cispo" else high,
+                scale_rewards="none",
+                temperature=self._temperature,
+                bf16=False,
+                use_cpu=not _has_gpu(),
+                gradient_checkpointing=False,
+                logging_steps=1,
+                logging_nan_inf_filter=False,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                model_init_kwargs={"dtype": "float32"},
+            )
+        with quiet_loading(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = WeighedTrainer(
                 model=self.model,
                 args=args,
                 train_dataset=Dataset.from_list([{"prompt": "rows come from the training"}]),
@@ -265,6 +348,22 @@ class TrlTrainer:
             "advantage": [row.advantage for row in rows] + [balance] + [0.0] * (fillers - 1),
         }
 
+    def _weighed(self, output: dict[str, Any]) -> dict[str, Any]:
+        """Return TRL's inputs of a step with one advantage per token, and with the probabilities to which the loss
+        compares the new ones: the trainer's own before the step, which TRL takes if there are none, or the
+        sampler's."""
+        import torch
+
+        assert self._pending is not None
+        weights = torch.zeros(output["completion_ids"].shape, device=output["advantages"].device)
+        for line, row in zip(weights, self._pending.rows, strict=False):
+            given = torch.tensor(row.importance, device=weights.device)
+            line[: len(given)] = given if self._config.loss == "importance_sampling" else (given > 0).float()
+        output["advantages"] = output["advantages"].unsqueeze(1) * weights
+        if self._config.loss != "importance_sampling":
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        return output
+
     def _own_logprobs(self, rows: Sequence[TrainedRow]) -> list[list[float]]:
         import torch
         from trl.trainer.utils import pad
@@ -316,8 +415,15 @@ def _numbers(trainer: GRPOTrainer) -> dict[str, float]:
     import torch
 
     last = next((each for each in reversed(trainer.state.log_history) if "loss" in each), {"loss": math.nan})
-    names = ("loss", "grad_norm", "entropy", "clip_ratio/region_mean")
-    numbers = {name.partition("/")[0]: float(last[name]) for name in names if name in last}
+    names = {
+        "loss": "loss",
+        "grad_norm": "grad_norm",
+        "entropy": "entropy",
+        "clip_ratio/region_mean": "clip_ratio",
+        "kl": "reference_kl",
+        "learning_rate": "learning_rate",
+    }
+    numbers = {name: float(last[key]) for key, name in names.items() if key in last}
     norms = [weight.detach().norm() for weight in trainer.model.parameters()]
     return numbers | {"weight_norm": float(torch.stack(norms).norm())}
 

@@ -14,10 +14,10 @@ from palaestra.core.types import JSON
 from palaestra.rollouts.observe.intervals import Cluster, share_interval
 from palaestra.rollouts.observe.metrics import PASSED
 from palaestra.viewer.run_index import RunIndex
-from palaestra.viewer.runs import Runs
+from palaestra.viewer.runs import OpenRuns
 
 
-def forks(runs: Runs, name: str, rollout_id: str) -> dict[str, JSON]:
+def forks(runs: OpenRuns, name: str, rollout_id: str) -> dict[str, JSON]:
     """Return what the page of a rollout shows about counterfactual runs.
 
     `turns` has an entry for each turn from which the rollout was continued: the numbers of scored rollouts and of those
@@ -48,7 +48,7 @@ def fork_of(index: RunIndex) -> dict[str, JSON] | None:
     return {"run_id": run_id, "rollout_id": rollout_id, "turn": turn} if fits else None
 
 
-def origin_of(runs: Runs, name: str) -> str | None:
+def origin_of(runs: OpenRuns, name: str) -> str | None:
     """Return the name of the run that a counterfactual run continues, if the viewer shows that run."""
     fork = fork_of(runs[name])
     if fork is None:
@@ -56,7 +56,7 @@ def origin_of(runs: Runs, name: str) -> str | None:
     return next((each for each, index in _every(runs) if index.facts().get("run_id") == fork["run_id"]), None)
 
 
-def _every(runs: Runs) -> list[tuple[str, RunIndex]]:
+def _every(runs: OpenRuns) -> list[tuple[str, RunIndex]]:
     found = []
     for name in runs:
         try:

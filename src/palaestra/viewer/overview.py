@@ -14,9 +14,9 @@ from palaestra.core.types import JSON
 from palaestra.rollouts.finished_run import last_metrics
 from palaestra.rollouts.observe.failures import Cause, Failures
 from palaestra.rollouts.observe.metrics import BY_OFFICIAL, group_size, pass_metrics
-from palaestra.rollouts.observe.verdicts import Verdicts
+from palaestra.rollouts.observe.verdicts import VerdictCounts
 from palaestra.viewer.imported import COMMAND
-from palaestra.viewer.run_index import RESUMED, Evidence, RunIndex, evidence
+from palaestra.viewer.run_index import RESUMED, RolloutEvidence, RunIndex, evidence
 
 _IN_TABLE = re.compile(r"/(pass@\d+|mean_reward|pass_rate|scored|planned|tasks|attempts|unscored|tasks_not_run)(/|$)")
 _MOST_CATEGORIES = 200
@@ -29,7 +29,7 @@ def overview(index: RunIndex, own: Mapping[str, float] | None = None) -> dict[st
     sentence about resumed rollouts (`resumed`). `own` has the metrics of a run that is just ending."""
     scores, groups = _Scores(index), index.all_groups()
     imported = index.config().get("command") == COMMAND  # a log may have no rewards, which is not a failure
-    failures, crashes, verdicts = Failures(), Failures(), Verdicts()
+    failures, crashes, verdicts = Failures(), Failures(), VerdictCounts()
     for one in evidence(index):
         scores.add(one)
         if one.reward is None and (one.blame or one.error or not imported):
@@ -72,7 +72,7 @@ class _Scores:
         self._categories: dict[str, str] = {}
         self._judged = False
 
-    def add(self, one: Evidence) -> None:
+    def add(self, one: RolloutEvidence) -> None:
         """Count one rollout."""
         self._counts[one.group] += 1
         self._judged = self._judged or one.official is not None

@@ -29,7 +29,7 @@ from palaestra.viewer.forks import fork_of, forks
 from palaestra.viewer.overview import overview
 from palaestra.viewer.rollout_record import Names, rollout_record, token_record
 from palaestra.viewer.run_index import RunIndex
-from palaestra.viewer.runs import Runs
+from palaestra.viewer.runs import OpenRuns
 from palaestra.viewer.summary import run_details, run_summary
 
 LONG_CHARS = 50_000
@@ -62,7 +62,9 @@ class Chosen:
     page_bytes: int = PAGE_BYTES
 
 
-def write_page(path: Path, runs: Runs, chosen: Chosen, texts: Callable[[str], Names | None] = lambda run: None) -> Path:
+def write_page(
+    path: Path, runs: OpenRuns, chosen: Chosen, texts: Callable[[str], Names | None] = lambda run: None
+) -> Path:
     """Write the first of `runs` to a file, and return the path. Raises `ConfigError` if no rollout fits or too many do,
     and `DiskError` if the file cannot be written."""
     name = next(iter([*runs, *runs.problems]))
@@ -87,14 +89,14 @@ def write_report(folder: Path, path: Path, own: Mapping[str, float] | None = Non
     if not (folder / JOURNAL_NAME).is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no {JOURNAL_NAME}")
     with tempfile.TemporaryDirectory(prefix="palaestra-report-") as store:
-        runs = Runs(folder.parent, [folder], Path(store))
+        runs = OpenRuns(folder.parent, [folder], Path(store))
         try:
             write_page(path, runs, Chosen(tokens=False, first=True, own=own))
         finally:
             runs.close()
 
 
-def page_data(runs: Runs, name: str, chosen: Chosen, names: Names | None) -> Iterator[bytes]:
+def page_data(runs: OpenRuns, name: str, chosen: Chosen, names: Names | None) -> Iterator[bytes]:
     """Yield the data of a file as JSON, in pieces: `rows`, `groups`, `left_out` (the number of rollouts that are not in
     the file), and `answers` by what the page asks."""
     index = runs[name]
@@ -152,7 +154,7 @@ def _rows(index: RunIndex, chosen: Chosen) -> tuple[list[dict[str, JSON]], int]:
 
 
 def _answers(
-    runs: Runs,
+    runs: OpenRuns,
     name: str,
     rows: Sequence[Mapping[str, JSON]],
     groups: Sequence[Mapping[str, JSON]],

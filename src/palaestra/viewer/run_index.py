@@ -607,7 +607,7 @@ def _fits(db: sqlite3.Connection, path: Path) -> bool:
         return hashlib.blake2b(file.read(min(offset, _TAIL_BYTES))).hexdigest() == facts.get("tail")
 
 
-class Evidence(NamedTuple):
+class RolloutEvidence(NamedTuple):
     """What an overview of a run needs of one rollout."""
 
     id: str
@@ -625,7 +625,7 @@ class Evidence(NamedTuple):
     """The error with which the check failed over the work; empty if it did not."""
 
 
-def evidence(index: RunIndex) -> Iterator[Evidence]:
+def evidence(index: RunIndex) -> Iterator[RolloutEvidence]:
     """Yield the evidence of all finished rollouts, in the order in which they ended."""
     last = -1
     while True:
@@ -637,7 +637,7 @@ def evidence(index: RunIndex) -> Iterator[Evidence]:
             ).fetchall()
         if not rows:
             return
-        yield from (Evidence(*row[1:]) for row in rows)
+        yield from (RolloutEvidence(*row[1:]) for row in rows)
         last = rows[-1][0]
 
 

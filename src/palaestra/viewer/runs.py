@@ -34,7 +34,7 @@ _DEEP = 3
 _KEPT_S = 30 * 86_400.0
 
 
-class Runs:
+class OpenRuns:
     """The runs below `root`, or only the folders and files `only`. `store` is the folder of the indexes; None keeps
     them in memory."""
 
@@ -187,7 +187,7 @@ def _run_id(path: Path, changed: int) -> str:
         return ""
 
 
-def open_runs(target: str, store: Path | None = None) -> Runs:
+def open_runs(target: str, store: Path | None = None) -> OpenRuns:
     """Return the runs that `target` names: a run, as in `find_run`, a folder with runs in it or below it, or a file or
     folder of another program. An empty `target` names the folder of runs. Raises `ConfigError` if there are none."""
     if not target:
@@ -196,14 +196,14 @@ def open_runs(target: str, store: Path | None = None) -> Runs:
                 f"there are no runs in {RUNS.resolve()} or {BATCHES.resolve()}: specify the folder of a run, or start "
                 "one with `palaestra run`"
             )
-        return Runs(RUNS, store=store)
+        return OpenRuns(RUNS, store=store)
     folder = find_run(target)
     folder = folder.parent if folder.is_file() and folder.name == JOURNAL_NAME else folder
     if (folder / JOURNAL_NAME).is_file():
-        return Runs(folder.parent, [folder], store)
+        return OpenRuns(folder.parent, [folder], store)
     if not folder.is_dir():
         return _file(folder, store)
-    runs = Runs(folder, store=store)
+    runs = OpenRuns(folder, store=store)
     if not list(runs) and not runs.problems:
         found = sources_below(folder)
         if not found:
@@ -211,16 +211,16 @@ def open_runs(target: str, store: Path | None = None) -> Runs:
                 f"{folder} is not a run folder, and there is nothing below it that can be shown: specify a folder with "
                 f"journals, or a file: {READABLE}"
             )
-        runs = Runs(folder, found, store)
+        runs = OpenRuns(folder, found, store)
         if not list(runs):
             reasons = "; ".join(list(runs.problems.values())[:3])
             raise ConfigError(f"{folder} has nothing that can be shown: {reasons}")
     return runs
 
 
-def _file(path: Path, store: Path | None) -> Runs:
+def _file(path: Path, store: Path | None) -> OpenRuns:
     """Return a file of another program as the one run. Raises `ConfigError` if it cannot be read."""
-    runs = Runs(path.parent, [path], store)
+    runs = OpenRuns(path.parent, [path], store)
     for name in runs:
         runs.update(name, 0.2)
     if runs.problems:

@@ -15,7 +15,7 @@ import msgspec
 
 from palaestra.core.io.durable_files import UNREADABLE
 from palaestra.core.types import JSON
-from palaestra.rollouts.export.messages import ChatMessage, chat_message, part_text
+from palaestra.rollouts.export.chat_messages import ChatMessage, chat_message, part_text
 from palaestra.rollouts.imports.source import objects_of
 
 _AROUND_CHARS = 80

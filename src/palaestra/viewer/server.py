@@ -54,7 +54,7 @@ from palaestra.viewer.overview import overview
 from palaestra.viewer.page_file import page_file, page_files
 from palaestra.viewer.rollout_record import Names, rollout_record, text_at, token_record
 from palaestra.viewer.run_index import Condition
-from palaestra.viewer.runs import Runs
+from palaestra.viewer.runs import OpenRuns
 from palaestra.viewer.summary import compared, run_details, run_summary
 
 POLICY = (
@@ -87,7 +87,11 @@ class Viewer:
     name under which annotations are stored."""
 
     def __init__(
-        self, runs: Runs, token: str, names: Callable[[str], Names | None] = lambda run: None, author: str = "viewer"
+        self,
+        runs: OpenRuns,
+        token: str,
+        names: Callable[[str], Names | None] = lambda run: None,
+        author: str = "viewer",
     ) -> None:
         self.runs = runs
         self._author = author
@@ -325,13 +329,13 @@ class Query:
 _Answer = Callable[[Query], JSON]
 
 
-def all_runs(runs: Runs) -> JSON:
+def all_runs(runs: OpenRuns) -> JSON:
     """Return the summaries of all runs."""
     found = [run_summary(runs[name], name) for name in runs]
     return {"runs": found, "problems": runs.problems, "more": runs.more, "root": str(runs.root)}
 
 
-def one_run(runs: Runs, name: str) -> JSON:
+def one_run(runs: OpenRuns, name: str) -> JSON:
     """Return the summary and the details of a run."""
     fork = fork_of(runs[name])
     details = run_details(runs[name]) | {"judged": runs.marks(name).summary()}
@@ -339,13 +343,13 @@ def one_run(runs: Runs, name: str) -> JSON:
     return {"summary": run_summary(runs[name], name), **details, **overview(runs[name])}
 
 
-def groups(runs: Runs, name: str, offset: int, limit: int) -> JSON:
+def groups(runs: OpenRuns, name: str, offset: int, limit: int) -> JSON:
     """Return one page of a run's groups."""
     total, found = runs[name].groups(offset=offset, limit=limit)
     return {"total": total, "groups": found}
 
 
-def rollouts(runs: Runs, asked: Query) -> JSON:
+def rollouts(runs: OpenRuns, asked: Query) -> JSON:
     """Return one page of a run's rollouts."""
     total, rows = runs[asked.run].rows(
         asked.where,
@@ -357,7 +361,7 @@ def rollouts(runs: Runs, asked: Query) -> JSON:
     return {"total": total, "rows": runs.marks(asked.run).annotated(rows)}
 
 
-def compared_rollouts(runs: Runs, name: str, ids: Sequence[str], reference: str) -> JSON:
+def compared_rollouts(runs: OpenRuns, name: str, ids: Sequence[str], reference: str) -> JSON:
     """Compare rollouts of a run."""
     if not 2 <= len(set(ids)) <= MOST:
         raise ConfigError(f"2 to {MOST} rollouts can be compared, not {len(set(ids))}")

@@ -14,7 +14,7 @@ from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError
 from palaestra.rollouts.journal.origin import made_here
 from palaestra.viewer.rollout_record import Names
-from palaestra.viewer.runs import Runs
+from palaestra.viewer.runs import OpenRuns
 
 if TYPE_CHECKING:
     from palaestra.inference.tokenizers import FastTokenizer
@@ -24,7 +24,7 @@ class TokenTexts:
     """Finds the tokenizer of each run, once. `chosen` is the tokenizer that the user named, for all runs. Raises
     `ConfigError` if that tokenizer cannot be loaded."""
 
-    def __init__(self, runs: Runs, chosen: str | None = None) -> None:
+    def __init__(self, runs: OpenRuns, chosen: str | None = None) -> None:
         self._runs = runs
         self._found: dict[str, FastTokenizer | None] = {}
         self._chosen = None if chosen is None else _load(chosen)

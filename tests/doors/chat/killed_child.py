@@ -15,9 +15,9 @@ from pathlib import Path
 
 from palaestra import tool
 from palaestra.doors.chat.conversation import Conversation, People
-from palaestra.doors.chat.events import TurnEnded
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.chat.turn_events import TurnEnded
 from palaestra.inference.config import APIServerConfig
 
 MESSAGES = 6

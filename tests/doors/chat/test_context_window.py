@@ -15,10 +15,10 @@ from aiohttp import web
 from palaestra.core.errors import ContextExceeded, EngineError
 from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.conversation import Conversation, People
-from palaestra.doors.chat.events import Event, Notice, TurnEnded
 from palaestra.doors.chat.one_shot import list_conversations
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.chat.turn_events import Event, Notice, TurnEnded
 from palaestra.inference.config import APIServerConfig
 from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
 
@@ -76,15 +76,15 @@ def test_a_long_conversation_goes_on_past_the_window(tmp_path: Path, known: str)
                 assert 0 < end.context_tokens < WINDOW
             if known in ("listed", "setting"):
                 assert server.refused == 0
-            assert conversation.window_tokens == (None if known == "silent" else WINDOW)
+            assert conversation.context.size == (None if known == "silent" else WINDOW)
             assert notices
             assert all("replaced with a summary" in notice.text and notice.kind == "compaction" for notice in notices)
-            assert conversation.title.startswith("say answer 0")
+            assert conversation.history.title.startswith("say answer 0")
             assert "say answer 0" in list_conversations(service.store, as_json=False)
-            assert service.store.history(conversation.id) == conversation.messages
+            assert service.store.history(conversation.id) == conversation.history.messages
             stored = [str(message["content"]) for message in service.store.said(conversation.id)]
             assert all(words(number) in stored for number in range(20))
-            assert "SUMMARY" in str(conversation.messages[1]["content"])
+            assert "SUMMARY" in str(conversation.history.messages[1]["content"])
 
     asyncio.run(main())
 
@@ -101,7 +101,7 @@ def test_a_full_conversation_of_an_earlier_version_is_compacted_in_pieces_that_f
         async with tight, chat(tmp_path, tight) as service:
             conversation = Conversation.open(service, name)
             assert await conversation.compact() == "SUMMARY 1"
-            assert conversation.context_tokens < 200
+            assert conversation.context.tokens < 200
             assert (await said(conversation, "say after")).text == "after"
             assert len(tight.asked) > 4
 
@@ -128,14 +128,14 @@ def test_outputs_larger_than_the_window_are_shortened_within_a_turn(tmp_path: Pa
             conversation = Conversation.begin(service, People(notice=notices.append))
             end = await said(conversation, "go")
             assert (end.outcome, end.text, end.model_calls >= 6) == ("natural", "done", True)
-            assert whole(conversation.messages)
+            assert whole(conversation.history.messages)
             assert any("shortened" in notice.text for notice in notices)
-            assert service.store.history(conversation.id) == conversation.messages
+            assert service.store.history(conversation.id) == conversation.history.messages
             assert sum("y" * 20_000 in str(each["content"]) for each in service.store.said(conversation.id)) == 5
             name = conversation.id
             await conversation.close()
             again = Conversation.open(service, name)
-            assert again.context_tokens == end.context_tokens
+            assert again.context.tokens == end.context_tokens
             assert (await said(again, "say more")).text == "more"
 
     asyncio.run(main())
@@ -147,14 +147,14 @@ def test_a_message_larger_than_the_window_is_refused_with_its_size_and_the_next_
         async with server, chat(tmp_path, server) as service:
             conversation = Conversation.begin(service)
             await said(conversation, "say first")
-            before = list(conversation.messages)
+            before = list(conversation.history.messages)
             end = await said(conversation, f"say never {'z' * 40_000}")
             assert (end.outcome, end.text) == ("api_error", "")
             assert "The message has about 1" in end.error
             assert f"has {WINDOW}" in end.error
             assert isinstance(conversation.failure, ContextExceeded)
             assert str(await conversation.undo()).startswith("say never")
-            assert conversation.messages == before
+            assert conversation.history.messages == before
             assert (await said(conversation, "say second")).text == "second"
             await said(conversation, f"say never {'z' * 40_000}")
             assert (await said(conversation, "say third")).text == "third"  # also without /undo
@@ -185,12 +185,12 @@ def test_undo_restores_the_history_that_a_compaction_summarized(tmp_path: Path) 
             conversation = Conversation.begin(service)
             for number in range(3):
                 await said(conversation, words(number))
-            before = list(conversation.messages)
+            before = list(conversation.history.messages)
             await said(conversation, words(3))
             await conversation.compact()
-            assert len(conversation.messages) == 3
+            assert len(conversation.history.messages) == 3
             assert await conversation.undo() == words(3)
-            assert conversation.messages == before == service.store.history(conversation.id)
+            assert conversation.history.messages == before == service.store.history(conversation.id)
 
     asyncio.run(main())
 
@@ -201,12 +201,12 @@ def test_undo_keeps_a_compaction_of_earlier_turns_only(tmp_path: Path) -> None:
         async with server, chat(tmp_path, server) as service:
             conversation = Conversation.begin(service)
             number = 0
-            while not any("SUMMARY" in str(message["content"]) for message in conversation.messages):
+            while not any("SUMMARY" in str(message["content"]) for message in conversation.history.messages):
                 await said(conversation, words(number))
                 number += 1
             assert await conversation.undo() == words(number - 1)
-            assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
-            assert "SUMMARY" in str(conversation.messages[1]["content"])
+            assert [message["role"] for message in conversation.history.messages] == ["system", "user", "assistant"]
+            assert "SUMMARY" in str(conversation.history.messages[1]["content"])
             assert (await said(conversation, "say more")).text == "more"
 
     asyncio.run(main())
@@ -220,12 +220,12 @@ def test_a_fork_and_a_reopened_conversation_have_the_compacted_history_and_the_f
             for number in range(8):
                 await said(conversation, words(number))
             fork = await conversation.fork()
-            assert fork.messages == conversation.messages == service.store.history(fork.id)
-            assert fork.title == conversation.title
-            assert fork.title.startswith("say answer 0")
+            assert fork.history.messages == conversation.history.messages == service.store.history(fork.id)
+            assert fork.history.title == conversation.history.title
+            assert fork.history.title.startswith("say answer 0")
             assert (await said(fork, "say more")).text == "more"
-            earlier = await conversation.fork(conversation.turns()[-1].number)
-            assert earlier.messages == conversation.messages
+            earlier = await conversation.fork(conversation.history.turns()[-1].number)
+            assert earlier.history.messages == conversation.history.messages
 
     asyncio.run(main())
 
@@ -244,14 +244,14 @@ def test_a_compaction_that_fails_loses_nothing(tmp_path: Path) -> None:
             conversation = Conversation.begin(service)
             for number in range(3):
                 await said(conversation, words(number))
-            before = list(conversation.messages)
+            before = list(conversation.history.messages)
             broken = True
             with pytest.raises(EngineError, match="empty summary"):
                 await conversation.compact()
             await server.__aexit__()
             with pytest.raises(EngineError):
                 await conversation.compact()
-            assert conversation.messages == before == service.store.history(conversation.id)
+            assert conversation.history.messages == before == service.store.history(conversation.id)
             assert await conversation.undo() == words(2)
 
     asyncio.run(main())
@@ -305,7 +305,7 @@ def test_a_turn_that_was_compacted_and_then_killed_is_resumed(tmp_path: Path) ->
         async with server, chat(tmp_path / "killed", server, toolsets=("terminal",)) as service:
             killed = Conversation.open(service, conversation.id)
             assert killed.unfinished
-            assert whole(killed.messages)
+            assert whole(killed.history.messages)
             events = [event async for event in killed.resume()]
             assert isinstance(events[-1], TurnEnded)
             assert events[-1].text == "done"

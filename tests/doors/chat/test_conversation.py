@@ -17,10 +17,11 @@ from aiohttp import web
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
-from palaestra.doors.chat.conversation import COPIED_SANDBOX, NEW_SANDBOX, STOPPED, Conversation, People
-from palaestra.doors.chat.events import Event, Notice, TextDelta, ToolBegun, ToolEnded, ToolOutput, TurnEnded
+from palaestra.doors.chat.conversation import COPIED_SANDBOX, NEW_SANDBOX, Conversation, People
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.chat.turn import STOPPED
+from palaestra.doors.chat.turn_events import Event, Notice, TextDelta, ToolBegun, ToolEnded, ToolOutput, TurnEnded
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.token_engine import SGLangEngine, TokenServer, VLLMEngine
 from palaestra.inference.ledger import LedgerRecord, record_rows
@@ -71,8 +72,8 @@ def test_a_turn_streams_text_and_stores_it(tmp_path: Path) -> None:
         end = ended(events)
         assert (end.outcome, end.text, end.turn, end.model_calls) == ("natural", "one two three", 1, 1)
         assert end.prompt_tokens > 0
-        assert chat.store.history(conversation.id) == conversation.messages
-        assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
+        assert chat.store.history(conversation.id) == conversation.history.messages
+        assert [message["role"] for message in conversation.history.messages] == ["system", "user", "assistant"]
 
     play(tmp_path, scene)
 
@@ -87,7 +88,7 @@ def test_a_tool_call_has_events_and_a_journal(tmp_path: Path) -> None:
         result = next(event for event in events if isinstance(event, ToolEnded))
         assert json.loads(result.text)["output"] == "hello\nmore\n"
         assert "hello" in ended(events).text
-        [turn] = conversation.turns()
+        [turn] = conversation.history.turns()
         [effect] = chat.store.effects(turn)
         assert (effect.state, effect.name, effect.result) == ("ended", "terminal", result.text)
 
@@ -101,7 +102,7 @@ def test_a_refused_call_is_shown_and_the_next_one_runs(tmp_path: Path) -> None:
         results = {event.name: event for event in events if isinstance(event, ToolEnded)}
         assert "nothing" in results["nothing"].error
         assert not results["terminal"].error
-        assert len([m for m in conversation.messages if m["role"] == "tool"]) == 2
+        assert len([m for m in conversation.history.messages if m["role"] == "tool"]) == 2
 
     play(tmp_path, scene)
 
@@ -113,7 +114,7 @@ def test_a_known_message_is_answered_once(tmp_path: Path) -> None:
         again = await said(conversation, "say this", message_id="m1")
         assert ended(again) == replace_end(ended(first), replayed=True)
         assert len(server.asked) == 1
-        assert len(conversation.turns()) == 1
+        assert len(conversation.history.turns()) == 1
 
     play(tmp_path, scene)
 
@@ -133,7 +134,7 @@ def test_interrupting_the_model_keeps_what_it_said(tmp_path: Path) -> None:
                 assert conversation.interrupt()
         assert (ended(events).outcome, ended(events).text) == ("interrupted", "never")
         server.gate.set()
-        assert conversation.messages[-1]["role"] == "assistant"
+        assert conversation.history.messages[-1]["role"] == "assistant"
         assert ended(await said(conversation, "say still here")).text == "still here"
 
     play(tmp_path, scene)
@@ -148,12 +149,12 @@ def test_interrupting_a_command_stops_it(tmp_path: Path) -> None:
             if isinstance(event, ToolOutput):
                 conversation.interrupt()
         assert ended(events).outcome == "interrupted"
-        roles = [message["role"] for message in conversation.messages]
+        roles = [message["role"] for message in conversation.history.messages]
         assert roles == ["system", "user", "assistant", "tool", "tool", "assistant"]
-        assert STOPPED in conversation.messages[3]["content"]
-        assert "Not run" in conversation.messages[4]["content"]
-        assert chat.store.history(conversation.id) == conversation.messages
-        [effect] = chat.store.effects(conversation.turns()[0])
+        assert STOPPED in conversation.history.messages[3]["content"]
+        assert "Not run" in conversation.history.messages[4]["content"]
+        assert chat.store.history(conversation.id) == conversation.history.messages
+        [effect] = chat.store.effects(conversation.history.turns()[0])
         assert effect.state == "interrupted"
         again = await said(conversation, f"call {terminal('pgrep -f [s]leep; echo end')}")
         assert json.loads(ended(again).text)["output"] == "end\n"
@@ -168,7 +169,7 @@ def test_leaving_the_iterator_interrupts(tmp_path: Path) -> None:
         assert isinstance(await anext(events), ToolBegun)
         await events.aclose()
         assert not conversation.busy
-        assert conversation.turns()[0].outcome == "interrupted"
+        assert conversation.history.turns()[0].outcome == "interrupted"
 
     play(tmp_path, scene)
 
@@ -249,7 +250,7 @@ def test_a_model_is_checked_against_the_list_of_the_server(tmp_path: Path) -> No
             other.server = APIServerConfig(base_url=f"{url}/v1", model_name="m", timeout=5)
             unlisted = Conversation.begin(other)
             assert not await unlisted.use_model("anything")
-            assert unlisted.model == "anything"
+            assert unlisted.model.name == "anything"
 
     (tmp_path / "b").mkdir()
     play(tmp_path, scene)
@@ -261,24 +262,27 @@ def test_undo_retry_fork_and_compact(tmp_path: Path) -> None:
         await said(conversation, f"call {terminal('echo 1 > a; cat a')}")
         await said(conversation, "say second")
         assert await conversation.undo() == "say second"
-        assert len(conversation.turns()) == 1
+        assert len(conversation.history.turns()) == 1
         await said(conversation, "say third")
         events = [event async for event in conversation.retry()]
         assert ended(events).text == "third"
-        assert [turn.content for turn in conversation.turns()] == [f"call {terminal('echo 1 > a; cat a')}", "say third"]
+        assert [turn.content for turn in conversation.history.turns()] == [
+            f"call {terminal('echo 1 > a; cat a')}",
+            "say third",
+        ]
 
         other = await conversation.fork(1)
-        assert other.messages == conversation.messages[: len(other.messages)]
+        assert other.history.messages == conversation.history.messages[: len(other.history.messages)]
         assert json.loads(ended(await said(other, f"call {terminal('cat a')}")).text)["output"] == "1\n"
         with pytest.raises(ConfigError):
             await conversation.fork(77)
 
         summary = await conversation.compact()
-        assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
-        assert summary in conversation.messages[1]["content"]
+        assert [message["role"] for message in conversation.history.messages] == ["system", "user", "assistant"]
+        assert summary in conversation.history.messages[1]["content"]
         await said(conversation, "say after")
         assert len(server.asked[-1]["messages"]) == 4
-        assert chat.store.history(conversation.id) == conversation.messages
+        assert chat.store.history(conversation.id) == conversation.history.messages
 
     play(tmp_path, scene)
 
@@ -314,12 +318,12 @@ def test_a_conversation_is_resumed_with_its_history_by_one_process_at_a_time(tmp
 def test_a_server_that_fails_ends_the_turn_and_the_next_message_works(tmp_path: Path) -> None:
     async def scene(chat: ChatService, server: EchoChatServer) -> None:
         conversation = Conversation.begin(chat)
-        conversation.use_server(APIServerConfig(base_url="http://127.0.0.1:9/v1", timeout=3))
+        conversation.model.use(APIServerConfig(base_url="http://127.0.0.1:9/v1", timeout=3))
         end = ended(await said(conversation, "say nothing"))
         assert (end.outcome, end.text) == ("api_error", "")
         assert "127.0.0.1:9" in end.error
-        assert conversation.messages[-1]["role"] == "assistant"
-        conversation.use_server(chat.server)  # type: ignore[arg-type]
+        assert conversation.history.messages[-1]["role"] == "assistant"
+        conversation.model.use(chat.server)  # type: ignore[arg-type]
         assert ended(await said(conversation, "say back")).text == "back"
 
     play(tmp_path, scene)
@@ -331,7 +335,7 @@ def test_a_limit_of_model_calls_ends_the_turn(tmp_path: Path) -> None:
             conversation = Conversation.begin(chat)
             end = ended(await said(conversation, f"call {terminal('echo hi')}"))
             assert (end.outcome, end.error) == ("max_turns", "the limit of 1 model call for one message")
-            assert conversation.messages[-1]["role"] == "assistant"
+            assert conversation.history.messages[-1]["role"] == "assistant"
             end = ended(await said(conversation, "say more"))
             assert end.outcome == "natural"
 

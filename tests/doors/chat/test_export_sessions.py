@@ -17,10 +17,10 @@ import palaestra
 from palaestra import Task, environment
 from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.conversation import Conversation
-from palaestra.doors.chat.events import TurnEnded
-from palaestra.doors.chat.export import NO_CONSENT, SECRET, UNREAD, session_groups
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.chat.stored_groups import NO_CONSENT, SECRET, UNREAD, session_groups
+from palaestra.doors.chat.turn_events import TurnEnded
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.token_engine import SGLangEngine
 from palaestra.inference.ledger import LedgerRecord, record_rows
@@ -85,7 +85,7 @@ def test_one_transcript_is_the_same_through_chat_batch_and_rl(tmp_path: Path) ->
             config = APIServerConfig(base_url=server.url, model_name="echo")
             with ConversationStore(tmp_path / "c.sqlite") as store:
                 async with ChatService(config, store, SETTINGS) as service:
-                    chat = (await talk(service, TRANSCRIPT)).messages
+                    chat = (await talk(service, TRANSCRIPT)).history.messages
             rl = await palaestra.run(one(), server=config, group_size=1, folder=tmp_path / "runs")
             prompts = tmp_path / "prompts.jsonl"
             prompts.write_text(json.dumps({"prompt": TRANSCRIPT}))
@@ -127,7 +127,7 @@ def test_one_transcript_has_the_same_tokens_through_chat_and_rl(tmp_path: Path) 
             with ConversationStore(tmp_path / "c.sqlite") as store:
                 store.set_consent("", True)
                 async with ChatService(engine, store, SETTINGS) as service:
-                    messages = (await talk(service, "go")).messages
+                    messages = (await talk(service, "go")).history.messages
                 [group] = session_groups(store, [], Counter(), tokens=True)
                 return messages, group.trajectories[0].ledger, group.tools
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.types import Message
-from palaestra.doors.chat.conversation import UNKNOWN
+from palaestra.doors.chat.history import UNKNOWN
 from palaestra.doors.chat.store import ConversationStore
 from palaestra.testing.echo_chat_server import EchoChatServer
 

@@ -14,13 +14,13 @@ from doors.e2b.http_client import Api, Box
 from palaestra.core.io.threads import LoopThread
 from palaestra.core.types import Network
 from palaestra.doors.e2b.api_keys import ApiKey, ApiKeys
-from palaestra.doors.e2b.assembly import RunningServer, running_server
+from palaestra.doors.e2b.server import RunningE2B, running_server
 
 FIRST, SECOND = "e2b_first_key", "e2b_second_key"
 
 
 @contextmanager
-def a_server(*keys: ApiKey, **settings: Any) -> Iterator[RunningServer]:
+def a_server(*keys: ApiKey, **settings: Any) -> Iterator[RunningE2B]:
     """Run a server during the block."""
     loop = LoopThread("e2b")
     server = running_server(ApiKeys(keys), **{"network": Network.OFF, **settings})
@@ -42,14 +42,14 @@ async def _end_tasks() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningE2B]:
     folder: Path = tmp_path_factory.mktemp("state")
     with a_server(ApiKey("first", FIRST, 8, 6), ApiKey("second", SECOND), folder=folder) as running:
         yield running
 
 
 @pytest.fixture
-def api(server: RunningServer) -> Iterator[Api]:
+def api(server: RunningE2B) -> Iterator[Api]:
     """The server for the first key; its sandboxes end with the test."""
     found = Api(server.url, FIRST)
     yield found
@@ -61,7 +61,7 @@ def api(server: RunningServer) -> Iterator[Api]:
 
 
 @pytest.fixture
-def other(server: RunningServer) -> Iterator[Api]:
+def other(server: RunningE2B) -> Iterator[Api]:
     """The server for the second key."""
     found = Api(server.url, SECOND)
     yield found

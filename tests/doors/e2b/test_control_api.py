@@ -12,7 +12,7 @@ from doors.e2b.conftest import FIRST, a_server
 from doors.e2b.http_client import Api, Box
 from palaestra.core.types import Network
 from palaestra.doors.e2b.api_keys import ApiKey
-from palaestra.doors.e2b.assembly import RunningServer
+from palaestra.doors.e2b.server import RunningE2B
 
 pytestmark = pytest.mark.slots
 
@@ -97,7 +97,7 @@ def test_a_pause_with_memory_keeps_processes(api: Api, box: Box) -> None:
     assert box.rpc("process.Process/SendSignal", message).status == 200
 
 
-def test_a_pause_without_memory_keeps_files_and_frees_the_slot(api: Api, box: Box, server: RunningServer) -> None:
+def test_a_pause_without_memory_keeps_files_and_frees_the_slot(api: Api, box: Box, server: RunningE2B) -> None:
     box.write("/root/kept", b"1")
     held = server.pool.acquired_slots
     assert api.call("POST", f"/sandboxes/{box.id}/pause", {"memory": False}).status == 204

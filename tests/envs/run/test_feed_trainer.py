@@ -15,6 +15,7 @@ from talking import Talk, trainer
 
 from palaestra import HermesAgentBaseEnv
 from palaestra.agent.result import AgentResult
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import INTERRUPTED, read_failure
 from palaestra.core.types import JSON, Outcome
@@ -29,7 +30,6 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.rollouts.events import RunStarted
 from palaestra.rollouts.export.atropos import GroupsFile
-from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.records import Group, TokenRow, Trajectory
 from palaestra.rollouts.runner import Totals

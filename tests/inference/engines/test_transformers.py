@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.agent.loop import HermesAgentLoop
+from palaestra.contract.agent_loop import HermesAgentLoop
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.doctor import CheckState, Target, diagnose
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.sampling import Sampling
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.ledger import SegmentReason, record_rows, verify_ledger
+from palaestra.inference.server_checks import CheckState, Target, diagnose
 from palaestra.inference.server_group import ServerGroup
 from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import make_tiny

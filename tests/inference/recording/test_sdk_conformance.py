@@ -367,6 +367,31 @@ async def test_malformed_arguments_stay_readable_and_return_as_sampled() -> None
 
 
 @in_loop
+async def test_a_call_without_a_name_reaches_the_client_as_text_and_returns_as_sampled() -> None:
+    raw = "<tool_call>weather Paris"
+    message = AssistantMessage(
+        content="Look. ", tool_calls=[ToolCallMessage(id="c1", function=FunctionCall(name="", arguments=raw))]
+    )
+    server = Scripted(message, says("Sorry."), message, says("Sorry."))
+    said = {"role": "user", "content": "Weather?"}
+    async with anthropic_client(server) as client:
+        asked: JSON = {"model": "m", "max_tokens": 9, "tools": [CLAUDE_TOOL]}
+        async with client.messages.stream(messages=[said], **asked) as stream:
+            reply = await stream.get_final_message()
+        assert (reply.content[0].text, reply.stop_reason) == (f"Look. {raw}", "end_turn")
+        history: JSON = [said, {"role": "assistant", "content": reply.content}, {"role": "user", "content": "Again."}]
+        await client.messages.create(messages=history, **asked)
+    async with openai_client(server) as openai:
+        answered = await openai.responses.create(model="m", input="Weather?")
+        assert [(item.type, item.content[0].text) for item in answered.output] == [("message", f"Look. {raw}")]
+        await openai.responses.create(model="m", input=[said, *answered.output, {"role": "user", "content": "Again."}])
+    for request in (server.asked[1], server.asked[3]):
+        sent = request["messages"][1]
+        assert sent["content"] == "Look. "
+        assert sent["tool_calls"][0]["function"] == {"name": "", "arguments": raw}
+
+
+@in_loop
 async def test_length_is_each_dialects_own_stop_reason() -> None:
     server = Scripted(says("Once upon"), finish="length")
     async with openai_client(server) as client:

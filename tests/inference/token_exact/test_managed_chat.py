@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manual_clock import ManualClock
-from palaestra.agent.loop import HermesAgentLoop
+from palaestra.contract.agent_loop import HermesAgentLoop
 from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.engine import ChatCompletion, Sampled

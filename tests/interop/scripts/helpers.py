@@ -133,7 +133,7 @@ def found(tokenizer):
 
 def main(folder):
     try:
-        from palaestra.inference.templates.chat_tokenizer import ChatTokenizer
+        from palaestra.contract.chat_tokenizer import ChatTokenizer
         from palaestra.inference.tokenizers import load_tokenizer
     except ImportError:
         from transformers import AutoTokenizer, PreTrainedTokenizerBase

@@ -11,8 +11,7 @@ from pydantic import Field
 
 try:
     from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
-    from palaestra.rollouts.spec import Kit
-    from palaestra.tools.registry.registry import ToolRegistry
+    from palaestra.tools.registry.registry import Kit, ToolRegistry
     from palaestra.tools.tool import FunctionTool, ToolSchema
 
     OURS, Config = True, HermesAgentEnvConfig

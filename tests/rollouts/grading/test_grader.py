@@ -18,11 +18,11 @@ from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.records import Trajectory
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.spec import Kit
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.registry.registry import Kit
 from programs import nap
 from rollouts.toy import changed, services
 

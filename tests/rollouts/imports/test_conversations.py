@@ -15,8 +15,8 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.rollouts.export.atif import AtifExporter, atif_document
 from palaestra.rollouts.export.atropos import AtroposExporter
+from palaestra.rollouts.export.chat_messages import chat_messages
 from palaestra.rollouts.export.exporter import Exporter, ExportMeta
-from palaestra.rollouts.export.messages import chat_messages
 from palaestra.rollouts.export.openai import OpenAIExporter
 from palaestra.rollouts.export.sharegpt import ShareGPTExporter, alternating
 from palaestra.rollouts.export.token_rows import RowsExporter

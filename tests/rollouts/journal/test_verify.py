@@ -419,7 +419,7 @@ def drop_line(lines: list[dict[str, JSON]]) -> None:
 
 
 def drop_rollout(lines: list[dict[str, JSON]]) -> None:
-    for key in ("tokens", "masks", "scores", "messages", "inference_logprobs", "spans", "rollouts"):
+    for key in ("tokens", "masks", "scores", "messages", "inference_logprobs", "spans", "versions", "rollouts"):
         del lines[1][key][0]
 
 

@@ -1,7 +1,7 @@
 """The lines about official verdicts in a run's summary and report."""
 
 from palaestra.core.types import JSON, Outcome
-from palaestra.rollouts.observe.verdicts import Verdicts, labels_line, official_words
+from palaestra.rollouts.observe.verdicts import VerdictCounts, labels_line, official_words
 from palaestra.rollouts.records import Group, Trajectory
 
 
@@ -14,7 +14,7 @@ def group(number: int, reward: float, official: float | None, **detail: JSON) ->
 
 
 def lines(*groups: Group) -> list[str]:
-    verdicts = Verdicts()
+    verdicts = VerdictCounts()
     for each in groups:
         verdicts.add(each)
     return list(verdicts.lines())

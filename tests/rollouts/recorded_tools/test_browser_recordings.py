@@ -13,7 +13,7 @@ from aiohttp import web
 
 from envs.scripts import groups_file
 from palaestra.cli.main import main
-from palaestra.tools.browser import launch
+from palaestra.tools.browser import chromium
 
 ENV = """
 from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig, ToolStep
@@ -92,7 +92,7 @@ def site() -> Iterator[str]:
 
 @pytest.mark.slots
 def test_an_agent_and_its_reward_browse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str) -> None:
-    if (reason := launch.problem()) is not None:
+    if (reason := chromium.problem()) is not None:
         pytest.skip(reason)
     monkeypatch.chdir(tmp_path)
     Path("shop_env.py").write_text(ENV.format(site=site))

@@ -44,9 +44,9 @@ from palaestra.rollouts.resume.recorded_turns import Mismatch
 from palaestra.rollouts.resume.state import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.spec import AgentSettings, Kit, RunContext
+from palaestra.rollouts.spec import AgentSettings, RunContext
 from palaestra.testing.fake_engine import toy_tokenizer
-from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
 
 STEPS = 4

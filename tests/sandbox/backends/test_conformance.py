@@ -26,7 +26,7 @@ from envs.scripts import groups_file
 from palaestra.cli.main import main as palaestra
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
 from palaestra.core.types import Limits
-from palaestra.sandbox.backends.docker import LABEL, DockerBackend
+from palaestra.sandbox.backends.docker import LABEL, ContainerOptions, DockerBackend
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.backends.owner import process_name, this_host
 from palaestra.sandbox.backends.remote import run_command
@@ -188,8 +188,8 @@ class TestDocker(BackendConformance):
         async def main() -> None:
             hosts = [self.daemon.address]
             with pytest.raises(ConfigError, match=r"runsc.*runc"):
-                await DockerBackend("python:here", hosts=hosts, runtime="runsc").start()
-            async with DockerBackend("python:here", hosts=hosts, runtime="runc") as backend:
+                await DockerBackend("python:here", hosts=hosts, options=ContainerOptions(runtime="runsc")).start()
+            async with DockerBackend("python:here", hosts=hosts, options=ContainerOptions(runtime="runc")) as backend:
                 await backend.create(SlotSpec(), "t")
                 _, listed = await run_command([*self.reach, "ps", "--quiet", "--latest"], 20)
                 words = ["inspect", "--format", "{{.HostConfig.Runtime}}", listed]

@@ -15,7 +15,7 @@ import pytest
 from palaestra.contract.pools import DockerDirectBackend
 from palaestra.core.errors import ConfigError, ImageError, SandboxError
 from palaestra.core.types import Blame
-from palaestra.sandbox.backends.docker import DockerBackend, build_docker_image, docker_image_exists
+from palaestra.sandbox.backends.docker import ContainerOptions, DockerBackend, build_docker_image, docker_image_exists
 from palaestra.sandbox.creation_gate import CreationGate
 from palaestra.sandbox.slot import Rung, SlotSpec
 from sandbox.containers import Docker, docker
@@ -56,7 +56,7 @@ def daemon(root: Path) -> Iterator[Docker]:
 
 
 def backend(daemon: Docker, *, privileged: bool = True) -> DockerBackend:
-    return DockerBackend(IMAGE, hosts=[daemon.address], privileged=privileged)
+    return DockerBackend(IMAGE, hosts=[daemon.address], options=ContainerOptions(privileged=privileged))
 
 
 def test_an_image_by_path_is_the_root_of_slots_which_can_change_it(daemon: Docker, root: Path, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_an_image_by_path_needs_rights_and_a_daemon_of_this_machine(daemon: Dock
         async with backend(daemon, privileged=False) as slots:
             with pytest.raises(ConfigError, match="docker_privileged"):
                 await slots.create(SlotSpec(image=str(root)), "t")
-        far = DockerBackend(IMAGE, hosts=["tcp://far:2375"], privileged=True)
+        far = DockerBackend(IMAGE, hosts=["tcp://far:2375"], options=ContainerOptions(privileged=True))
         with pytest.raises(ConfigError, match="another machine"):
             await far.create(SlotSpec(image=str(root)), "t")
 

@@ -21,7 +21,7 @@ from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.remote.port_client import ask
 from palaestra.sandbox.slot import Backend, Slot, SlotSpec
 from palaestra.testing.backend_conformance import BackendConformance
-from palaestra.testing.fake_nomad import FakeNomad, Fault, fake_nomad
+from palaestra.testing.fake_nomad import FakeNomad, NomadFault, fake_nomad
 
 pytestmark = [pytest.mark.slots, pytest.mark.xdist_group("backends")]
 
@@ -254,10 +254,10 @@ def test_tasks_with_images_have_jobs_of_their_own() -> None:
 def test_an_overloaded_or_failing_agent_is_asked_again() -> None:
     async def body(nomad: FakeNomad) -> None:
         nomad.faults = [
-            Fault("POST /v1/jobs", status=429, text="Too many requests", headers={"Retry-After": "0"}, times=2),
-            Fault("GET /v1/allocation/", status=503, text="No cluster leader"),
-            Fault("GET .*/allocations", cut=True),
-            Fault("POST .*/plan", delay_s=0.5),
+            NomadFault("POST /v1/jobs", status=429, text="Too many requests", headers={"Retry-After": "0"}, times=2),
+            NomadFault("GET /v1/allocation/", status=503, text="No cluster leader"),
+            NomadFault("GET .*/allocations", cut=True),
+            NomadFault("POST .*/plan", delay_s=0.5),
         ]
         async with NomadBackend(config(nomad)) as backend:
             assert await lives(await backend.create(SlotSpec(), "t"))

@@ -16,7 +16,7 @@ from palaestra.core.errors import ConfigError, IsolationUnavailable, PrepareErro
 from palaestra.core.types import JSON, Limits
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Mount, Rung, SlotSpec, Snapshot
-from palaestra.sandbox.snapshots.cache import Prepared, Put, Recipe, Run
+from palaestra.sandbox.snapshots.cache import Prepared, Put, Recipe, RunStep
 from palaestra.sandbox.snapshots.folder import SnapshotStore
 
 pytestmark = pytest.mark.slots
@@ -24,10 +24,12 @@ pytestmark = pytest.mark.slots
 MADE = Recipe(
     steps=(
         Put("tool.sh", b"echo tool", mode=0o755),
-        Run(
+        RunStep(
             "cat /proc/sys/kernel/random/uuid > made; mkdir d; ln -s made link; ln made hard; mkfifo p; touch -d @5 old"
         ),
-        Run("rm /etc/magic.mime /etc/mime.types; rm -r /etc/ssl; mkdir /etc/ssl; echo mine > /etc/ssl/mine; chmod 0 d"),
+        RunStep(
+            "rm /etc/magic.mime /etc/mime.types; rm -r /etc/ssl; mkdir /etc/ssl; echo mine > /etc/ssl/mine; chmod 0 d"
+        ),
     )
 )
 SHOW = "cat made; ./tool.sh; stat -c '%n %F %a %h %u %Y' * | grep -v made; ls -A /etc /etc/ssl; readlink link"
@@ -60,7 +62,7 @@ async def shown(backend: LocalBackend, snapshot: Snapshot, command: str = SHOW) 
 def test_without_layers_a_recipe_is_prepared_in_every_run(tmp_path: Path) -> None:
     async def body(backend: LocalBackend) -> None:
         prepared = Prepared(backend, SnapshotStore(tmp_path / "store").open)
-        recipe = Recipe(steps=(Put("f", b"x"), Run("echo y >> f")))
+        recipe = Recipe(steps=(Put("f", b"x"), RunStep("echo y >> f")))
         assert await prepared.get(recipe) == await prepared.get(recipe)
         assert await shown(backend, await prepared.get(recipe), "cat f") == "xy\n"
         assert SnapshotStore(tmp_path / "store").entries() == []
@@ -222,24 +224,24 @@ def test_only_halves_that_nobody_holds_are_swept(tmp_path: Path) -> None:
 
 
 def test_the_key_holds_all_that_goes_in() -> None:
-    base = Recipe(steps=(Put("a", b"1"), Run("true")))
+    base = Recipe(steps=(Put("a", b"1"), RunStep("true")))
     others = [
-        Recipe(steps=(Put("a", b"2"), Run("true"))), Recipe(steps=(Put("a", b"1", 0o700), Run("true"))),
-        Recipe(steps=(Run("true"), Put("a", b"1"))), Recipe(steps=base.steps, version="2"),
+        Recipe(steps=(Put("a", b"2"), RunStep("true"))), Recipe(steps=(Put("a", b"1", 0o700), RunStep("true"))),
+        Recipe(steps=(RunStep("true"), Put("a", b"1"))), Recipe(steps=base.steps, version="2"),
         Recipe(SlotSpec(image="/opt"), base.steps), Recipe(SlotSpec(env=(("A", "1"),)), base.steps),
         Recipe(SlotSpec(limits=Limits(pids=9)), base.steps),
         Recipe(SlotSpec(mounts=(Mount("/opt", "/o"),)), base.steps),
     ]  # fmt: skip
     keys = {recipe.key(Rung.FULL) for recipe in (base, *others)} | {base.key(Rung.USERNS)}
     assert len(keys) == 10
-    assert base.key(Rung.FULL) == Recipe(steps=(Put("a", b"1"), Run("true", timeout_s=9)), name="n").key(Rung.FULL)
+    assert base.key(Rung.FULL) == Recipe(steps=(Put("a", b"1"), RunStep("true", timeout_s=9)), name="n").key(Rung.FULL)
 
 
 def test_a_step_that_fails_says_which_and_leaves_no_slot(tmp_path: Path) -> None:
     async def body(backend: LocalBackend) -> None:
         prepared = Prepared(backend, SnapshotStore(tmp_path / "store").open)
         with pytest.raises(PrepareError, match=r"step 2 of 2 \('ls missing'\) failed(.|\n)*No such file"):
-            await prepared.get(Recipe(steps=(Run("true"), Run("ls missing"))))
+            await prepared.get(Recipe(steps=(RunStep("true"), RunStep("ls missing"))))
         assert backend.stats()["slots"] == 0
         assert SnapshotStore(tmp_path / "store").entries() == []
 

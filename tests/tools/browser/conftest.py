@@ -11,7 +11,7 @@ import pytest
 
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
-from palaestra.tools.browser import launch
+from palaestra.tools.browser import chromium
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
@@ -56,7 +56,7 @@ Visiting: TypeAlias = Callable[..., None]
 @pytest.fixture(scope="module")
 def running() -> Iterator[tuple[asyncio.Runner, Site, States]]:
     """A loop with the site and what all visitors share. Skips where no Chromium starts."""
-    if (reason := launch.problem()) is not None:
+    if (reason := chromium.problem()) is not None:
         pytest.skip(reason)
     with asyncio.Runner() as runner:
         site, shared = Site(), States()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.errors import ToolUnavailable
-from palaestra.tools.browser import launch
+from palaestra.tools.browser import chromium
 from palaestra.tools.browser.shared_browser import SharedBrowser, new_home
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import States
@@ -91,7 +91,7 @@ def _read(path: Path) -> bytes:
 
 @pytest.mark.slow
 def test_nothing_stays_when_the_process_is_killed() -> None:
-    if (reason := launch.problem()) is not None:
+    if (reason := chromium.problem()) is not None:
         pytest.skip(reason)
     with subprocess.Popen([sys.executable, "-c", OPENS_A_PAGE], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -115,7 +115,7 @@ def test_nothing_stays_when_the_process_is_killed() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_exits_closes_its_browser() -> None:
-    if (reason := launch.problem()) is not None:
+    if (reason := chromium.problem()) is not None:
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o711)
@@ -175,10 +175,10 @@ def test_a_chromium_that_does_not_start_is_told_with_the_way_out(tmp_path: Path)
     broken = tmp_path / "chromium"
     broken.write_text("#!/bin/sh\necho no such library >&2\nexit 127\n")
     broken.chmod(0o755)
-    assert "no such library" in (launch.problem(str(broken)) or "")
-    assert launch.absent(str(broken)) is None  # what is installed is tried by who browses first
-    assert "No such file" in (launch.problem(str(tmp_path / "none")) or "")
-    assert "apt-get install chromium" in (launch.absent(str(tmp_path / "none")) or "")
+    assert "no such library" in (chromium.problem(str(broken)) or "")
+    assert chromium.absent(str(broken)) is None  # what is installed is tried by who browses first
+    assert "No such file" in (chromium.problem(str(tmp_path / "none")) or "")
+    assert "apt-get install chromium" in (chromium.absent(str(tmp_path / "none")) or "")
 
 
 def test_the_site_is_reached_from_nowhere_else_than_through_the_proxy(visiting: Visiting) -> None:

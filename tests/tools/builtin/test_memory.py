@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.agent.loop import HermesAgentLoop
+from palaestra.contract.agent_loop import HermesAgentLoop
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, FunctionCall, ToolCallMessage
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.clarify import User
 from palaestra.tools.builtin.memory import MAX_CHARS, Notes
-from palaestra.tools.builtin.session_search import Session, Sessions
+from palaestra.tools.builtin.session_search import PastSession, Sessions
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 
@@ -96,10 +96,10 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     assert sorted(Notes(tmp_path).read("memory")) == sorted(f"{name}{n}" for name in "ab" for n in range(10))
 
 
-def session(name: str, *said: str, started_at: float = 0.0) -> Session:
+def session(name: str, *said: str, started_at: float = 0.0) -> PastSession:
     roles = ["user", "assistant"] * len(said)
     messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
-    return Session(session_id=name, started_at=started_at, messages=messages, title=name.title())
+    return PastSession(session_id=name, started_at=started_at, messages=messages, title=name.title())
 
 
 def test_earlier_conversations_are_found_by_their_words(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from aiohttp import web
 
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.types import JSON
-from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import RunConditions, build_tool_registry, unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime

@@ -14,9 +14,9 @@ import pytest
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import Conversation, People
-from palaestra.doors.chat.events import TextDelta
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.chat.turn_events import TextDelta
 from palaestra.inference.config import APIServerConfig
 from palaestra.testing.echo_chat_server import EchoChatServer
 from palaestra.tools import decorator

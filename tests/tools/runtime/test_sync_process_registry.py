@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from palaestra import process_registry, use_session
+from palaestra.contract.sync_process_registry import SharedProcesses
 from palaestra.core.errors import ConfigError, IsolationUnavailable
 from palaestra.core.sync_bridge import bridged
 from palaestra.core.types import JSON
@@ -25,7 +26,6 @@ from palaestra.processes.session import Watch
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung
 from palaestra.tools.runtime.function_calls import ToolSession, ToolSessionConfig, cleanup_vm, handle_function_call
-from palaestra.tools.runtime.sync_process_registry import SharedProcesses
 
 from ..conftest import AtDesk, Desk
 

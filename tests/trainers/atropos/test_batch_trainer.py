@@ -196,6 +196,37 @@ def test_the_advantages_of_an_environment_count(tmp_path: Path) -> None:
         scored_batch([ScoredData(**{**given, "advantages": [[float(at) for at in range(n)] for n in lengths]})])
 
 
+def versioned(first: str, second: str) -> ScoredData:
+    """A group whose rows two versions have sampled."""
+    given = group(TabularTrainer(), 0)
+    spans = [
+        [(tokens.count(-100), len(tokens), version)]
+        for tokens, version in zip(given["masks"], (first, second), strict=True)
+    ]
+    return ScoredData(**{**given, "group_overrides": {"policy_versions": spans}, "delivery_id": "sky"})
+
+
+def test_versions_of_each_token_arrive_and_late_groups_are_dropped() -> None:
+    batch = scored_batch([versioned("3", "5")], version=5, most_behind=2)
+    assert [row.row.versions for row in batch.rows] == [
+        [(0, len(row.row.mask), row.row.policy_version)] for row in batch.rows
+    ]
+    assert [row.row.policy_version for row in batch.rows] == ["3", "5"]
+    assert batch.staleness(5)["most_staleness"] == 2
+    late = scored_batch([versioned("3", "5")], version=5, most_behind=1)
+    assert (late.rows, late.late, late.refused["late_groups"]) == ([], ["sky"], 1)
+
+
+def test_groups_without_versions_are_refused_if_their_age_is_limited() -> None:
+    given = ScoredData(**group(TabularTrainer(), 0))
+    assert len(scored_batch([given]).rows) == 2
+    with pytest.raises(TrainerRefused, match="max_off_policy"):
+        scored_batch([given], version=5, most_behind=1)
+    damaged = ScoredData(**{**group(TabularTrainer(), 0), "group_overrides": {"policy_versions": [[[0, 1, "3"]]]}})
+    with pytest.raises(TrainerRefused, match="1 entries for 2"):
+        scored_batch([damaged])
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

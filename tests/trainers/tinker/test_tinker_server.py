@@ -628,3 +628,9 @@ while True:
     place = CheckpointPath("run", "weights", "state")
     CheckpointFolder(Path(sys.argv[2])).save(model, place, optimizer=True, overwrite=True)
 """
+
+
+@pytest.mark.parametrize("rank", [-1, 4097])
+def test_an_impossible_rank_is_refused(service: Any, server: Server, rank: int) -> None:
+    with pytest.raises(Exception, match=f"LoRA rank of {rank} is not possible"):
+        lora(service, server, rank=rank)

@@ -61,6 +61,7 @@ class TabularEngine(TokenChat):
 
 class TabularTrainer:
     name = "tabular"
+    overlaps = True
 
     def __init__(
         self, *, model: str = "table", error: float = 0.0, loss: float = 0.5, sampling_s: float = 0.0, rate: float = 0.5

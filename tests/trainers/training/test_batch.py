@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 from msgspec import structs
 from recorded import one_segment, rollout, two_segments
 
-from palaestra import ConfigError, Group, Label, Trajectory
+from palaestra import ConfigError, Group, Label, TrainerError, TrainingConfig, Trajectory
 from palaestra.trainers import batch as batches
 from palaestra.trainers.batch import Batch, advantages
+from palaestra.trainers.importance import Mismatch
 from palaestra.trainers.trainer import TrainedRow
 
 
@@ -111,6 +113,10 @@ def long_rows(count: int, tokens: int = 400) -> Batch:
     return batch
 
 
+def weigh(batch: Batch, own: list[list[float]], **settings: Any) -> Mismatch:
+    return batch.weigh(own, TrainingConfig(**settings), step=1)
+
+
 def test_rows_that_differ_by_precision_alone_are_kept() -> None:
     batch, rng = long_rows(200), random.Random(5)
     # bfloat16: small differences, and now and then a large one on an unlikely token
@@ -120,8 +126,11 @@ def test_rows_that_differ_by_precision_alone_are_kept() -> None:
     ]
     pairs = [zip(row.logprobs, theirs, strict=True) for row, theirs in zip(batch.rows, own, strict=True)]
     assert sum(max(abs(a - b) for a, b in each) > 0.1 for each in pairs) > 50
-    assert batch.compare(own, most=0.1) < 0.1
+    found = weigh(batch, own)
     assert len(batch.rows) == 200
+    assert 0.01 < found.mean < 0.03
+    assert 0 < found.k3 < 0.01
+    assert found.tokens == 200 * 400
 
 
 @pytest.mark.parametrize(
@@ -129,37 +138,64 @@ def test_rows_that_differ_by_precision_alone_are_kept() -> None:
     [
         lambda theirs: [*theirs[1:], -1.0],  # every token is compared with its neighbour's
         lambda theirs: [each - 0.2 for each in theirs],  # other weights
-        lambda theirs: [each - 1.5 if place % 25 == 0 else each for place, each in enumerate(theirs)],
+        lambda theirs: [math.nan, *theirs[1:]],
     ],
-    ids=["shifted", "other-weights", "many-far-tokens"],
+    ids=["shifted", "other-weights", "not-a-number"],
 )
-def test_rows_of_other_weights_or_tokens_are_refused(spoil: Callable[[list[float]], list[float]]) -> None:
+def test_a_step_of_other_weights_or_tokens_ends_the_training(spoil: Callable[[list[float]], list[float]]) -> None:
     batch = long_rows(20)
-    own = [spoil(list(row.logprobs)) if number < 5 else list(row.logprobs) for number, row in enumerate(batch.rows)]
-    batch.compare(own, most=0.1)
-    assert [row.row.index for row in batch.rows] == list(range(5, 20))
-    assert batch.refused[batches.DIFFERENT] == 5
+    with pytest.raises(TrainerError, match=r"max_difference 0\.1"):
+        weigh(batch, [spoil(list(row.logprobs)) for row in batch.rows])
+
+
+def test_each_token_has_a_truncated_weight_and_far_tokens_are_masked() -> None:
+    batch = long_rows(1, tokens=100)
+    own = list(batch.rows[0].logprobs)
+    steps = [math.log(1.5), math.log(3), math.log(9), -math.log(9), -0.5]
+    own[:5] = [each + step for each, step in zip(own, steps, strict=False)]
+    found = weigh(batch, [own], max_difference=1.0)
+    (row,) = batch.rows
+    assert list(row.weights[:6]) == pytest.approx([1.5, 2.0, 0.0, 0.0, math.exp(-0.5), 1.0])
+    assert (found.truncated, found.masked) == (1, 2)
+    assert row.own == own
+    ratios = [1.5, 3.0, math.exp(-0.5)]
+    assert found.k1 == pytest.approx(-(math.log(1.5) + math.log(3) - 0.5) / 100)
+    assert found.k3 == pytest.approx(sum(each - 1 - math.log(each) for each in ratios) / 98)
 
 
 def test_only_sampled_tokens_are_compared() -> None:
     batch = Batch()
     take(batch, group(1.0, 0.0))
     own = [list(row.logprobs) for row in batch.rows]
-    sampled = sum(batch.rows[1].row.mask)
-    own[1][0] += 0.3 * sampled
     own[0][2] = 99.0  # not sampled: the environment wrote it
-    assert batch.compare(own, most=0.1) == pytest.approx(0.3)
-    assert [row.row.index for row in batch.rows] == [0]
-    assert batch.refused[batches.DIFFERENT] == 1
+    assert weigh(batch, own).largest == 0.0
+    assert [list(row.weights) for row in batch.rows] == [[float(on) for on in row.row.mask] for row in batch.rows]
 
 
-def test_a_log_probability_that_is_no_number_differs_infinitely() -> None:
-    batch = Batch()
-    take(batch, group(1.0, 0.0))
+def test_a_row_of_which_every_token_is_masked_is_refused() -> None:
+    batch = long_rows(20, tokens=50)
     own = [list(row.logprobs) for row in batch.rows]
-    own[0][0] = math.nan
-    assert batch.compare(own, most=1e9) == math.inf
-    assert len(batch.rows) == 1
+    own[3] = [each - 5 for each in own[3]]
+    weigh(batch, own, max_difference=1.0)
+    assert (len(batch.rows), batch.refused[batches.DIFFERENT]) == (19, 1)
+
+
+def test_rloo_compares_with_the_others() -> None:
+    assert advantages([1.0, 0.0, 0.0], kind="rloo") == pytest.approx([1.0, -0.5, -0.5])
+
+
+def test_staleness_counts_tokens() -> None:
+    old = group(1.0, 0.0)
+    for each, version in zip(old.trajectories, "35", strict=True):
+        each.ledger = one_segment().record()
+        segment = each.ledger.segments[0]
+        segment.spans = [msgspec.structs.replace(span, version=version) for span in segment.spans]
+    batch = Batch()
+    assert take(batch, old, version=5, most_behind=2)
+    assert batch.staleness(5) == {"staleness": 1.0, "most_staleness": 2}
+    late = Batch()
+    assert not take(late, old, version=5, most_behind=1)  # the whole group, although one rollout is new enough
+    assert (late.late, late.refused[batches.LATE], late.refused[batches.STALE]) == (["000000-sky"], 1, 1)
 
 
 def test_an_engine_without_tokens_is_refused() -> None:

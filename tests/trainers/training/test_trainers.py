@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
 import importlib.util
 import json
@@ -37,10 +38,14 @@ from palaestra import (
     TrainingReport,
     environment,
 )
+from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra.testing.tiny_model import make_tiny
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra.trainers.batch import Batch
 from palaestra.trainers.checkpoints import read_steps
+from palaestra.trainers.step_groups import verify_steps
+from palaestra.trainers.trainer import TrainedRow
 
 pytestmark = [
     pytest.mark.slots,
@@ -366,3 +371,119 @@ def test_an_agent_trains_a_model(folder: Path, tmp_path: Path) -> None:
     assert results["final_metrics"]["step"] == 1
     assert results["final_metrics"]["logprob_difference"] < 1e-4
     assert list(Path(results["result"]["last"]).rglob("*.safetensors"))
+
+
+def mixed(tokens: int, rows: int = 8) -> tuple[list[Any], Any, Any]:
+    """Rows that a random model in bfloat16 has sampled, and the same model in float32."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, max_position_embeddings=tokens + 16, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4.0 if weight.ndim > 1 else 1.0)  # as sure of its tokens as a trained model
+    sampler = copy.deepcopy(model).to(torch.bfloat16)
+    ids = torch.randint(0, 512, (rows, 4))
+    with torch.no_grad():
+        ids = sampler.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, top_k=0)
+
+        def logprobs(of: Any) -> Any:
+            found = of(ids).logits[:, :-1].float().log_softmax(-1)
+            return found.gather(2, ids[:, 1:, None])[..., 0][:, 3:]
+
+        return ids.tolist(), logprobs(sampler).tolist(), logprobs(model).tolist()
+
+
+@pytest.mark.parametrize("tokens", [400, 2000])
+def test_long_rows_of_a_sampler_in_bfloat16_are_trained(tokens: int) -> None:
+    ids, sampled, own = mixed(tokens)
+    batch = Batch()
+    for number, (row, logprobs) in enumerate(zip(ids, sampled, strict=True)):
+        completion = row[4:]
+        made = ExportedRow(
+            prompt_ids=row[:4], completion_ids=completion, mask=[1] * tokens, logprobs=logprobs, reward=0.0,
+            group_id="g", segment=0, policy_version="0", versions=[(0, tokens, "0")], spans=[], segments=1,
+            rollout_id=f"g/{number}", task_id="g", index=number, outcome="natural", reason="start",
+            finish_reason="length", source="engine",
+        )  # fmt: skip
+        batch.rows.append(TrainedRow(made, 1.0))
+    far = [any(abs(a - b) > 0.1 for a, b in zip(*each, strict=True)) for each in zip(sampled, own, strict=True)]
+    assert all(far)  # the earlier limit, on the maximum over a row, refused every row
+    found = batch.weigh(own, palaestra.TrainingConfig(), step=1)
+    assert len(batch.rows) == len(ids)
+    assert found.masked <= 0.001 * found.tokens
+    assert 0.001 < found.mean < 0.1
+    assert 0 < found.k3 < 0.01
+    assert abs(found.k1) < 0.01
+
+
+@pytest.mark.parametrize("trainer", ["trl", "tinker"])
+def test_rollouts_overlap_with_steps(folder: Path, trainer: Any) -> None:
+    if trainer == "tinker":
+        pytest.importorskip("palaestra.trainers.tinker.model")
+    report = train(folder, trainer, 4, async_steps=2, learning_rate=1e-3)
+    lines = list(read_steps(report.run.folder))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert max(line["most_staleness"] for line in lines) in (1, 2)
+    assert verify_steps(report.run.folder).steps == 4
+    assert lines[0]["logprob_difference"] < 1e-4
+
+
+@pytest.mark.parametrize("trainer", ["trl", "tinker"])
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
+def test_losses_take_a_step_with_a_schedule_and_a_reference(folder: Path, trainer: Any, loss: str) -> None:
+    if trainer == "tinker":
+        pytest.importorskip("palaestra.trainers.tinker.model")
+    report = train(folder, trainer, 2, loss=loss, kl_weight=0.1, schedule="linear", advantage="rloo")
+    lines = list(read_steps(report.run.folder))
+    assert [line["learning_rate"] for line in lines] == pytest.approx([1e-3, 5e-4])
+    assert abs(lines[0]["reference_kl"]) < 1e-3 < 1
+    assert lines[0]["loss"] != lines[1]["loss"]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_learning_rates_are_those_of_transformers(schedule: Any) -> None:
+    import torch
+    from transformers import get_scheduler
+
+    config = palaestra.TrainingConfig(steps=20, warmup=5, learning_rate=0.3, schedule=schedule)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    theirs = get_scheduler(name, optimizer, num_warmup_steps=5, num_training_steps=20)
+    for step in range(20):
+        assert config.rate(step) == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_server_samples_with_the_weights_of_each_step(folder: Path, ahead: int) -> None:
+    """With `palaestra serve model`, which has SGLang's routes for new weights."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["serve", "model", str(folder), "--port", str(port)]
+    with subprocess.Popen([sys.executable, "-m", "palaestra", *words], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().strip()
+            training = {"steps": 3, "groups": 2, "eval_every": 0, "learning_rate": 1e-3, "async_steps": ahead}
+            report = asyncio.run(
+                palaestra.train(
+                    note(), model=str(folder), group_size=4, training=training, max_agent_turns=2,
+                    max_token_length=24, base_url=url, server_type="sglang",
+                )
+            )  # fmt: skip
+        finally:
+            server.terminate()
+    lines = list(read_steps(report.run.folder))
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert ahead or report.result.difference < 1e-4  # the server has the weights of the step
+    assert verify_steps(report.run.folder).violation == ""
+    versions = {version for row in palaestra.open_run(report.run.folder).to_rows() for _, _, version in row["versions"]}
+    assert versions >= {"0", "1"}

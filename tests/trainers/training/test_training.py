@@ -26,6 +26,7 @@ from palaestra import ConfigError, DiskError, Rollout, Task, TrainerError, Train
 from palaestra.cli.resume import resume_run
 from palaestra.rollouts.limits import RunStopped
 from palaestra.trainers.checkpoints import read_steps
+from palaestra.trainers.step_groups import verify_steps
 
 pytestmark = pytest.mark.slots
 
@@ -260,3 +261,71 @@ def test_the_run_of_a_training_is_not_resumed_as_another_run() -> None:
     report = train(TabularTrainer(), steps=1, eval_every=0)
     with pytest.raises(ConfigError, match="train --resume"):
         resume_run(str(report.run.folder), [], "palaestra resume")
+
+
+def test_rollouts_ahead_are_trained_once_with_their_versions() -> None:
+    trainer = TabularTrainer(sampling_s=0.002)
+    report = train(trainer, steps=8, async_steps=2, eval_every=0)
+    trained = [each for step in trainer.steps for each in step]
+    assert len(trained) == len(set(trained))
+    lines = steps(report.run.folder)
+    assert [line["groups"] for line in lines] == [2] * 8
+    assert 1 <= max(line["most_staleness"] for line in lines) <= 2
+    verdict = verify_steps(report.run.folder)
+    assert (verdict.steps, verdict.groups, verdict.violation) == (8, 16, "")
+
+
+def test_a_training_that_was_ahead_repeats_the_same_steps() -> None:
+    trainer = TabularTrainer(sampling_s=0.002)
+    report = train(trainer, steps=6, async_steps=2, save_every=3)
+    folder = report.run.folder
+    shutil.rmtree(folder / "training/checkpoints/step-000006")
+    again = TabularTrainer()
+    train(again, steps=6, async_steps=2, save_every=3, resume=folder)
+    assert again.steps == trainer.steps[3:]
+    assert again.weights == trainer.weights
+    assert verify_steps(folder).violation == ""
+
+
+def test_a_step_that_trains_a_group_again_or_on_new_weights_is_a_violation() -> None:
+    folder = train(TabularTrainer(), steps=3, eval_every=0).run.folder
+    path = folder / "training/groups.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def violation() -> str:
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return verify_steps(folder).violation
+
+    assert violation() == ""
+    lines[2]["version"] = 1
+    assert "version 2 sampled it" in violation()
+    lines[2]["version"] = 3
+    assert "more than 0 before 3" in violation()
+    lines[2]["trained"] = lines[1]["trained"]
+    assert "again in step 3" in violation()
+
+
+def test_a_trainer_that_cannot_overlap_is_refused() -> None:
+    trainer = TabularTrainer()
+    trainer.overlaps = False
+    with pytest.raises(ConfigError, match="async_steps"):
+        train(trainer, async_steps=1)
+
+
+@environment(toolsets=["terminal"])
+def unearnable(n: int = 8) -> Iterator[Task]:
+    for i in range(n):
+        yield Task(id=f"task-{i}", prompt="Say something", solution="true")
+
+
+@unearnable.score
+async def nothing(rollout: Rollout) -> float:
+    return 0.0
+
+
+def test_a_training_warns_if_neither_the_reference_nor_a_rollout_earns(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TrainerError, match="equal_groups"):
+        train(TabularTrainer(), unearnable())
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert any("reference solution of the first task earns 0" in text for text in warned), warned
+    assert any("no rollout has earned" in text for text in warned), warned

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from palaestra.contract.chat_tokenizer import chat_tokenizer
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import plain_messages
-from palaestra.inference.templates.chat_tokenizer import chat_tokenizer
 
 UNMASKED_ROLES = ["assistant", "agent"]
 """The roles whose messages a trainer trains on."""

@@ -81,7 +81,6 @@ class BatchCommand(SettingsCommand):
     context_settings={
         "ignore_unknown_options": True,
         "allow_interspersed_args": False,
-        "help_option_names": ["-h", "--help"],
     },
     help=_HELP,
 )

@@ -27,19 +27,20 @@ from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.rollouts.export.batch import has_reasoning
+from palaestra.rollouts.export.chat_messages import chat_messages
 from palaestra.rollouts.export.exporter import DISCARDED
-from palaestra.rollouts.export.messages import chat_messages
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.spec import AgentSettings, Kit
+from palaestra.rollouts.spec import AgentSettings
 from palaestra.sandbox.images.reference import is_image_name, is_path
 from palaestra.sandbox.slot import WORKSPACE
+from palaestra.tools.registry.registry import Kit
 
 Requirement = Literal["reasoning", "natural", "known_tools", "tool_calls"]
 
 REQUIREMENTS: Mapping[str, tuple[str, Callable[[Rollout], bool]]] = {
     "reasoning": ("no reply has any reasoning", lambda rollout: _reasons(rollout)),
-    "natural": ("the agent did not finish on its own", lambda rollout: rollout.outcome is Outcome.NATURAL),
+    "natural": ("the agent did not finish on its own", lambda rollout: rollout.ending.outcome is Outcome.NATURAL),
     "known_tools": ("the agent called an unknown tool", lambda rollout: not unknown_tools(rollout)),
     "tool_calls": ("the agent called no tool", lambda rollout: any(turn.tool_names for turn in _turns(rollout))),
 }
@@ -272,5 +273,5 @@ def _reasons(rollout: Rollout) -> bool:
 
 def unknown_tools(rollout: Rollout) -> list[str]:
     """Return the tools that the agent called but does not have."""
-    known = set(rollout.kit.names)
+    known = set(rollout.seat.kit.names)
     return sorted({name for turn in _turns(rollout) for name in turn.tool_names if name not in known})

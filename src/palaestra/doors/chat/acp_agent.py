@@ -23,7 +23,8 @@ from palaestra.core.printable import escaped, quoted
 from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.config import ChatOptions, chat_service, open_store, prompt
 from palaestra.doors.chat.conversation import Conversation, People
-from palaestra.doors.chat.events import (
+from palaestra.doors.chat.service import ChatService
+from palaestra.doors.chat.turn_events import (
     INTERRUPTED,
     NATURAL,
     Event,
@@ -35,7 +36,6 @@ from palaestra.doors.chat.events import (
     ToolOutput,
     TurnEnded,
 )
-from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.workdir import WorkFolder
 from palaestra.tools.builtin.session_search import message_text
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
@@ -145,7 +145,7 @@ class ChatAgent:
     async def load_session(self, cwd: str, session_id: str, **_: Any) -> schema.LoadSessionResponse:
         """Open a stored conversation, and show the editor its history."""
         conversation = self._opened(session_id, cwd)
-        for message in conversation.messages:
+        for message in conversation.history.messages:
             await self._replay(conversation.id, message)
         self._offer_commands(session_id)
         return schema.LoadSessionResponse()
@@ -286,7 +286,7 @@ class ChatAgent:
             await self._client.session_update(session_id, self._update(ended))
 
     async def _write_back(self, conversation: Conversation) -> None:
-        folder, slot = self._folders.get(conversation.id), conversation.open_slot
+        folder, slot = self._folders.get(conversation.id), conversation.seat.slot
         mode = self._options.config.write
         if folder is None or slot is None or mode == "no":
             return
@@ -381,7 +381,7 @@ class ChatAgent:
         people.append(conversation.id)
         if folder is not None:
             self._folders[conversation.id] = folder
-            conversation.prepare = folder.fill
+            conversation.slots.fill_with(folder.fill)
 
     def _conversation(self, session_id: str) -> Conversation:
         found = self._service.conversations.get(session_id)

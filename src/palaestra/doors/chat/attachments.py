@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import mimetypes
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError
@@ -32,14 +31,14 @@ def _named(text: str) -> list[Path]:
     return list(dict.fromkeys(Path(name).expanduser() for name in names))
 
 
-def with_files(text: str, images: Sequence[Path] = (), *, piped: str = "") -> JSON:
-    """Return the content of a message: `text`, the files that it names, and `images`. `piped` is added to the text.
+def with_files(text: str, *, piped: str = "") -> JSON:
+    """Return the content of a message: `text`, and the files that it names. `piped` is added to the text.
     File names in `piped` attach no files, because someone other than the user may have written it. Raises `ConfigError`
     for a file that cannot be sent."""
     parts: list[JSON] = []
     named = named_files(text)
     text = "\n\n".join(part for part in (text, piped) if part)
-    for path in [*named, *images]:
+    for path in named:
         kind = mimetypes.guess_type(path.name)[0] or ""
         limit = MAX_IMAGE_BYTES if kind.startswith("image/") else MAX_TEXT_BYTES
         if path.stat().st_size > limit:

@@ -58,7 +58,6 @@ _SWITCHES = ("--json", "--yes", "-c", "--continue", "--list")
 FLAGS_OF_CHAT = {
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
-    "help_option_names": ["-h", "--help"],
 }
 """The click settings of the commands that accept the flags of a chat."""
 

@@ -57,6 +57,10 @@ class TokenCount:
         if estimate >= _ENOUGH_TOKENS:
             self.scale = min(3.0, max(0.5, tokens / estimate))
 
+    def enlarge(self, factor: float) -> None:
+        """Multiply all estimates by this factor, after they have proved too small."""
+        self.scale *= factor
+
     def chars(self, tokens: int, text: str) -> int:
         """Return the number of characters of `text` that are about this many tokens."""
         per_char = len(text.encode(errors="replace")) / max(1, len(text))

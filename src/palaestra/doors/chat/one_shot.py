@@ -21,7 +21,9 @@ from palaestra.core.exits import INTERRUPTED as EXIT_INTERRUPTED
 from palaestra.doors.chat.attachments import missing_files, with_files
 from palaestra.doors.chat.config import ChatOptions, chat_service, open_store
 from palaestra.doors.chat.conversation import Conversation, People
-from palaestra.doors.chat.events import (
+from palaestra.doors.chat.service import ChatService
+from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.chat.turn_events import (
     INTERRUPTED,
     NATURAL,
     Event,
@@ -31,8 +33,6 @@ from palaestra.doors.chat.events import (
     TurnEnded,
     encode_event,
 )
-from palaestra.doors.chat.service import ChatService
-from palaestra.doors.chat.store import ConversationStore
 from palaestra.doors.chat.workdir import FolderChange, WorkFolder
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 
@@ -59,7 +59,7 @@ class Which:
         else:
             return Conversation.begin(service, people, title=self.title)
         if self.title:
-            conversation.rename(self.title)
+            conversation.history.rename(self.title)
         return conversation
 
 
@@ -83,14 +83,16 @@ async def answer_once(
         async with chat_service(options, store) as (service, folder):
             conversation = which.opened(service, People(approve=approve, notice=write))
             if as_json:
-                click.echo(json.dumps({"type": "conversation", "id": conversation.id, "model": conversation.model}))
+                click.echo(
+                    json.dumps({"type": "conversation", "id": conversation.id, "model": conversation.model.name})
+                )
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGINT, conversation.interrupt)
             try:
                 ended = await _turn(conversation, content, which.message_id, write)
             finally:
                 loop.remove_signal_handler(signal.SIGINT)
-            if folder is not None and conversation.open_slot is not None:
+            if folder is not None and conversation.seat.slot is not None:
                 await _write_back(folder, conversation, options.config.write, write)
             return _exit_code(conversation, ended)
 
@@ -114,7 +116,7 @@ async def _turn(
 async def _write_back(
     folder: WorkFolder, conversation: Conversation, mode: str, write: Callable[[Event], None]
 ) -> None:
-    slot = conversation.open_slot
+    slot = conversation.seat.slot
     changes = [] if slot is None else await folder.changes(slot)
     if not changes:
         return

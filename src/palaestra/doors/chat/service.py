@@ -39,7 +39,7 @@ from palaestra.processes.notifications import Notifications
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import ProcessSession
 from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Backend, Slot, SlotSpec, Snapshot
+from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.settings import ToolSettings
@@ -101,7 +101,7 @@ class OpenConversation(Protocol):
 
 class ChatService:
     """The parts that conversations share. A conversation uses `server` unless it specifies a different one. Slots come
-    from `pool` or, if it is None, from a pool of `backend`, by default this machine. The file `checkpoint` hands
+    from `pool`, by default one of this machine. The file `checkpoint` hands
     background processes over to the next service. The caller closes `store`. Raises `ConfigError` for unusable server
     settings."""
 
@@ -111,7 +111,6 @@ class ChatService:
         store: ConversationStore,
         settings: ChatSettings | None = None,
         *,
-        backend: Backend | None = None,
         pool: SlotPool | None = None,
         checkpoint: Path | None = None,
     ) -> None:
@@ -119,7 +118,7 @@ class ChatService:
         self.store = store
         self.settings = settings or ChatSettings()
         self.server = server
-        self.pool = SlotPool(backend=backend) if pool is None else pool
+        self.pool = SlotPool() if pool is None else pool
         self.processes = ProcessRegistry(
             checkpoint_path=checkpoint, notifications=_Routed(self._report), report_ends=True
         )

@@ -31,7 +31,7 @@ from palaestra.core.io.durable_files import private
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.folders import state_folder
-from palaestra.tools.builtin.session_search import EXCERPTS, Session, SessionMatch, message_text
+from palaestra.tools.builtin.session_search import EXCERPTS, PastSession, SessionMatch, message_text
 
 SCHEMA_VERSION = 1
 BUSY_S = 10.0
@@ -559,10 +559,10 @@ class ConversationStore:
         )
         with closing(_opened(self.path)) as db:
             rows = db.execute(sql, (words, current, *roles)).fetchall()
-        found: dict[str, tuple[Session, list[dict[str, str]], float]] = {}
+        found: dict[str, tuple[PastSession, list[dict[str, str]], float]] = {}
         for id_, title, created_at, role, text, score in rows:
             session, excerpts, total = found.get(id_) or (
-                Session(session_id=id_, started_at=created_at, messages=[], title=title), [], 0.0,
+                PastSession(session_id=id_, started_at=created_at, messages=[], title=title), [], 0.0,
             )  # fmt: skip
             if len(excerpts) < EXCERPTS:
                 excerpts.append({"role": role, "text": text})

@@ -41,10 +41,10 @@ except ImportError:
 if TYPE_CHECKING:
     from palaestra.doors.chat.config import ChatOptions
     from palaestra.doors.chat.conversation import Conversation, People
-    from palaestra.doors.chat.events import Event, Notice, TurnEnded
     from palaestra.doors.chat.one_shot import Which
     from palaestra.doors.chat.service import ChatService
     from palaestra.doors.chat.store import ConversationStore
+    from palaestra.doors.chat.turn_events import Event, Notice, TurnEnded
     from palaestra.doors.chat.workdir import FolderChange, WorkFolder
     from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 
@@ -170,7 +170,7 @@ class ChatTerminal:
 
     def _farewell(self) -> str:
         talk = self._talk
-        return "" if talk is None or not talk.turns() else f"continue with: palaestra chat --resume {talk.id}"
+        return "" if talk is None or not talk.history.turns() else f"continue with: palaestra chat --resume {talk.id}"
 
     # Start
 
@@ -205,7 +205,7 @@ class ChatTerminal:
     async def _show_last(self) -> None:
         """Show the end of a resumed conversation, and continue a turn that was cut off."""
         talk = self._conversation
-        turns = talk.turns()
+        turns = talk.history.turns()
         self._screen.line(f"{DIM}continues {talk.id}, {len(turns)} turn{'' if len(turns) == 1 else 's'}{PLAIN}")
         for turn in turns[-2:]:
             from palaestra.tools.builtin.session_search import message_text
@@ -283,12 +283,12 @@ class ChatTerminal:
             return ANSI("starting …")
         talk = self._talk
         running = sum(session.running for session in self._service.processes.sessions(talk.id))
-        window = "" if talk.window_tokens is None else f" of {talk.window_tokens}"
-        parts = [talk.model, f"{talk.context_tokens}{window} tokens"]
+        window = "" if talk.context.size is None else f" of {talk.context.size}"
+        parts = [talk.model.name, f"{talk.context.tokens}{window} tokens"]
         if running:
             parts.append(f"{running} background process{'es' if running > 1 else ''} (/background)")
-        if talk.title:
-            parts.append(talk.title)
+        if talk.history.title:
+            parts.append(talk.history.title)
         return ANSI(printable(" · ".join(parts)))
 
     # Messages
@@ -317,7 +317,7 @@ class ChatTerminal:
 
     async def _show_turn(self, events: AsyncGenerator[Event, None]) -> None:
         """Show a turn as it happens, then offer to write the agent's changes back to the shared folder."""
-        from palaestra.doors.chat.events import Notice
+        from palaestra.doors.chat.turn_events import Notice
 
         self._turn_runs = True
         try:
@@ -355,7 +355,7 @@ class ChatTerminal:
         self._write_back(changes)
 
     async def _changes(self) -> list[FolderChange]:
-        slot = self._conversation.open_slot
+        slot = self._conversation.seat.slot
         return [] if slot is None or self._folder is None else await self._folder.changes(slot)
 
     def _write_back(self, changes: Sequence[FolderChange]) -> None:
@@ -465,7 +465,7 @@ class ChatTerminal:
         other = await self._conversation.fork(_number(rest) if rest else None)
         await self._conversation.close()
         self._talk = other
-        turns = len(other.turns())
+        turns = len(other.history.turns())
         self._screen.line(f"{DIM}forked as {other.id}, with {turns} turn{'' if turns == 1 else 's'}{PLAIN}")
         self._show_notices(other)
 
@@ -492,7 +492,7 @@ class ChatTerminal:
     async def _do_model(self, rest: str) -> None:
         if rest and not await self._conversation.use_model(rest):
             self._screen.line(f"{YELLOW}note: the server lists no models, so this name is not checked{PLAIN}")
-        self._screen.line(printable(self._conversation.model))
+        self._screen.line(printable(self._conversation.model.name))
 
     async def _do_tools(self, rest: str) -> None:
         registry = self._service.registry(self._conversation.toolsets)
@@ -531,10 +531,10 @@ class ChatTerminal:
             raise ConfigError(
                 f"unknown command /sandbox {rest}; use /sandbox, /sandbox diff, /sandbox write or /sandbox new"
             )
-        elif talk.open_slot is None:
+        elif talk.seat.slot is None:
             self._screen.line("no sandbox yet: the first command creates one")
         else:
-            slot = talk.open_slot
+            slot = talk.seat.slot
             self._screen.line(f"{slot.slot_id}: backend {self._service.pool.backend.name}, isolation {slot.rung.label}")
 
     async def _do_background(self, rest: str) -> None:
@@ -559,7 +559,7 @@ class ChatTerminal:
         self._screen.line(printable(str(reply.get("output") or reply.get("error") or reply.get("status"))))
 
     async def _do_cost(self, rest: str) -> None:
-        turns = self._conversation.turns(every=True)
+        turns = self._conversation.history.turns(every=True)
         totals = {
             name: sum(int(turn.report.get(name) or 0) for turn in turns)
             for name in ("model_calls", "prompt_tokens", "completion_tokens")
@@ -577,7 +577,7 @@ class ChatTerminal:
     async def _do_save(self, rest: str) -> None:
         if not rest:
             raise ConfigError("/save needs a title")
-        self._conversation.rename(rest)
+        self._conversation.history.rename(rest)
         self._screen.line(f"{DIM}named; continue with: palaestra chat --resume {printable(rest)!r}{PLAIN}")
 
     async def _do_export(self, rest: str) -> None:
@@ -585,7 +585,12 @@ class ChatTerminal:
 
         path = Path(rest or f"{self._conversation.id}.json").expanduser()
         talk = self._conversation
-        content = {"id": talk.id, "title": talk.title, "model": talk.model, "messages": talk.messages}
+        content = {
+            "id": talk.id,
+            "title": talk.history.title,
+            "model": talk.model.name,
+            "messages": talk.history.messages,
+        }
         try:
             with open(path, "w", opener=private) as file:  # noqa: ASYNC230 - a small file
                 file.write(json.dumps(content, indent=1, ensure_ascii=False))
@@ -607,7 +612,7 @@ class Screen:
         self._at_start = True
         self._markdown = MarkdownStream()
         self._in = ""
-        self._lines = self._hidden = 0
+        self._lines = 0
         self._half = ""
         self._shown: set[str] = set()
 
@@ -640,25 +645,25 @@ class Screen:
 
     def show(self, event: Event) -> None:
         """Show one event of a turn."""
-        from palaestra.doors.chat import events
+        from palaestra.doors.chat import turn_events
 
-        if isinstance(event, events.TextDelta):
+        if isinstance(event, turn_events.TextDelta):
             self._enter("text")
             self.write(self._markdown.feed(printable(event.text)))
-        elif isinstance(event, events.ReasoningDelta):
+        elif isinstance(event, turn_events.ReasoningDelta):
             self._enter("reasoning")
             self.write(f"{DIM}{printable(event.text)}{PLAIN}")
-        elif isinstance(event, events.ReplyRestarted):
+        elif isinstance(event, turn_events.ReplyRestarted):
             self.line(f"{DIM}(the connection broke; the answer begins again){PLAIN}")
-        elif isinstance(event, events.ToolBegun):
+        elif isinstance(event, turn_events.ToolBegun):
             self.line(f"{CYAN}● {escaped(event.name)}{PLAIN} {escaped(event.preview)}")
-        elif isinstance(event, events.ToolOutput):
+        elif isinstance(event, turn_events.ToolOutput):
             self._enter("output")
             self._shown.add(event.call_id)
             self._output(event.text)
-        elif isinstance(event, events.ToolEnded):
+        elif isinstance(event, turn_events.ToolEnded):
             self._result(event)
-        elif isinstance(event, events.TurnEnded):
+        elif isinstance(event, turn_events.TurnEnded):
             self._leave()
             self._end(event)
 
@@ -690,7 +695,7 @@ class Screen:
             self._lines = 0
 
     def _result(self, event: Event) -> None:
-        from palaestra.doors.chat.events import ToolEnded
+        from palaestra.doors.chat.turn_events import ToolEnded
 
         assert isinstance(event, ToolEnded)
         self._leave()
@@ -711,7 +716,7 @@ class Screen:
         self._shown.discard(event.call_id)
 
     def _end(self, event: TurnEnded) -> None:
-        from palaestra.doors.chat.events import INTERRUPTED, NATURAL
+        from palaestra.doors.chat.turn_events import INTERRUPTED, NATURAL
 
         if event.outcome == INTERRUPTED:
             self.write(f"{YELLOW}interrupted{PLAIN}\n")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.host_path import HostPath
-from palaestra.cli.serve_tools import json_option, print_url
+from palaestra.cli.server_options import address_options, json_option, print_url
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import told_to_stop
+from palaestra.core.host_path import HostPath
 from palaestra.core.types import JSON, Limits, Network
 from palaestra.doors.e2b.api_keys import ApiKeys, own_key, read_keys
 from palaestra.sandbox.sandbox import size_in_bytes
@@ -73,7 +73,6 @@ class Options:
 
 @click.command(
     "e2b",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Serve sandboxes to programs that use the E2B SDK for Python or JavaScript, unchanged.
 
     \b
@@ -88,10 +87,7 @@ class Options:
     end with the server. docs/e2b.md lists what is there and what is refused.
     """,
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="The port; 0 picks a free one."
-)
+@address_options(PORT)
 @click.option("--keys", type=HostPath(dir_okay=False), help="The file of API keys.")
 @click.option(
     "--sandboxes", type=click.IntRange(min=1), help="Maximum number of sandboxes. Default: as memory allows, up to 512."
@@ -166,7 +162,7 @@ def _images(options: Options) -> Mapping[str, tuple[str | None, ImageConfig]]:
 
 async def _serve(options: Options) -> None:
     from palaestra.doors.e2b import certificate
-    from palaestra.doors.e2b.assembly import running_server
+    from palaestra.doors.e2b.server import ServerAddress, running_server
     from palaestra.sandbox.isolation.isolation_probe import WARNINGS
 
     stop, keys = told_to_stop(), options.read_keys()
@@ -179,16 +175,12 @@ async def _serve(options: Options) -> None:
             running_server(
                 keys,
                 _images(options),
-                host=options.host,
-                port=options.port,
+                address=ServerAddress(options.host, options.port, options.domain, tls, options.tls_port),
                 isolation=options.isolation,
                 most_sandboxes=options.sandboxes,
                 limits=options.limits,
                 network=Network.ON if options.network else Network.OFF,
                 folder=options.folder,
-                domain=options.domain,
-                tls=tls,
-                tls_port=options.tls_port,
             )
         )
         print_url(running.url)

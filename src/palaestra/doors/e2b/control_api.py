@@ -6,7 +6,9 @@ sandbox or template depends only on what the caller's key may see.
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TypeVar
@@ -14,22 +16,24 @@ from urllib.parse import parse_qsl, unquote
 
 from aiohttp import web
 
-from palaestra.core.types import JSON, AllowList, Network
+from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.doors.e2b.api_keys import ApiKey
-from palaestra.doors.e2b.calls import Call, Handle, cpu_count, moment
 from palaestra.doors.e2b.envd import ENVD_VERSION
-from palaestra.doors.e2b.metrics import Metrics
 from palaestra.doors.e2b.requests import (
     ConnectBody,
+    ControlCall,
     ForkBody,
+    Handle,
     NewSandbox,
     PauseBody,
     RefreshBody,
     SnapshotBody,
     TimeoutBody,
+    cpu_count,
+    moment,
     read_body,
 )
-from palaestra.doors.e2b.sandboxes import HostedSandbox, Sandboxes
+from palaestra.doors.e2b.sandboxes import HostedSandbox, Sandboxes, SandboxState
 from palaestra.doors.e2b.template_api import TemplateApi
 from palaestra.doors.e2b.templates import Template
 from palaestra.doors.e2b.wire_errors import ApiError
@@ -39,6 +43,13 @@ _MOST_ON_PAGE = 100
 _IDEMPOTENCY = re.compile(r"[a-z0-9-]{1,255}")
 _CLIENT = "palaestra"
 
+# Prints what the processes of a sandbox use, from the kernel's numbers: pages of memory, ticks, and `df` of the disk.
+_MEASURE = r"""pages=0
+for f in /proc/[0-9]*/statm; do read -r _ rss _ < "$f" 2>/dev/null && pages=$((pages + rss)); done
+echo "$pages"; cat /proc/[0-9]*/stat 2>/dev/null | sed 's/^.*) //' | {
+ticks=0; while read -r _ _ _ _ _ _ _ _ _ _ _ user system _; do ticks=$((ticks + user + system)); done; echo "$ticks"; }
+df -kP / | tail -n 1"""
+
 T = TypeVar("T")
 
 
@@ -46,7 +57,7 @@ class ControlApi:
     """Answers the requests of all keys. `domain` is the domain of the sandboxes' own addresses, or None."""
 
     def __init__(self, sandboxes: Sandboxes, templates: TemplateApi, *, domain: str | None) -> None:
-        self._sandboxes, self._domain, self._metrics = sandboxes, domain, Metrics()
+        self._sandboxes, self._domain, self._metrics = sandboxes, domain, SandboxMetrics()
         one = r"/sandboxes/([^/]+)"
         table: Sequence[tuple[str, str, Handle]] = (
             ("POST", r"(?:/v2)?/sandboxes", self.create),
@@ -77,7 +88,9 @@ class ControlApi:
             if found is not None:
                 known = True
                 if method == request.method:
-                    return await handle(Call(key, tuple(unquote(part) for part in found.groups()), request, body))
+                    return await handle(
+                        ControlCall(key, tuple(unquote(part) for part in found.groups()), request, body)
+                    )
         if known:
             raise ApiError(405, f"{request.method} is not possible on {path[:100]}")
         if path.startswith(("/volumes", "/secrets")):
@@ -86,14 +99,14 @@ class ControlApi:
 
     # Sandboxes
 
-    async def create(self, call: Call) -> web.Response:
+    async def create(self, call: ControlCall) -> web.Response:
         idempotency = call.request.headers.get("Idempotency-Key", "")
         if idempotency and not _IDEMPOTENCY.fullmatch(idempotency):
             raise ApiError(400, "Idempotency-Key must have 1 to 255 lower-case letters, digits or hyphens")
         sandbox = await self._sandboxes.create(call.key, read_body(call.body, NewSandbox), idempotency)
         return web.json_response(self._created(sandbox), status=201)
 
-    async def list(self, call: Call) -> web.Response:
+    async def list(self, call: ControlCall) -> web.Response:
         query = call.request.query
         found = self._sandboxes.of_key(call.key)
         states = set(query.get("state", "running,paused" if "/v2/" in call.request.path else "running").split(","))
@@ -109,7 +122,7 @@ class ControlApi:
         page, headers = _page(rows, call, lambda each: f"{each.started_at:.6f}-{each.sandbox_id}", query.get("order"))
         return web.json_response([self._listed(each) for each in page], headers=headers)
 
-    async def detail(self, call: Call) -> web.Response:
+    async def detail(self, call: ControlCall) -> web.Response:
         sandbox = self._sandboxes.get(call.key, call.parts[0])
         lifecycle = {
             "autoResume": sandbox.request.auto_resume.enabled,
@@ -121,37 +134,37 @@ class ControlApi:
             body["network"] = {"allowOut": list(sandbox.network.hosts), "denyOut": ["0.0.0.0/0"]}
         return web.json_response(body)
 
-    async def kill(self, call: Call) -> web.Response:
+    async def kill(self, call: ControlCall) -> web.Response:
         await self._sandboxes.kill(call.key, call.parts[0])
         return web.Response(status=204)
 
-    async def set_timeout(self, call: Call) -> web.Response:
+    async def set_timeout(self, call: ControlCall) -> web.Response:
         sandbox = self._sandboxes.get(call.key, call.parts[0])
         self._sandboxes.set_timeout(sandbox, read_body(call.body, TimeoutBody).timeout_s)
         return web.Response(status=204)
 
-    async def refresh(self, call: Call) -> web.Response:
+    async def refresh(self, call: ControlCall) -> web.Response:
         sandbox = self._sandboxes.get(call.key, call.parts[0])
         self._sandboxes.set_timeout(sandbox, read_body(call.body, RefreshBody).duration_s, only_longer=True)
         return web.Response(status=204)
 
-    async def connect(self, call: Call) -> web.Response:
+    async def connect(self, call: ControlCall) -> web.Response:
         sandbox, body = self._sandboxes.get(call.key, call.parts[0]), read_body(call.body, ConnectBody)
         was_paused = await self._sandboxes.resume(sandbox, body.timeout_s, memory=body.memory)
         return web.json_response(self._created(sandbox), status=201 if was_paused else 200)
 
-    async def resume(self, call: Call) -> web.Response:
+    async def resume(self, call: ControlCall) -> web.Response:
         sandbox, body = self._sandboxes.get(call.key, call.parts[0]), read_body(call.body, ConnectBody)
         if not await self._sandboxes.resume(sandbox, body.timeout_s, memory=body.memory):
             raise ApiError(409, f"the sandbox {sandbox.sandbox_id} is running already")
         return web.json_response(self._created(sandbox), status=201)
 
-    async def pause(self, call: Call) -> web.Response:
+    async def pause(self, call: ControlCall) -> web.Response:
         sandbox, body = self._sandboxes.get(call.key, call.parts[0]), read_body(call.body, PauseBody)
         await self._sandboxes.pause(sandbox, memory=body.memory is not False)
         return web.Response(status=204)
 
-    async def fork(self, call: Call) -> web.Response:
+    async def fork(self, call: ControlCall) -> web.Response:
         sandbox, body = self._sandboxes.get(call.key, call.parts[0]), read_body(call.body, ForkBody)
         results: list[JSON] = []
         for each in await self._sandboxes.fork(sandbox, body.count, body.timeout_s):
@@ -161,22 +174,22 @@ class ControlApi:
                 results.append({"sandbox": self._created(each)})
         return web.json_response(results, status=201)
 
-    async def network(self, call: Call) -> web.Response:
+    async def network(self, call: ControlCall) -> web.Response:
         self._sandboxes.get(call.key, call.parts[0])
         raise ApiError(400, "the network of a running sandbox cannot be changed on this server; set it in create")
 
-    async def logs(self, call: Call) -> web.Response:
+    async def logs(self, call: ControlCall) -> web.Response:
         self._sandboxes.get(call.key, call.parts[0])
         return web.json_response({"logs": [], "logEntries": []})
 
-    async def metrics(self, call: Call) -> web.Response:
+    async def metrics(self, call: ControlCall) -> web.Response:
         sandbox = self._sandboxes.get(call.key, call.parts[0])
         found, query = await self._metrics.of(sandbox, self._sandboxes.limits), call.request.query
         start, end = query.get("start", "0"), query.get("end", "")
         early = start.isdigit() and found["timestampUnix"] < int(start)  # only the present is known
         return web.json_response([] if early or (end.isdigit() and found["timestampUnix"] > int(end)) else [found])
 
-    async def metrics_of_several(self, call: Call) -> web.Response:
+    async def metrics_of_several(self, call: ControlCall) -> web.Response:
         names = call.request.query.get("sandbox_ids", "").split(",")[:_MOST_ON_PAGE]
         own = {each.sandbox_id: each for each in self._sandboxes.of_key(call.key)}
         found = {name: await self._metrics.of(own[name], self._sandboxes.limits) for name in names if name in own}
@@ -184,7 +197,7 @@ class ControlApi:
 
     # Snapshots
 
-    async def save(self, call: Call) -> web.Response:
+    async def save(self, call: ControlCall) -> web.Response:
         sandbox, body = self._sandboxes.get(call.key, call.parts[0]), read_body(call.body, SnapshotBody)
         if body.memory:
             raise ApiError(
@@ -192,7 +205,7 @@ class ControlApi:
             )
         return web.json_response(_snapshot(await self._sandboxes.save(sandbox, body.name)), status=201)
 
-    async def snapshots(self, call: Call) -> web.Response:
+    async def snapshots(self, call: ControlCall) -> web.Response:
         sandbox_id, name = call.request.query.get("sandboxID"), call.request.query.get("name")
         rows = [
             each for each in self._sandboxes.templates.of_key(call.key)
@@ -236,7 +249,7 @@ def _time_of(text: str | None) -> float:
 
 
 def _page(
-    rows: Sequence[T], call: Call, position: Callable[[T], str], order: str | None = None
+    rows: Sequence[T], call: ControlCall, position: Callable[[T], str], order: str | None = None
 ) -> tuple[list[T], dict[str, str]]:
     """Return one page of the rows, newest first unless `order` is "asc", and the header that names the next."""
     query, ascending = call.request.query, order == "asc"
@@ -251,3 +264,31 @@ def _page(
         found = [row for row in found if (position(row) > token if ascending else position(row) < token)]
     page = found[:limit]
     return page, {"X-Next-Token": position(page[-1])} if len(found) > limit else {}
+
+
+class SandboxMetrics:
+    """The metrics of all sandboxes. The share of the processors is that since the last question about a sandbox."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, float]] = {}
+
+    async def of(self, sandbox: HostedSandbox, limits: Limits) -> dict[str, JSON]:
+        """Return the metrics of a sandbox; a paused one uses no processor and is not asked. Raises `ApiError`."""
+        pages = ticks = used = 0
+        if sandbox.state is SandboxState.RUNNING:
+            done = await sandbox.running_slot.execute(["/bin/sh", "-c", _MEASURE], cwd="/", timeout_s=10.0)
+            try:
+                first, second, third = done.output.strip().splitlines()[-3:]
+                pages, ticks, used = int(first), int(second), int(third.split()[2])
+            except (ValueError, IndexError):
+                raise ApiError(500, "the sandbox's image lacks the programs that its metrics need") from None
+        now, spent = time.time(), ticks / os.sysconf("SC_CLK_TCK")
+        before, since = self._last.get(sandbox.sandbox_id, (0.0, sandbox.started_at))
+        self._last = {sandbox.sandbox_id: (spent, now), **dict(list(self._last.items())[:1000])}
+        return {
+            "timestamp": moment(now), "timestampUnix": int(now),
+            "cpuCount": cpu_count(limits.cpus),
+            "cpuUsedPct": round(max(0.0, spent - before) / max(now - since, 0.001) * 100, 2),
+            "memUsed": pages * os.sysconf("SC_PAGE_SIZE"), "memTotal": limits.memory_bytes or 0, "memCache": 0,
+            "diskUsed": used << 10, "diskTotal": limits.disk_bytes or 0,
+        }  # fmt: skip

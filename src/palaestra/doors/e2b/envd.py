@@ -20,8 +20,8 @@ from palaestra.core.types import JSON
 from palaestra.doors.e2b import filesystem_service, process_service
 from palaestra.doors.e2b.connect_protocol import check_codec, envelope, read_stream, read_unary, timeout_of
 from palaestra.doors.e2b.file_transfer import FileTransfer, is_signed
+from palaestra.doors.e2b.sandbox_users import SandboxUser, name_in_header, user_of
 from palaestra.doors.e2b.sandboxes import HostedSandbox, Sandboxes, resumed
-from palaestra.doors.e2b.users import User, name_in_header, user_of
 from palaestra.doors.e2b.wire_errors import ApiError, NotRunning, RpcError, api_error, rpc_error
 from palaestra.sandbox.slot import Slot
 
@@ -162,7 +162,7 @@ class Envd:
             finally:
                 hosted.leave(follower)
 
-    async def _user(self, request: web.Request, sandbox: HostedSandbox, slot: Slot) -> User:
+    async def _user(self, request: web.Request, sandbox: HostedSandbox, slot: Slot) -> SandboxUser:
         return await user_of(sandbox, slot, name_in_header(request.headers.get("Authorization", "")))
 
 

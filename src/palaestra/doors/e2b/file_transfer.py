@@ -26,7 +26,7 @@ from aiohttp import BodyPartReader, web
 
 from palaestra.core.types import JSON
 from palaestra.doors.e2b.filesystem_service import path_of
-from palaestra.doors.e2b.users import User
+from palaestra.doors.e2b.sandbox_users import SandboxUser
 from palaestra.doors.e2b.wire_errors import ApiError
 
 IN_MEMORY_BYTES = 8 << 20
@@ -64,7 +64,7 @@ class FileTransfer:
         self._most = most_upload_bytes
         self._large = asyncio.Semaphore(_AT_ONCE)
 
-    async def read(self, request: web.Request, user: User) -> web.StreamResponse:
+    async def read(self, request: web.Request, user: SandboxUser) -> web.StreamResponse:
         """Answer with a file. Raises `ApiError` or OSError."""
         path = path_of({"path": request.query.get("path", "")}, user)
         info = await user.slot.stat(path)
@@ -85,7 +85,7 @@ class FileTransfer:
         return web.Response(body=data, headers=headers)
 
     async def _send_large(
-        self, request: web.Request, user: User, path: str, headers: dict[str, str]
+        self, request: web.Request, user: SandboxUser, path: str, headers: dict[str, str]
     ) -> web.StreamResponse:
         async with self._large:
             with tempfile.TemporaryDirectory(prefix="palaestra-e2b-") as folder:
@@ -100,7 +100,7 @@ class FileTransfer:
                 await response.write_eof()
         return response
 
-    async def write(self, request: web.Request, user: User) -> web.Response:
+    async def write(self, request: web.Request, user: SandboxUser) -> web.Response:
         """Write the file or files of a request. Raises `ApiError` or OSError."""
         if any(name.lower().startswith("x-metadata-") for name in request.headers):
             raise ApiError(400, "metadata of files is not supported by this server; leave it out")
@@ -127,7 +127,7 @@ class FileTransfer:
             raise ApiError(400, "the request holds no file; its part must be named 'file'")
         return web.json_response(written)
 
-    async def _put(self, user: User, given: str, more: Callable[[], Awaitable[bytes]]) -> dict[str, JSON]:
+    async def _put(self, user: SandboxUser, given: str, more: Callable[[], Awaitable[bytes]]) -> dict[str, JSON]:
         if not given:
             raise ApiError(400, "the request names no path")
         path = path_of({"path": given}, user)
@@ -145,7 +145,9 @@ class FileTransfer:
             await user.slot.write_bytes(path, bytes(start))
         return {"path": path, "name": posixpath.basename(path), "type": "file"}
 
-    async def _put_large(self, user: User, path: str, start: bytes, rest: AsyncIterator[bytes], mode: int) -> None:
+    async def _put_large(
+        self, user: SandboxUser, path: str, start: bytes, rest: AsyncIterator[bytes], mode: int
+    ) -> None:
         async with self._large:
             with tempfile.NamedTemporaryFile(prefix="palaestra-e2b-") as file:
                 await asyncio.to_thread(file.write, start)
@@ -167,7 +169,7 @@ class FileTransfer:
             yield data
 
 
-async def _read_proc(user: User, path: str) -> bytes:
+async def _read_proc(user: SandboxUser, path: str) -> bytes:
     """Return a file of /proc, which only a process of the sandbox can read. Raises `ApiError`."""
     argv = user.command(["/bin/sh", "-c", 'cat -- "$1" >&3', "cat", path])
     done = await user.sandbox_slot.execute(argv, cwd="/", timeout_s=10.0, verdict=True)

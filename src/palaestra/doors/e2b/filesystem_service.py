@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 
 from palaestra.core.types import JSON
 from palaestra.doors.e2b.connect_protocol import flag_field, number_field, text_field
+from palaestra.doors.e2b.sandbox_users import SandboxUser
 from palaestra.doors.e2b.sandboxes import HostedSandbox
 from palaestra.doors.e2b.templates import DEFAULT_USER, absolute
-from palaestra.doors.e2b.users import User
-from palaestra.doors.e2b.watchers import Event, Watcher, walk
+from palaestra.doors.e2b.watchers import DirectoryWatcher, Event, walk
 from palaestra.doors.e2b.wire_errors import RpcError
 from palaestra.sandbox.slot import FileInfo, Slot
 
@@ -48,12 +48,12 @@ async def entry_of(slot: Slot, info: FileInfo, own_home: str) -> Message:
     return entry | ({"symlinkTarget": await _target(slot, info), "isSymlink": True} if is_link else {})
 
 
-async def stat_entry(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def stat_entry(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """Return the entry at a path."""
     return {"entry": await entry_of(user.slot, await _existing(user.slot, path_of(message, user)), user.own_home)}
 
 
-async def list_dir(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def list_dir(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """Return the entries below a directory."""
     path, depth = path_of(message, user), number_field(message, "depth") or 1
     if depth > _MOST_DEPTH:
@@ -64,7 +64,7 @@ async def list_dir(sandbox: HostedSandbox, slot: Slot, user: User, message: Mess
     return {"entries": [await entry_of(user.slot, info, user.own_home) async for info in walk(user.slot, path, depth)]}
 
 
-async def make_dir(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def make_dir(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """Make a directory and its parents. Raises `RpcError` if it exists."""
     path = path_of(message, user)
     found = await user.slot.stat(path)
@@ -76,7 +76,7 @@ async def make_dir(sandbox: HostedSandbox, slot: Slot, user: User, message: Mess
     return {"entry": await entry_of(user.slot, await _existing(user.slot, path), user.own_home)}
 
 
-async def move(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def move(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """Move an entry; the parents of the destination are made."""
     source, target = path_of(message, user, "source"), path_of(message, user, "destination")
     await _existing(user.slot, source)
@@ -87,7 +87,7 @@ async def move(sandbox: HostedSandbox, slot: Slot, user: User, message: Message)
     return {"entry": await entry_of(user.slot, await _existing(user.slot, target), user.own_home)}
 
 
-async def remove(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def remove(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """Remove an entry with everything below it; a missing one is no error."""
     path = path_of(message, user)
     if path == "/":
@@ -96,12 +96,12 @@ async def remove(sandbox: HostedSandbox, slot: Slot, user: User, message: Messag
     return {}
 
 
-async def create_watcher(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def create_watcher(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """Begin to watch a directory."""
     return {"watcherId": await sandbox.watchers.add(await _watcher(user, message))}
 
 
-async def get_watcher_events(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def get_watcher_events(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """Return the events since the last call."""
     watcher = sandbox.watchers.find(text_field(message, "watcherId", required=True))
     if not watcher.over:
@@ -109,14 +109,14 @@ async def get_watcher_events(sandbox: HostedSandbox, slot: Slot, user: User, mes
     return {"events": [await _event(watcher, each) for each in watcher.take()]}
 
 
-async def remove_watcher(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def remove_watcher(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """Stop watching."""
     await sandbox.watchers.remove(text_field(message, "watcherId", required=True))
     return {}
 
 
 async def watch(
-    sandbox: HostedSandbox, user: User, message: Message, keepalive_s: float, is_gone: Callable[[], bool]
+    sandbox: HostedSandbox, user: SandboxUser, message: Message, keepalive_s: float, is_gone: Callable[[], bool]
 ) -> AsyncIterator[Message]:
     """Yield the messages of a stream of events until the caller leaves or the directory is gone."""
     name = await sandbox.watchers.add(watcher := await _watcher(user, message))
@@ -141,14 +141,14 @@ async def watch(
             await sandbox.watchers.remove(name)
 
 
-UNARY: dict[str, Callable[[HostedSandbox, Slot, User, Message], Awaitable[Message]]] = {
+UNARY: dict[str, Callable[[HostedSandbox, Slot, SandboxUser, Message], Awaitable[Message]]] = {
     "Stat": stat_entry, "ListDir": list_dir, "MakeDir": make_dir, "Move": move, "Remove": remove,
     "CreateWatcher": create_watcher, "GetWatcherEvents": get_watcher_events, "RemoveWatcher": remove_watcher,
 }  # fmt: skip
 """Maps the names of the unary calls to their functions."""
 
 
-def path_of(message: Message, user: User, name: str = "path") -> str:
+def path_of(message: Message, user: SandboxUser, name: str = "path") -> str:
     """Return a path of a message as an absolute path in the sandbox. Raises `RpcError`."""
     path = text_field(message, name)
     if "\0" in path or len(path) > 4096:
@@ -156,17 +156,17 @@ def path_of(message: Message, user: User, name: str = "path") -> str:
     return absolute(path, user.home)
 
 
-async def _watcher(user: User, message: Message) -> Watcher:
+async def _watcher(user: SandboxUser, message: Message) -> DirectoryWatcher:
     path = path_of(message, user)
     if not await _is_dir(user.slot, path):
         await _existing(user.slot, path)
         raise RpcError("invalid_argument", f"path {path} is not a directory")
-    return Watcher(
+    return DirectoryWatcher(
         user.slot, user.own_home, path, flag_field(message, "recursive"), flag_field(message, "includeEntry")
     )
 
 
-async def _event(watcher: Watcher, event: Event) -> Message:
+async def _event(watcher: DirectoryWatcher, event: Event) -> Message:
     found: Message = {"name": event.name, "type": event.kind}
     if watcher.include_entry and event.entry is not None:
         found["entry"] = await entry_of(watcher.slot, event.entry, watcher.own_home)

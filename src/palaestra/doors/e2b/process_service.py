@@ -11,13 +11,14 @@ import base64
 import binascii
 import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 from palaestra.core.types import JSON
 from palaestra.doors.e2b.connect_protocol import flag_field, number_field, object_field, text_field
-from palaestra.doors.e2b.processes import Follower, HostedProcess
+from palaestra.doors.e2b.processes import HostedProcess, OutputFollower, ProcessRequest
+from palaestra.doors.e2b.sandbox_users import SandboxUser
 from palaestra.doors.e2b.sandboxes import HostedSandbox
 from palaestra.doors.e2b.templates import absolute
-from palaestra.doors.e2b.users import User
 from palaestra.doors.e2b.wire_errors import ApiError, RpcError
 from palaestra.sandbox.slot import Slot, TerminalSize, is_variable
 
@@ -29,45 +30,42 @@ Message = dict[str, JSON]
 
 
 async def start(
-    sandbox: HostedSandbox, slot: Slot, user: User, message: Message, timeout_s: float | None
-) -> tuple[HostedProcess, Follower]:
+    sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message, timeout_s: float | None
+) -> tuple[HostedProcess, OutputFollower]:
     """Start a process. Raises `RpcError` or OSError."""
     config = object_field(message, "process")
     argv, env = _argv(config), _variables(config)
     cwd = absolute(text_field(config, "cwd"), user.home) if config.get("cwd") else user.start
     tag = text_field(message, "tag") or None
     shown: Message = {"cmd": argv[0], "args": argv[1:], "envs": env} | ({"cwd": cwd} if config.get("cwd") else {})
-    settings: dict[str, JSON] = {
-        "tag": tag, "stdin": flag_field(message, "stdin", True), "terminal": _size(message), "timeout_s": timeout_s,
-        "config": shown, "follow": True,
-    }  # fmt: skip
     variables = {**sandbox.environment(user.name), "HOME": user.home, **env}
+    stdin, terminal = flag_field(message, "stdin", True), _size(message)
+    wanted = ProcessRequest(user.command(argv), cwd, variables, shown, tag, stdin, terminal, timeout_s)
     try:
         try:
-            hosted, follower = await sandbox.processes.start(slot, user.command(argv), cwd, variables, **settings)
+            hosted = await sandbox.processes.start(slot, wanted)
         except FileNotFoundError as error:
             if argv[0] not in _SHELLS or await slot.stat(argv[0]) is not None or error.filename == cwd:
                 raise
-            argv = [_SHELLS[argv[0]], *argv[1:]]
-            hosted, follower = await sandbox.processes.start(slot, user.command(argv), cwd, variables, **settings)
+            command = user.command([_SHELLS[argv[0]], *argv[1:]])
+            hosted = await sandbox.processes.start(slot, replace(wanted, argv=command))
     except OSError as error:
         if error.errno == errno.EAGAIN:
             raise RpcError("resource_exhausted", str(error.strerror)) from None
         if isinstance(error, FileNotFoundError | NotADirectoryError) and await slot.stat(cwd) is None:
             raise RpcError("invalid_argument", f"cwd '{cwd}' does not exist") from None
         raise
-    assert follower is not None
-    return hosted, follower
+    return hosted, hosted.follow()
 
 
-def connect(sandbox: HostedSandbox, message: Message) -> tuple[HostedProcess, Follower]:
+def connect(sandbox: HostedSandbox, message: Message) -> tuple[HostedProcess, OutputFollower]:
     """Follow a running process from now on. Raises `RpcError`."""
     hosted = sandbox.processes.find(object_field(message, "process"))
     return hosted, hosted.follow()
 
 
 async def events(
-    hosted: HostedProcess, follower: Follower, keepalive_s: float, is_gone: Callable[[], bool]
+    hosted: HostedProcess, follower: OutputFollower, keepalive_s: float, is_gone: Callable[[], bool]
 ) -> AsyncIterator[Message]:
     """Yield the messages of a stream: the start, the output, and the end. Raises the error with which it ends."""
     yield {"event": {"start": {"pid": hosted.pid}}}
@@ -92,7 +90,7 @@ async def events(
             return
 
 
-async def list_processes(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def list_processes(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """List the running processes that callers have started."""
     found = [
         {"config": each.config, "pid": each.pid} | ({"tag": each.tag} if each.tag else {})
@@ -101,7 +99,7 @@ async def list_processes(sandbox: HostedSandbox, slot: Slot, user: User, message
     return {"processes": found}
 
 
-async def send_input(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def send_input(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """Write to a process's input."""
     hosted = sandbox.processes.find(object_field(message, "process"))
     await write_input(hosted, object_field(message, "input"))
@@ -136,7 +134,7 @@ async def stream_input(sandbox: HostedSandbox, messages: AsyncIterator[Message])
     return {}
 
 
-async def send_signal(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def send_signal(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """Send SIGTERM or SIGKILL."""
     hosted = sandbox.processes.find(object_field(message, "process"))
     signal = message.get("signal")
@@ -144,7 +142,7 @@ async def send_signal(sandbox: HostedSandbox, slot: Slot, user: User, message: M
     return {}
 
 
-async def close_input(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def close_input(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """End the input of a process without a terminal."""
     hosted = sandbox.processes.find(object_field(message, "process"))
     if hosted.terminal:
@@ -153,7 +151,7 @@ async def close_input(sandbox: HostedSandbox, slot: Slot, user: User, message: M
     return {}
 
 
-async def update(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
+async def update(sandbox: HostedSandbox, slot: Slot, user: SandboxUser, message: Message) -> Message:
     """Resize a terminal."""
     hosted = sandbox.processes.find(object_field(message, "process"))
     size = _size(message)
@@ -164,7 +162,7 @@ async def update(sandbox: HostedSandbox, slot: Slot, user: User, message: Messag
     return {}
 
 
-UNARY: dict[str, Callable[[HostedSandbox, Slot, User, Message], Awaitable[Message]]] = {
+UNARY: dict[str, Callable[[HostedSandbox, Slot, SandboxUser, Message], Awaitable[Message]]] = {
     "List": list_processes, "SendInput": send_input, "SendSignal": send_signal, "CloseStdin": close_input,
     "Update": update,
 }  # fmt: skip

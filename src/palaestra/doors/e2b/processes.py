@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import PalaestraError
 from palaestra.core.types import JSON
 from palaestra.doors.e2b.wire_errors import ApiError, RpcError
@@ -24,7 +25,7 @@ _QUEUED = 8  # messages of at most 128 KiB
 _END_SIGNALS = (9, 15)
 
 
-class Follower:
+class OutputFollower:
     """One caller that follows a process. `messages` ends with None, or with the error that ends the stream."""
 
     def __init__(self) -> None:
@@ -56,6 +57,21 @@ class Follower:
             self.messages.put_nowait(last)
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessRequest:
+    """A process to start. `config` is what the caller asked for, in the API's words. `timeout_s` is the time after
+    which the whole tree is killed."""
+
+    argv: Sequence[str]
+    cwd: str
+    env: Mapping[str, str]
+    config: dict[str, JSON]
+    tag: str | None = None
+    stdin: bool = False
+    terminal: TerminalSize | None = None
+    timeout_s: float | None = None
+
+
 @dataclass(slots=True, eq=False)
 class HostedProcess:
     """One process. `config` is what the caller started, in the API's words."""
@@ -64,7 +80,7 @@ class HostedProcess:
     config: dict[str, JSON]
     tag: str | None
     terminal: bool
-    followers: set[Follower] = field(default_factory=set)
+    followers: set[OutputFollower] = field(default_factory=set)
     reading: asyncio.Task[None] | None = None
     cursors: list[int] = field(default_factory=lambda: [0, 0])
     deadline: asyncio.TimerHandle | None = None
@@ -75,15 +91,15 @@ class HostedProcess:
         """The process's number in the sandbox."""
         return self.process.pid
 
-    def follow(self) -> Follower:
+    def follow(self) -> OutputFollower:
         """Return a new follower. Raises `RpcError` if there are too many."""
         if len(self.followers) >= MOST_FOLLOWERS:
             raise RpcError("resource_exhausted", f"the process has {MOST_FOLLOWERS} followers; disconnect one first")
-        follower = Follower()
+        follower = OutputFollower()
         self.followers.add(follower)
         return follower
 
-    def leave(self, follower: Follower) -> None:
+    def leave(self, follower: OutputFollower) -> None:
         """Forget a follower, so that the process does not wait for it any more."""
         self.followers.discard(follower)
         follower.end(None)
@@ -110,23 +126,21 @@ class ProcessTable:
         """Return the running processes, oldest first."""
         return list(self._running.values())
 
-    async def start(
-        self, slot: Slot, argv: Sequence[str], cwd: str, env: Mapping[str, str], *, tag: str | None = None,
-        stdin: bool = False, terminal: TerminalSize | None = None, timeout_s: float | None = None,
-        config: dict[str, JSON] | None = None, follow: bool = False,
-    ) -> tuple[HostedProcess, Follower | None]:  # fmt: skip
-        """Start a process, and follow it from its beginning if `follow` is true. `timeout_s` is the time after which
-        its whole tree is killed. Raises OSError if it cannot be started."""
-        apart = terminal is None
-        process = await slot.spawn(argv, cwd=cwd, env=env, stdin=stdin, terminal=terminal, stderr=apart, hold=True)
-        hosted = HostedProcess(process, config or {"cmd": argv[0], "args": list(argv[1:])}, tag, terminal is not None)
-        follower = hosted.follow() if follow else None
+    async def start(self, slot: Slot, wanted: ProcessRequest) -> HostedProcess:
+        """Start a process. Its output is read from the next time on that the caller waits, so a follower that begins
+        before that misses nothing. Raises OSError if it cannot be started."""
+        terminal = wanted.terminal
+        process = await slot.spawn(
+            wanted.argv, cwd=wanted.cwd, env=wanted.env, stdin=wanted.stdin, terminal=terminal, stderr=terminal is None,
+            hold=True,
+        )  # fmt: skip
+        hosted = HostedProcess(process, wanted.config, wanted.tag, terminal is not None)
         self._running[hosted.pid] = hosted
-        if timeout_s is not None:
+        if wanted.timeout_s is not None:
             loop = asyncio.get_running_loop()
-            hosted.deadline = loop.call_later(timeout_s, lambda: loop.create_task(self._on_deadline(hosted)))
+            hosted.deadline = loop.call_later(wanted.timeout_s, lambda: loop.create_task(self._on_deadline(hosted)))
         self._read(hosted)
-        return hosted, follower
+        return hosted
 
     def find(self, selector: Mapping[str, JSON]) -> HostedProcess:
         """Return the process with the pid or tag of a selector. Raises `RpcError`."""
@@ -157,9 +171,7 @@ class ProcessTable:
             hosted.fail(error)
             if hosted.deadline is not None:
                 hosted.deadline.cancel()  # the time limit of a call does not outlive its stream's pause
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
+        await end_tasks(*readers)
 
     def go_on(self) -> None:
         """Read again."""

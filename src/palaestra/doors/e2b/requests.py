@@ -1,14 +1,20 @@
-"""The bodies of the control API's requests. Keys that the SDK sends and this server does not know are ignored, as the
-API does; what is known and cannot be done is refused by name (`refuse_unsupported`)."""
+"""One request of the control API, its body, and values in the API's form. Keys that the SDK sends and this server does
+not know are ignored, as the API does; what is known and cannot be done is refused by name (`refuse_unsupported`)."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Annotated, TypeVar
 
+from aiohttp import web
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from palaestra.core.types import JSON, AllowList, Network
+from palaestra.doors.e2b.api_keys import ApiKey
 from palaestra.doors.e2b.wire_errors import ApiError
 from palaestra.sandbox.slot import is_variable
 
@@ -19,6 +25,29 @@ _EVERYWHERE = frozenset({"0.0.0.0/0", "::/0"})
 _HOST = re.compile(r"(?=.{1,253}\Z)(?:\*\.)?[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlCall:
+    """One request: the caller's key, the variable parts of the path, the query and the body."""
+
+    key: ApiKey
+    parts: tuple[str, ...]
+    request: web.Request
+    body: bytes
+
+
+Handle = Callable[[ControlCall], Awaitable[web.Response]]
+
+
+def moment(seconds: float) -> str:
+    """Return a time as the API writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def cpu_count(cpus: float | None) -> int:
+    """Return the number of processors of a sandbox with this limit."""
+    return max(1, round(cpus or os.cpu_count() or 1))
 
 
 def _bounded(pairs: dict[str, str]) -> dict[str, str]:

@@ -20,11 +20,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import AcquireTimeout, InfraError, PalaestraError, SandboxError, SlotLost
 from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.doors.e2b.api_keys import ApiKey
 from palaestra.doors.e2b.endings import Endings
-from palaestra.doors.e2b.processes import ProcessTable
+from palaestra.doors.e2b.processes import ProcessRequest, ProcessTable
 from palaestra.doors.e2b.requests import NewSandbox
 from palaestra.doors.e2b.templates import Template, Templates, spec_of
 from palaestra.doors.e2b.watchers import Watchers
@@ -106,9 +107,7 @@ class Sandboxes:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        for job in self._jobs:
-            job.cancel()
-        await asyncio.gather(*self._jobs, return_exceptions=True)
+        await end_tasks(*self._jobs)
         await asyncio.gather(*(self._end(each, "the server was stopped") for each in list(self._found.values())))
 
     # Lookups
@@ -222,7 +221,9 @@ class Sandboxes:
         """Start the template's command, which at E2B is part of the saved memory, and wait until it is ready."""
         template, slot = sandbox.template, sandbox.running_slot
         env = sandbox.environment(template.user)
-        await sandbox.processes.start(slot, ["/bin/bash", "-l", "-c", template.start_command], template.workdir, env)
+        shell, *arguments = command = ["/bin/bash", "-l", "-c", template.start_command]
+        wanted = ProcessRequest(command, template.workdir, env, {"cmd": shell, "args": arguments})
+        await sandbox.processes.start(slot, wanted)
         if not template.ready_command:
             return
         deadline = time.monotonic() + _READY_S

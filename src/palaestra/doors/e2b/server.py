@@ -1,4 +1,4 @@
-"""The server: one address for the control API and for the calls into sandboxes.
+"""The server and its parts: one address for the control API and for the calls into sandboxes.
 
 Which sandbox a call goes into is named by the header `E2b-Sandbox-Id` (with `E2B_SANDBOX_URL`) or by the host name
 `PORT-ID.DOMAIN` (with `E2B_DOMAIN`). Everything else is the control API, whose callers send their key in `X-API-Key`.
@@ -9,24 +9,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hmac
 import logging
 import re
+import socket
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from aiohttp import web
 
-from palaestra.core.errors import PalaestraError
+from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.io.http_server import invite_body, listening
+from palaestra.core.types import Limits, Network
 from palaestra.doors.e2b.api_keys import ApiKey, ApiKeys
 from palaestra.doors.e2b.control_api import MOST_BODY_BYTES, ControlApi
+from palaestra.doors.e2b.endings import Endings
 from palaestra.doors.e2b.envd import ENVD_PORT, MOST_CALLS, Envd, OpenCalls, error_body
+from palaestra.doors.e2b.file_transfer import MOST_UPLOAD_BYTES, FileTransfer
 from palaestra.doors.e2b.port_proxy import pass_on
 from palaestra.doors.e2b.sandboxes import Sandboxes, resumed
 from palaestra.doors.e2b.template_api import UPLOADS, TemplateApi
+from palaestra.doors.e2b.template_builds import TemplateBuilds
+from palaestra.doors.e2b.templates import Templates
 from palaestra.doors.e2b.wire_errors import ApiError, api_error
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.suites.images.dockerfile import ImageConfig
 
 logger = logging.getLogger(__name__)
 
@@ -128,15 +141,107 @@ async def _body(request: web.Request) -> bytes:
     return bytes(data)
 
 
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a server listens: on `port` for HTTP and, with `tls`, on `tls_port` for HTTPS with names below `domain`.
+    Port 0 stands for a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    domain: str | None = None
+    tls: ssl.SSLContext | None = None
+    tls_port: int = 0
+
+    def with_tls_port(self) -> ServerAddress:
+        """Return the address with a port for HTTPS that is free now, unless it has one."""
+        if self.tls_port:
+            return self
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        with socket.socket(family) as trial:
+            trial.bind((self.host, 0))
+            return replace(self, tls_port=int(trial.getsockname()[1]))
+
+
 @asynccontextmanager
-async def serving(
-    server: E2BServer, keys: ApiKeys, host: str, port: int, *, tls: ssl.SSLContext | None = None, tls_port: int = 0
-) -> AsyncIterator[tuple[str, str | None]]:
+async def serving(server: E2BServer, keys: ApiKeys, address: ServerAddress) -> AsyncIterator[tuple[str, str | None]]:
     """Serve during the block, and yield the URLs: of HTTP and, with `tls`, of HTTPS. Raises `ConfigError`."""
     token = keys.first.secret  # every caller needs a key, so any address may be listened on
     async with AsyncExitStack() as stack:
-        plain = await stack.enter_async_context(listening(server.handle, host, port, token=token))
+        listen = partial(listening, server.handle, address.host, token=token)
+        plain = await stack.enter_async_context(listen(address.port))
         secure = None
-        if tls is not None:
-            secure = await stack.enter_async_context(listening(server.handle, host, tls_port, token=token, tls=tls))
+        if address.tls is not None:
+            secure = await stack.enter_async_context(listen(address.tls_port, tls=address.tls))
         yield plain, secure
+
+
+BASE_IMAGES: Mapping[str, tuple[str | None, ImageConfig]] = {"base": (None, ImageConfig())}
+
+
+@dataclass(frozen=True, slots=True)
+class RunningE2B:
+    """A server that answers. `notes` are lines for whoever started it."""
+
+    url: str
+    pool: SlotPool
+    sandboxes: Sandboxes
+    notes: tuple[str, ...]
+
+
+@asynccontextmanager
+async def running_server(
+    keys: ApiKeys,
+    images: Mapping[str, tuple[str | None, ImageConfig]] = BASE_IMAGES,
+    *,
+    address: ServerAddress = ServerAddress(),
+    isolation: str = "best",
+    most_sandboxes: int | None = None,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    network: Network = Network.ON,
+    folder: Path | None = None,
+    most_upload_bytes: int = MOST_UPLOAD_BYTES,
+) -> AsyncIterator[RunningE2B]:
+    """Run a server during the block, at whose end every sandbox ends.
+
+    `images` maps the names of templates to root file systems with their configurations; `base` must be among them.
+    `folder` keeps templates and the record of ended sandboxes. Raises `ConfigError`, also if another server uses the
+    folder, and `IsolationUnavailable`.
+    """
+    with _only_server(folder), Endings(None if folder is None else folder / "sandboxes.jsonl") as endings:
+        backend = LocalBackend.from_isolation(isolation)
+        async with SlotPool(SlotPoolConfig(max_slots=most_sandboxes, acquire_timeout=10.0), backend) as pool:
+            templates = Templates(pool, images)
+            builds = TemplateBuilds(pool, templates, None if folder is None else folder / "templates", network)
+            notes = builds.read_saved()
+            template_api = TemplateApi(templates, builds, limits)
+            try:
+                async with Sandboxes(pool, templates, endings, limits=limits, network=network) as sandboxes:
+                    address = address.with_tls_port()  # sandboxes are told the port before it is opened
+                    secure_domain = None if address.domain is None else f"{address.domain}:{address.tls_port}"
+                    control = ControlApi(sandboxes, template_api, domain=secure_domain)
+                    envd = Envd(sandboxes, FileTransfer(most_upload_bytes=most_upload_bytes))
+                    server = E2BServer(keys, control, envd, template_api, sandboxes)
+                    async with serving(server, keys, address) as (url, secure):
+                        notes += [f"sandboxes: {pool.limit}; isolation {pool.rung.label}"]
+                        if secure is not None:
+                            notes.append(f"HTTPS at {secure} for api.{secure_domain} and PORT-ID.{secure_domain}")
+                        if endings.recovered:
+                            notes.append(f"{endings.recovered} sandboxes had ended with a server that was killed")
+                        yield RunningE2B(url, pool, sandboxes, tuple(notes))
+            finally:
+                await builds.aclose()
+
+
+@contextmanager
+def _only_server(folder: Path | None) -> Iterator[None]:
+    """Keep other servers out of the folder. Raises `ConfigError` if one uses it."""
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (folder / "lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another server uses the folder {folder}: end it, or choose one with --state") from None
+        yield

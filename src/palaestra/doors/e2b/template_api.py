@@ -12,9 +12,8 @@ from pydantic import Field
 
 from palaestra.core.io.http_server import invite_body
 from palaestra.core.types import JSON, Limits
-from palaestra.doors.e2b.calls import Call, Handle, cpu_count, moment
 from palaestra.doors.e2b.envd import ENVD_VERSION
-from palaestra.doors.e2b.requests import _Body, read_body
+from palaestra.doors.e2b.requests import ControlCall, Handle, _Body, cpu_count, moment, read_body
 from palaestra.doors.e2b.template_builds import MOST_ARCHIVE_BYTES, MOST_STEPS, Build, TemplateBuilds
 from palaestra.doors.e2b.templates import Template, Templates
 from palaestra.doors.e2b.wire_errors import ApiError
@@ -35,7 +34,7 @@ class NewTemplate(_Body):
     tags: tuple[str, ...] = Field(default=(), max_length=20)
 
 
-class Tags(_Body):
+class TemplateTags(_Body):
     """POST and DELETE /templates/tags."""
 
     target: str = Field(default="", max_length=200)
@@ -78,35 +77,35 @@ class TemplateApi:
             ("PATCH", "(?:/v2)?" + one, self.update),
         )
 
-    async def list(self, call: Call) -> web.Response:
+    async def list(self, call: ControlCall) -> web.Response:
         own = [each for each in self._templates.of_key(call.key) if not each.source]
         return web.json_response([self._described(each) for each in own])
 
-    async def detail(self, call: Call) -> web.Response:
+    async def detail(self, call: ControlCall) -> web.Response:
         template = self._templates.find(call.key, call.parts[0])
         return web.json_response({**self._described(template), "builds": []})
 
-    async def alias(self, call: Call) -> web.Response:
+    async def alias(self, call: ControlCall) -> web.Response:
         template = self._templates.find(call.key, call.parts[0])
         return web.json_response({"templateID": template.template_id, "public": template.owner is None})
 
-    async def delete(self, call: Call) -> web.Response:
+    async def delete(self, call: ControlCall) -> web.Response:
         await self._builds.delete(call.key, call.parts[0])
         return web.Response(status=204)
 
-    async def update(self, call: Call) -> web.Response:
+    async def update(self, call: ControlCall) -> web.Response:
         raise ApiError(
             400, "templates of this server cannot be made public; add an image for everybody with --template"
         )
 
-    async def tags(self, call: Call) -> web.Response:
+    async def tags(self, call: ControlCall) -> web.Response:
         template = self._templates.find(call.key, call.parts[0])
         described, tags = self._described(template), [name.partition(":")[2] or "default" for name in template.names]
         found = [{"tag": tag, "buildID": described["buildID"], "createdAt": described["createdAt"]} for tag in tags]
         return web.json_response(found)
 
-    async def assign_tags(self, call: Call) -> web.Response:
-        body = read_body(call.body, Tags)
+    async def assign_tags(self, call: ControlCall) -> web.Response:
+        body = read_body(call.body, TemplateTags)
         template = self._templates.find(call.key, body.target)
         if template.owner is None:
             raise ApiError(403, f"the template {template.name} belongs to this server, so it gets no tags")
@@ -118,8 +117,8 @@ class TemplateApi:
         build_id = self._described(template)["buildID"]
         return web.json_response({"tags": list(body.tags), "buildID": build_id}, status=201)
 
-    async def remove_tags(self, call: Call) -> web.Response:
-        body = read_body(call.body, Tags)
+    async def remove_tags(self, call: ControlCall) -> web.Response:
+        body = read_body(call.body, TemplateTags)
         for tag in body.tags:
             name = f"{body.name.partition(':')[0]}:{tag}"
             template = self._templates.find(call.key, name)
@@ -128,7 +127,7 @@ class TemplateApi:
             self._templates.rename(template, [each for each in template.names if each != name])
         return web.Response(status=204)
 
-    async def request(self, call: Call) -> web.Response:
+    async def request(self, call: ControlCall) -> web.Response:
         body = read_body(call.body, NewTemplate)
         name = body.name or body.alias
         for each in (name, *(f"{name.partition(':')[0]}:{tag}" for tag in body.tags)):
@@ -144,7 +143,7 @@ class TemplateApi:
         }  # fmt: skip
         return web.json_response(answer, status=202)
 
-    async def start(self, call: Call) -> web.Response:
+    async def start(self, call: ControlCall) -> web.Response:
         build, body = self._builds.find(call.key, *call.parts), read_body(call.body, StartBuild)
         if body.registry:
             raise ApiError(400, "this server pulls no images, so it needs no registry; leave the credentials out")
@@ -152,13 +151,13 @@ class TemplateApi:
         self._builds.start(build, base, body.steps, body.start, body.ready)
         return web.Response(status=202)
 
-    async def status(self, call: Call) -> web.Response:
+    async def status(self, call: ControlCall) -> web.Response:
         build = self._builds.find(call.key, *call.parts)
         offset = call.request.query.get("logsOffset", "0")
         entries = build.log[int(offset) if offset.isdigit() else 0 :][:100]
         return web.json_response(_status(build, entries))
 
-    async def files(self, call: Call) -> web.Response:
+    async def files(self, call: ControlCall) -> web.Response:
         if not _HASH.fullmatch(call.parts[1]):
             raise ApiError(400, "the hash of the files is not hexadecimal")
         present, token = self._builds.link(call.key, call.parts[1])

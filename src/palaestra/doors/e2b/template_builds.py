@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import PalaestraError
 from palaestra.core.io.durable_files import replaced
 from palaestra.core.types import JSON, Network
@@ -91,9 +92,7 @@ class TemplateBuilds:
     async def aclose(self) -> None:
         """End the running builds and drop the archives."""
         tasks = [build.task for build in self._builds.values() if build.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
         if self._incoming is not None:
             shutil.rmtree(self._incoming, ignore_errors=True)
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import PalaestraError
 from palaestra.doors.e2b.wire_errors import RpcError
 from palaestra.sandbox.slot import FileInfo, Slot
@@ -32,7 +33,7 @@ class Event:
 
 
 @dataclass(slots=True, eq=False)
-class Watcher:
+class DirectoryWatcher:
     """One watched directory."""
 
     slot: Slot
@@ -81,9 +82,7 @@ class Watcher:
         """End the watch."""
         self.over = True
         self.news.set()
-        if self.task is not None:
-            self.task.cancel()
-            await asyncio.gather(self.task, return_exceptions=True)
+        await end_tasks(self.task)
 
     def _add(self, kind: str, path: str, entry: FileInfo | None) -> None:
         self.events.append(Event(kind, path.removeprefix(self.path).lstrip("/"), entry))
@@ -106,9 +105,9 @@ class Watchers:
     """The watchers of one sandbox, by id."""
 
     def __init__(self) -> None:
-        self._watching: dict[str, Watcher] = {}
+        self._watching: dict[str, DirectoryWatcher] = {}
 
-    async def add(self, watcher: Watcher) -> str:
+    async def add(self, watcher: DirectoryWatcher) -> str:
         """Begin to watch, and return the watcher's id. Raises `RpcError` or OSError."""
         if len(self._watching) >= MOST_WATCHERS:
             raise RpcError("resource_exhausted", f"the sandbox has {MOST_WATCHERS} watchers; stop one first")
@@ -117,7 +116,7 @@ class Watchers:
         self._watching[name] = watcher
         return name
 
-    def find(self, name: str) -> Watcher:
+    def find(self, name: str) -> DirectoryWatcher:
         """Return the watcher with an id. Raises `RpcError`."""
         if name not in self._watching:
             raise RpcError("not_found", f"watcher {name!r:.50} not found")

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import told_to_stop
+from palaestra.core.host_path import HostPath
 
 if TYPE_CHECKING:
     from palaestra.doors.gateway.mailbox import Mailbox
 
 T = TypeVar("T")
 
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
 _HOME = "~/.palaestra/gateway"
 
 EXAMPLE = """\
@@ -45,7 +44,6 @@ platforms:
 @click.group(
     "gateway",
     invoke_without_command=True,
-    context_settings=_CONTEXT,
     help="""Serve conversations on chat platforms, e-mail and HTTP: one service, a session per chat.
 
     \b
@@ -108,12 +106,12 @@ async def _serve(home: Path, config: Path | None, base_url: str | None, model: s
         click.echo("stopping", err=True)
 
 
-@command.command("example", context_settings=_CONTEXT, help="Print an example configuration.")
+@command.command("example", help="Print an example configuration.")
 def example() -> None:
     click.echo(EXAMPLE, nl=False)
 
 
-@command.command("pair", context_settings=_CONTEXT, help="Allow the person to whom the gateway sent CODE.")
+@command.command("pair", help="Allow the person to whom the gateway sent CODE.")
 @click.argument("code")
 @click.option("--json", "as_json", is_flag=True, help="Print the person as a JSON object.")
 @click.pass_obj
@@ -122,7 +120,7 @@ def pair(home: Path, code: str, as_json: bool) -> None:
     click.echo(_person(platform, user_id, name) if as_json else f"{platform} {user_id} {name}".strip())
 
 
-@command.command("unpair", context_settings=_CONTEXT, help="Revoke the access that `pair` gave a person.")
+@command.command("unpair", help="Revoke the access that `pair` gave a person.")
 @click.argument("platform")
 @click.argument("user_id")
 @click.option("--json", "as_json", is_flag=True, help="Print the person as a JSON object.")
@@ -136,7 +134,7 @@ def unpair(home: Path, platform: str, user_id: str, as_json: bool) -> None:
         click.echo(_person(platform, user_id))
 
 
-@command.command("users", context_settings=_CONTEXT, help="List the people whom `pair` allowed.")
+@command.command("users", help="List the people whom `pair` allowed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per person.")
 @click.pass_obj
 def users(home: Path, as_json: bool) -> None:
@@ -144,7 +142,7 @@ def users(home: Path, as_json: bool) -> None:
         click.echo(_person(platform, user_id, name) if as_json else f"{platform}\t{user_id}\t{name}")
 
 
-@command.command("refused", context_settings=_CONTEXT, help="List messages that a platform refused, with the reason.")
+@command.command("refused", help="List messages that a platform refused, with the reason.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per message.")
 @click.pass_obj
 def refused(home: Path, as_json: bool) -> None:
@@ -157,7 +155,7 @@ def refused(home: Path, as_json: bool) -> None:
             click.echo("\t".join([*place.values(), " ".join(text.split())[:80], reason]))
 
 
-@command.command("jobs", context_settings=_CONTEXT, help="List the prompts that agents have scheduled, or remove one.")
+@command.command("jobs", help="List the prompts that agents have scheduled, or remove one.")
 @click.option("--remove", metavar="JOB", help="Remove the job with this id.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per job.")
 @click.pass_obj

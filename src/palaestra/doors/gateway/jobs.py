@@ -15,7 +15,7 @@ import secrets
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from datetime import datetime, tzinfo
+from datetime import datetime
 
 import msgspec
 
@@ -23,7 +23,7 @@ from palaestra.core.clock import Clock
 from palaestra.core.types import JSON
 from palaestra.doors.gateway.mailbox import Mailbox, Outgoing, add_incoming, add_outgoing
 from palaestra.doors.gateway.messaging import ORIGIN, Messaging
-from palaestra.doors.gateway.platform import ChatAddress, Incoming, Platform
+from palaestra.doors.gateway.platform import ChatAddress, Incoming
 from palaestra.doors.gateway.schedules import Schedule, parse
 from palaestra.tools.registry.unavailable import CRONJOB
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun
@@ -73,17 +73,14 @@ class Jobs:
         mailbox: Mailbox,
         messaging: Messaging,
         clock: Clock,
-        zone: tzinfo | None,
         *,
         enqueue: Callable[[str, ChatAddress, int], None],
         wake: Callable[[ChatAddress], None],
         user_of: Callable[[str], str],
         refusal: Callable[[str, str], Awaitable[str]],
-        platforms: Mapping[str, Platform],
     ) -> None:
-        self._mailbox, self._messaging, self._clock, self._zone = mailbox, messaging, clock, zone
+        self._mailbox, self._messaging, self._clock = mailbox, messaging, clock
         self._enqueue, self._wake, self._user_of, self._refusal = enqueue, wake, user_of, refusal
-        self._platforms = platforms
         self.tool: FunctionTool = replace(CRONJOB[0], run=self._run, missing=lambda: None, touches_world=True)
         self._actions = {
             "create": self._create, "list": self._list, "update": self._update, "pause": self._pause,
@@ -97,7 +94,7 @@ class Jobs:
         while True:
             now = self._clock.wall()
             for job in await due(self._mailbox, now):
-                if job.address.platform not in self._platforms:
+                if job.address.platform not in self._messaging.platforms:
                     continue
                 try:
                     await self._begin(job, now)
@@ -109,7 +106,7 @@ class Jobs:
     async def _begin(self, job: Job, now: float) -> None:
         """Begin the run of a job that is due, or report the run as missed. Stores the job's next time, or removes the
         job after its last run."""
-        schedule = parse_again(job, self._zone)
+        schedule = parse_again(job)
         times: list[float] = []
         at = job.next_at
         while at is not None and at <= now and len(times) < _MOST_COUNTED:
@@ -135,7 +132,7 @@ class Jobs:
             else:
                 _store(connection, msgspec.structs.replace(stored, runs=runs, next_at=at))
             if missed:
-                text = _missed(job, times, missed, why or DOWN, at, self._zone)
+                text = _missed(job, times, missed, why or DOWN, at)
                 add_outgoing(connection, [Outgoing(f"missed-{job.id}-{times[-1]:.0f}", job.address, text)], now)
             return row, missed
 
@@ -176,7 +173,7 @@ class Jobs:
         job = Job(
             id=secrets.token_hex(4), session_key=run.session_key, address=session.address,
             user_id=self._user_of(run.task_id), prompt=prompt, schedule=schedule, since=now,
-            next_at=parse(schedule, now, self._zone).after(now),
+            next_at=parse(schedule, now).after(now),
         )  # fmt: skip
         job = await self._changed(job, arguments)
 
@@ -188,21 +185,21 @@ class Jobs:
 
         if not await self._mailbox.do(work, synced=True):
             raise ToolMistake(f"this chat has {MOST_JOBS} jobs, which is the maximum; remove one first")
-        return {"success": True, "job": self._shown(job)}
+        return {"success": True, "job": shown(job)}
 
     async def _changed(self, job: Job, arguments: Mapping[str, JSON]) -> Job:
         """Return the job with the changes that the optional arguments request. Raises `ToolMistake` for a chat that may
         not be written to."""
         changes = {name: arguments[name] for name in ("name", "repeat", "deliver", "skills") if arguments.get(name)}
         job = msgspec.structs.replace(job, **changes)
-        if job.deliver == ORIGIN and self._platforms[job.address.platform].limits.requests:
+        if job.deliver == ORIGIN and self._messaging.platforms[job.address.platform].limits.requests:
             raise ToolMistake("no answer can be sent to this chat later; set deliver to local or to another chat")
         if job.deliver not in (ORIGIN, LOCAL):
             await self._messaging.address(job.session_key, job.deliver)
         return job
 
     async def _list(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        return {"success": True, "jobs": [self._shown(job) for job in await self.of_session(run.session_key)]}
+        return {"success": True, "jobs": [shown(job) for job in await self.of_session(run.session_key)]}
 
     async def of_session(self, session_key: str) -> list[Job]:
         rows = await self._mailbox.do(lambda connection: connection.execute(_LIST, (session_key,)).fetchall())
@@ -215,7 +212,7 @@ class Jobs:
         if arguments.get("schedule"):
             now = self._clock.wall()
             job.schedule, job.since = str(arguments["schedule"]), now
-            job.next_at = parse(job.schedule, now, self._zone).after(now)
+            job.next_at = parse(job.schedule, now).after(now)
         return await self._stored(job)
 
     async def _pause(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -223,7 +220,7 @@ class Jobs:
 
     async def _resume(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         job = await self._job(arguments, run)
-        job.next_at = parse_again(job, self._zone).after(self._clock.wall())
+        job.next_at = parse_again(job).after(self._clock.wall())
         if job.next_at is None:
             raise ToolMistake("this job's time has passed; give the job a new schedule with update")
         return await self._stored(job)
@@ -259,26 +256,22 @@ class Jobs:
 
     async def _stored(self, job: Job) -> ToolReply:
         await self._mailbox.do(lambda connection: _store(connection, job), synced=True)
-        return {"success": True, "job": self._shown(job)}
-
-    def _shown(self, job: Job) -> dict[str, JSON]:
-        """Return a job as the model and the owner read it."""
-        return shown(job, self._zone)
+        return {"success": True, "job": shown(job)}
 
 
-def shown(job: Job, zone: tzinfo | None = None) -> dict[str, JSON]:
+def shown(job: Job) -> dict[str, JSON]:
     """Return a job as JSON for the model and the owner."""
     return {
         "job_id": job.id, "name": job.name, "schedule": job.schedule, "prompt": job.prompt, "deliver": job.deliver,
         "repeat": job.repeat, "skills": job.skills, "runs": job.runs,
         "state": "paused" if job.next_at is None else "on",
-        "next_run": None if job.next_at is None else _time(job.next_at, zone),
+        "next_run": None if job.next_at is None else _time(job.next_at),
     }  # fmt: skip
 
 
-def parse_again(job: Job, zone: tzinfo | None) -> Schedule:
+def parse_again(job: Job) -> Schedule:
     """Return the schedule of a stored job, which was valid when the job was created."""
-    return parse(job.schedule, job.since, zone)
+    return parse(job.schedule, job.since)
 
 
 async def due(mailbox: Mailbox, now: float) -> list[Job]:
@@ -330,12 +323,12 @@ def _message(job: Job, at: str, deliver: ChatAddress | None) -> Incoming:
     )  # fmt: skip
 
 
-def _missed(job: Job, times: list[float], missed: int, why: str, following: float | None, zone: tzinfo | None) -> str:
+def _missed(job: Job, times: list[float], missed: int, why: str, following: float | None) -> str:
     count = "a run was" if missed == 1 else f"{missed if len(times) < _MOST_COUNTED else 'many'} runs were"
     last = times[-1] if missed == len(times) else times[-2]
-    more = "" if following is None else f" The next one is at {_time(following, zone)}."
-    return f"(Scheduled job {job.title}: {count} missed, the last at {_time(last, zone)}. {why}{more})"
+    more = "" if following is None else f" The next one is at {_time(following)}."
+    return f"(Scheduled job {job.title}: {count} missed, the last at {_time(last)}. {why}{more})"
 
 
-def _time(at: float, zone: tzinfo | None) -> str:
-    return f"{datetime.fromtimestamp(at, zone):%Y-%m-%d %H:%M}"
+def _time(at: float) -> str:
+    return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M}"

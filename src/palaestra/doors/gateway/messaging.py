@@ -31,7 +31,7 @@ class Messaging:
         mailbox: Mailbox,
         notify: Callable[[str, ChatAddress], Awaitable[None]],
     ) -> None:
-        self._config, self._platforms, self._mailbox, self._notify = config, platforms, mailbox, notify
+        self._config, self.platforms, self._mailbox, self._notify = config, platforms, mailbox, notify
         self.tool: FunctionTool = replace(MESSAGING[0], run=self._run, missing=lambda: None, touches_world=True)
 
     async def targets(self, session_key: str) -> dict[str, tuple[ChatAddress, str]]:
@@ -39,20 +39,20 @@ class Messaging:
         found: dict[str, tuple[ChatAddress, str]] = {}
         sessions = await self._mailbox.sessions()
         for row in sessions:
-            if row.key == session_key and row.address.platform in self._platforms:
+            if row.key == session_key and row.address.platform in self.platforms:
                 found[ORIGIN] = row.address, "the chat of this conversation"
         for name, platform in self._config.platforms.items():
             home = self._config.home_channel(name) if platform.home_channel is not None else None
-            if platform.enabled and home is not None and home.platform in self._platforms:
+            if platform.enabled and home is not None and home.platform in self.platforms:
                 found[name] = home, "home channel"
         known = {target_name(row.address): row.address for row in sessions}
         wanted = self._config.message_targets
         for name, address in known.items():
-            if ("*" in wanted or name in wanted) and address.platform in self._platforms:
+            if ("*" in wanted or name in wanted) and address.platform in self.platforms:
                 found[name] = address, address.chat_type
         for name in wanted:
             kind, _, chat = name.partition(":")
-            if chat and kind in self._platforms:
+            if chat and kind in self.platforms:
                 found.setdefault(name, (ChatAddress(kind, chat), "chat"))
         return found
 

@@ -139,7 +139,7 @@ class Platform(Protocol):
         ...
 
 
-class Notes(Protocol):
+class PlatformNotes(Protocol):
     """A few strings by name that a platform keeps in the mailbox from one start to the next."""
 
     async def read(self) -> dict[str, str]: ...
@@ -153,7 +153,7 @@ class Notes(Protocol):
 class KeepsNotes(Protocol):
     """A platform whose `notes` the gateway sets before `start`."""
 
-    notes: Notes | None
+    notes: PlatformNotes | None
 
 
 def session_key(message: Incoming, *, per_user: bool = True, agent: str = "main") -> str:

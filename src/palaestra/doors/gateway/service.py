@@ -21,10 +21,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import (
     ConfigError,
@@ -36,8 +37,8 @@ from palaestra.core.errors import (
 from palaestra.core.printable import escaped
 from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import Conversation, People
-from palaestra.doors.chat.events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBegun, TurnEnded
 from palaestra.doors.chat.service import ChatService
+from palaestra.doors.chat.turn_events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBegun, TurnEnded
 from palaestra.doors.gateway import commands, files
 from palaestra.doors.gateway.commands import ChatCommand
 from palaestra.doors.gateway.config import GatewayConfig
@@ -110,8 +111,8 @@ class _Answer:
 
 
 class Gateway:
-    """A gateway; it serves while the block of `running` runs. `zone` is the time zone of daily resets and jobs; None
-    stands for this machine's. The caller closes `mailbox` and `chat`. Raises `ConfigError` for settings that contradict
+    """A gateway; it serves while the block of `running` runs. Daily resets and jobs follow this machine's time
+    zone. The caller closes `mailbox` and `chat`. Raises `ConfigError` for settings that contradict
     each other."""
 
     def __init__(
@@ -122,7 +123,6 @@ class Gateway:
         chat: ChatService,
         *,
         clock: Clock | None = None,
-        zone: tzinfo | None = None,
     ) -> None:
         self.config, self.mailbox, self.chat = config, mailbox, chat
         self.platforms: Mapping[str, Platform] = {platform.name: platform for platform in platforms}
@@ -134,12 +134,11 @@ class Gateway:
         if config.limits.cost_per_day and chat.settings.prices is None:
             raise ConfigError("limits.cost_per_day needs the setting prices (the price of a million tokens)")
         self._clock = clock or SystemClock()
-        self._zone = zone
         self._outbox = Outbox(mailbox, self.platforms, self._on_refused, self._start, self._clock)
         messaging = Messaging(config, self.platforms, mailbox, self.notify)
         self.jobs = Jobs(
-            mailbox, messaging, self._clock, zone, enqueue=self._enqueue, wake=self._outbox.wake,
-            user_of=self._user_of, refusal=self._refusal_of_job, platforms=self.platforms,
+            mailbox, messaging, self._clock, enqueue=self._enqueue, wake=self._outbox.wake,
+            user_of=self._user_of, refusal=self._refusal_of_job,
         )  # fmt: skip
         chat.settings = replace(chat.settings, provided=(*chat.settings.provided, messaging.tool, self.jobs.tool))
         self._sessions: dict[str, _Session] = {}
@@ -490,7 +489,7 @@ class Gateway:
         policy = self.config.reset_policy(row.address.platform, row.address.chat_type)
         now = self._clock.wall()
         idle_s = now - row.last_used if session.used_at is None else self._clock.monotonic() - session.used_at
-        reason = policy.reason(idle_s, datetime.fromtimestamp(now, UTC).astimezone(self._zone))
+        reason = policy.reason(idle_s, datetime.fromtimestamp(now, UTC).astimezone())
         if reason is None or not row.conversation:
             return None
         max_age_s = policy.bg_process_max_age_hours * 3600
@@ -516,9 +515,9 @@ class Gateway:
             session.conversation = self._open(session, row.conversation, "")
         conversation, session.conversation = session.conversation, None
         if conversation is not None:
-            if self.chat.lasting and conversation.record.settings.get("sandbox"):
+            if self.chat.lasting and conversation.history.record.settings.get("sandbox"):
                 try:
-                    await conversation.slot()  # takes over an earlier gateway's sandbox, which `close` ends
+                    await conversation.seat.sandbox()  # takes over an earlier gateway's sandbox, which `close` ends
                 except SandboxError as error:  # a new session must not depend on a sandbox that is broken
                     logger.warning("%s: the earlier sandbox was not taken over: %s", session.key, error)
             await conversation.close()
@@ -545,7 +544,7 @@ class Gateway:
         idle_s = self._clock.monotonic() - (session.used_at or 0.0)
         conversation = session.conversation
         return (
-            not session.running and conversation is not None and not conversation.open_slot and idle_s > CLOSE_AFTER_S
+            not session.running and conversation is not None and not conversation.seat.slot and idle_s > CLOSE_AFTER_S
         )
 
     # Turns
@@ -575,7 +574,7 @@ class Gateway:
             text = f"{message.user_name or message.user_id}: {text}"
         lines: list[str] = []
         if message.attachments and self.chat.store.turn_of(conversation.id, message.message_id) is None:
-            lines = await files.put_uploads(await conversation.slot(), message)
+            lines = await files.put_uploads(await conversation.seat.sandbox(), message)
         return files.message_content(text, message, lines, images=self.config.model_sees_images)
 
     async def _show(self, session: _Session, message: Incoming, event: Event) -> None:
@@ -592,7 +591,7 @@ class Gateway:
         self, session: _Session, conversation: Conversation, message: Incoming, ended: TurnEnded
     ) -> _Answer:
         limits = self.platforms[message.address.platform].limits
-        text, sent = await files.take_media(ended.text, conversation.open_slot, limits.max_file_bytes)
+        text, sent = await files.take_media(ended.text, conversation.seat.slot, limits.max_file_bytes)
         texts = [text] if text.strip() else []
         if ended.outcome == INTERRUPTED:
             texts.append("Stopped." if session.stopped else _CUT_OFF)
@@ -619,8 +618,7 @@ class Gateway:
         try:
             yield
         finally:
-            showing.cancel()
-            await asyncio.gather(showing, return_exceptions=True)
+            await end_tasks(showing)
             with contextlib.suppress(Exception):  # a notice that stays is not worth the answer
                 await platform.set_typing(address, False)
 
@@ -661,13 +659,11 @@ class Gateway:
             if session.doing:
                 lines.append(f"The turn is running {session.doing}")
         if session.conversation is not None:
-            lines.append(f"Session {session.conversation.id}, model {session.conversation.model}")
+            lines.append(f"Session {session.conversation.id}, model {session.conversation.model.name}")
             for each in await self.chat.processes.list_sessions(session.conversation.id):
                 lines.append(f"Background process {each['session_id']} {each['status']}: {each['command']}")
         for job in await self.jobs.of_session(session.key):
-            lines.append(
-                f"Scheduled job {job.title} ({job.schedule}): {shown(job, self._zone)['next_run'] or 'paused'}"
-            )
+            lines.append(f"Scheduled job {job.title} ({job.schedule}): {shown(job)['next_run'] or 'paused'}")
         return "\n".join(lines)
 
     async def _do(self, command: ChatCommand, session: _Session, message: Incoming) -> _Answer:
@@ -685,7 +681,7 @@ class Gateway:
         if command.name == "compact":
             async with self._typing(message.address):
                 summary = await conversation.compact()
-            cost = float(conversation.turns()[0].report.get("cost") or 0.0)
+            cost = float(conversation.history.turns()[0].report.get("cost") or 0.0)
             return _Answer([f"The history was replaced with this summary:\n\n{summary}"], cost=cost)
         if self.chat.store.turn_of(conversation.id, message.message_id) is not None:
             return await self._turn(session, message, again="")  # the gateway was killed during this turn

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from palaestra.agent.budget import Budget
 from palaestra.core.config import local_path
+from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Prices
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.grading.reward import RewardRule
 from palaestra.rollouts.journal.reader import open_recording
 from palaestra.rollouts.recorded_tools.recording_policy import open_world
-from palaestra.rollouts.spec import AgentSettings, Kit, RecordedTools
+from palaestra.rollouts.spec import AgentSettings, RecordedTools
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.backends.registry import make_backend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
@@ -26,7 +27,7 @@ from palaestra.tools.mcp.mcp_server import toolset_of
 from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.build import RunConditions, build_tool_registry, installed_tools
 from palaestra.tools.registry.distributions import sample_toolsets_from_distribution
-from palaestra.tools.registry.registry import ToolRegistry
+from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import States, Tool
 from palaestra.tools.tool_server_client import ToolServerLink
 
@@ -191,9 +192,9 @@ def make_recorded_tools(config: BaseEnvConfig) -> RecordedTools:
     return recorded_tools
 
 
-def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
+def make_prepared(config: BaseEnvConfig, backend: Backend, trouble: Callable[[ConfigError], None]) -> Prepared | None:
     """Return the prepared workspaces of this machine; None if the settings do not keep any, or if the slots are not
-    local.
+    local. `trouble` is called when a workspace cannot be kept for other runs.
 
     Raises `ConfigError` for a `workspace_store` that cannot be used.
     """
@@ -201,8 +202,8 @@ def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
         return None
     named, max_bytes = config.workspace_store, config.workspace_store_bytes
     if named is None:
-        return Prepared(backend, lambda: SnapshotStore(default_folder(), max_bytes=max_bytes).open())
-    return Prepared(backend, SnapshotStore(local_path(named), max_bytes=max_bytes).open().open)
+        return Prepared(backend, lambda: SnapshotStore(default_folder(), max_bytes=max_bytes).open(), trouble=trouble)
+    return Prepared(backend, SnapshotStore(local_path(named), max_bytes=max_bytes).open().open, trouble=trouble)
 
 
 def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:

@@ -25,7 +25,7 @@ from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.discovery import form_of, load_environment
 from palaestra.envs.form import Form
 from palaestra.envs.run.command import command_line, take_variables
-from palaestra.envs.run.run import RunReport
+from palaestra.envs.run.run import RunReport, Steering
 from palaestra.envs.run.run import run as run_line
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import ServerBaseline
@@ -114,7 +114,7 @@ async def stream(env: object, **arguments: JSON) -> AsyncIterator[Group]:
         with python_names():
             roll_out = assembled(env, "process", dotenv, **arguments)
         finished = _FinishedGroups()
-        running = asyncio.create_task(roll_out(subscribers=[finished], gate=finished.has_room), name="run")
+        running = asyncio.create_task(roll_out(steering=Steering([finished], finished.has_room)), name="run")
         running.add_done_callback(lambda _: finished.close())
         try:
             async for group in finished:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import PalaestraError
 from palaestra.core.types import numbers
 from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum
@@ -90,8 +91,7 @@ class PeriodicEvaluation:
             await evaluating
             return totals
         finally:
-            evaluating.cancel()
-            await asyncio.gather(evaluating, return_exceptions=True)
+            await end_tasks(evaluating)
 
     async def gate(self) -> bool:
         """Wait until an evaluation leaves room for another group of the run. Always returns True."""

@@ -138,7 +138,7 @@ class _Replay:
         ) as run:
             environment, context = _playable(run.environment), run.context
             workers = self.settings.concurrency or concurrency(run.config)
-            console.in_flight = context.events.in_flight
+            console.follow(context.events.in_flight)
             context.events.announce(GroupsPlanned(limit, run.config.group_size))
             if self.recording.meta.config.get("command") == "evaluate":
                 await Evaluation(environment, context, workers, self._compare, limit=limit).run()
@@ -203,7 +203,7 @@ async def reopened(
         with contextlib.closing(world):
             async with pool:
                 environment = form.build(config, [server], engine)
-                environment.world = world
+                environment.use_recordings(world)
                 context = RunContext(
                     engine=engine,
                     workspaces=Workspaces(pool),

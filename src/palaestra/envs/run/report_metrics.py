@@ -103,17 +103,20 @@ class Reporting:
         self._latest = Figures()
         self._step = 0
         self._enough = asyncio.Event()
-        self.note: Callable[[str], None] = lambda text: None
-        """Called with a line about a failing tracker."""
+        self._note: Callable[[str], None] = lambda text: None
         self._own_failed = False
         self._texts: dict[str, str] = {}
 
     def handlers(self) -> Handlers:
         return {GroupFinished: self._on_group, MetricsLogged: lambda event: self._log(event.numbers)}
 
+    def report_to(self, note: Callable[[str], None]) -> None:
+        """Call `note` from now on with a line about each failing tracker."""
+        self._note = note
+
     def warn(self, text: str) -> None:
         """Report a failure through the current `note`."""
-        self.note(text)
+        self._note(text)
 
     def add(self, tracker: Tracker) -> None:
         self._trackers.append(tracker)
@@ -197,7 +200,7 @@ async def make_reporting(
         every=config.min_items_sent_before_logging,
         known=frozenset(output.earlier.ended),
     )
-    reporting.note = note
+    reporting.report_to(note)
     services = asked_for(config, parsed.sources)
     if not services:
         return reporting

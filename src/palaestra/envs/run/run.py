@@ -43,6 +43,7 @@ from palaestra.envs.run.fork import forked_task
 from palaestra.envs.run.report_metrics import Reporting, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
 from palaestra.inference.chat_server import ServerEngine
+from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.counterfactual import Continuation, Counterfactual, resumed_fork
 from palaestra.rollouts.environment import Environment
@@ -54,12 +55,12 @@ from palaestra.rollouts.observe.console import Console, duration, make_console
 from palaestra.rollouts.observe.intervals import in_words
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.status_file import StatusFile
-from palaestra.rollouts.observe.tracing.exporter import traced
+from palaestra.rollouts.observe.tracing.span_export import traced
 from palaestra.rollouts.observe.verdicts import labels_line, official_words
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.schedule import read_timings
-from palaestra.rollouts.spec import Middleware, RunContext, RunSettings
+from palaestra.rollouts.spec import Middleware, RecordedTools, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.isolation.isolation_probe import WARNINGS
 from palaestra.sandbox.pool import SlotPool
@@ -68,6 +69,7 @@ from palaestra.sandbox.slot import Rung, SlotSource
 if TYPE_CHECKING:
     from palaestra.envs.run.feed_trainer import Serving
     from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation
+    from palaestra.rollouts.observe.tracing.otel import Spans
     from palaestra.rollouts.program_agent import ProgramAgent
 
 
@@ -109,6 +111,22 @@ class RunReport:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """How a Python program steers a run that it starts.
+
+    `subscribers` get the run's events. `gate` is awaited before each task; it may wait, and the run ends if it returns
+    False. `drive` decides which tasks the runner rolls out; without it, the runner takes the tasks from the
+    environment. `resumed_by` is the command that resumes the run; the message about an unfinished run appends the run's
+    folder to it.
+    """
+
+    subscribers: Sequence[Subscriber] = ()
+    gate: Gate | None = None
+    drive: Drive | None = None
+    resumed_by: str = "palaestra resume"
+
+
 async def run(
     form: Form,
     parsed: RunLine,
@@ -116,143 +134,208 @@ async def run(
     root: Path = Path("runs"),
     folder: Path | None = None,
     stream: TextIO | None = None,
-    subscribers: Sequence[Subscriber] = (),
-    gate: Gate | None = None,
-    drive: Drive | None = None,
     engines: Sequence[ServerEngine] = (),
-    resumed_by: str = "palaestra resume",
     begins: Counterfactual | None = None,
+    steering: Steering | None = None,
 ) -> RunReport:
     """Run an environment to the end, and return the result and the paths of its files. Nothing is written before the
     model server, the slots and the environment work. The run is stored in `folder` if that is given, otherwise in a new
-    folder below `root`. A resumed run keeps its folder. `subscribers` get the run's events; `gate` is awaited before
-    each task; it may wait, and the run ends if it returns False. `drive` decides which tasks the runner rolls out;
-    without it, the runner takes the tasks from the environment. `engines` replace those of the configured servers.
-    `resumed_by` is the command that resumes the run; the message about an unfinished run appends the run's folder to
-    it. With `begins`, the run is counterfactual: all its rollouts continue a recorded rollout."""
-    stream = stream or sys.stderr
-    config = parsed.env_config
-    config.check_runnable(parsed.sources)
-    servers = server_settings(config, parsed.server_configs)
+    folder below `root`. A resumed run keeps its folder. `engines` replace those of the configured servers. With
+    `begins`, the run is counterfactual: all its rollouts continue a recorded rollout."""
+    parsed.env_config.check_runnable(parsed.sources)
     async with AsyncExitStack() as stack:
-        engine = ServerGroup(engines or servers)
-        stack.push_async_callback(engine.aclose)
-        await engine.start()
-        pool = await stack.enter_async_context(make_pool(config))
-        if config.save_workspaces and pool.rung < Rung.USERNS:
-            raise ConfigError(f"isolation {pool.rung.label} has no layers, so it cannot keep workspaces: use userns")
-        if config.agent and pool.rung is Rung.CONFINED:
-            raise ConfigError(f"isolation {pool.rung.label} has no loopback for agent {config.agent!r}: use userns")
-        prepared = make_prepared(config, pool.backend)
-        environment = form.build(config, servers, engine)
-        await stack.enter_async_context(opened(environment))
-        task_limit(parsed, environment)  # reports an unusable limit before the run begins
-        await engine.probe(_offered_tools(environment, config.seed))
-        if begins is not None and begins.origin.turn >= (most := environment.agent.max_turns):
-            raise ConfigError(
-                f"nothing can follow turn {begins.origin.turn}, because the limit is {most} turns: raise it with "
-                "--env.max_agent_turns, or continue after an earlier turn"
-            )
-        begins = None if begins is None else begins.for_model(engine.name)
-        recorded_tools = make_recorded_tools(config)
+        stream = stream or sys.stderr
+        assembly = Assembly(form, parsed, stream, make_console(stream), stack)
+        engine = await assembly.engine(engines)
+        pool = await stack.enter_async_context(make_pool(parsed.env_config))
+        _check_isolation(parsed.env_config, pool)
+        prepared = make_prepared(parsed.env_config, pool.backend, _unkept(assembly.console))
+        environment = await assembly.environment(engine)
+        begins = None if begins is None else _continued(begins, environment, engine)
+        recorded_tools = make_recorded_tools(parsed.env_config)
         stack.callback(recorded_tools.close)
-        output = open_output(
-            form.name,
-            parsed,
-            engine.name,
-            folder or root,
-            form.reference,
-            named=folder is not None,
-            official_name=environment.official_name,
-            begins=begins,
-        )
-        stack.callback(output.discard_unless_begun)
+        output = assembly.output(engine, environment, folder or root, named=folder is not None, begins=begins)
         if parsed.resume is not None:
             recorded_tools.remember(output.folder.world)
             begins = resumed_fork(output.folder.path, output.settings)
-        if config.world != "live":
+        if parsed.env_config.world != "live":
             recorded_tools.keep(output.folder.world)
-        environment.world = recorded_tools
-        stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
-        stream.write(f"slots: {pool.limit}{'' if config.slots else ' (set it with --slots N)'}\n")
-        groups = concurrency(config, len(servers), slots_elsewhere(config, pool))
-        if parsed.command == "evaluate":
+        environment.use_recordings(recorded_tools)
+        assembly.print_beginning(output, engine, pool)
+        keeps = parsed.env_config.save_workspaces
+        command = await assembly.command(
+            environment,
+            output,
+            engine,
+            Workspaces(pool, prepared, output.folder.workspaces if keeps else None),
+            recorded_tools,
+            None if begins is None else Continuation(begins),
+            steering or Steering(),
+        )
+        gc.freeze()  # modules and settings live as long as the run: exclude them from garbage collection
+        try:
+            return await command.run()
+        finally:
+            gc.unfreeze()
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Makes the parts of a run. What needs closing is closed with `stack`."""
+
+    form: Form
+    parsed: RunLine
+    stream: TextIO
+    console: Console
+    stack: AsyncExitStack
+
+    @property
+    def _servers(self) -> Sequence[APIServerConfig]:
+        return server_settings(self.parsed.env_config, self.parsed.server_configs)
+
+    async def engine(self, engines: Sequence[ServerEngine]) -> ServerGroup:
+        """Return the connected client of the model servers, or of `engines`."""
+        engine = ServerGroup(engines or self._servers)
+        self.stack.push_async_callback(engine.aclose)
+        await engine.start()
+        return engine
+
+    async def environment(self, engine: ServerGroup) -> EvaluatedEnvironment:
+        """Return the environment, opened, after the model server has accepted its tools."""
+        environment = self.form.build(self.parsed.env_config, self._servers, engine)
+        await self.stack.enter_async_context(opened(environment))
+        task_limit(self.parsed, environment)  # reports an unusable limit before the run begins
+        await engine.probe(_offered_tools(environment, self.parsed.env_config.seed))
+        return environment
+
+    def output(
+        self,
+        engine: ServerGroup,
+        environment: EvaluatedEnvironment,
+        place: Path,
+        *,
+        named: bool,
+        begins: Counterfactual | None,
+    ) -> RunOutput:
+        """Return the run's folder with its open files: `place` if it is `named`, otherwise a new folder below it."""
+        output = open_output(
+            self.form.name,
+            self.parsed,
+            engine.name,
+            place,
+            self.form.reference,
+            named=named,
+            official_name=environment.official_name,
+            begins=begins,
+        )
+        self.stack.callback(output.discard_unless_begun)
+        return output
+
+    def print_beginning(self, output: RunOutput, engine: ServerGroup, pool: SlotPool) -> None:
+        """Print the run's folder, its slots and how many groups run at a time."""
+        config, write = self.parsed.env_config, self.stream.write
+        write(f"run {output.folder.path}: {self.form.name} with {engine.name}, isolation {pool.rung.label}\n")
+        write(f"slots: {pool.limit}{'' if config.slots else ' (set it with --slots N)'}\n")
+        groups = concurrency(config, len(self._servers), slots_elsewhere(config, pool))
+        if self.parsed.command == "evaluate":
             groups = eval_workers(config, groups)
         if groups * config.group_size < pool.limit.slots:
             set_it = "" if config.max_num_workers > 0 else " (set it with --concurrency N)"
-            stream.write(
-                f"groups: at most {groups} at a time, of {plural(config.group_size, 'rollout')} each{set_it}\n"
-            )
+            write(f"groups: at most {groups} at a time, of {plural(config.group_size, 'rollout')} each{set_it}\n")
         if weak := WARNINGS.get(pool.rung):
-            stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
-        limits = make_limits(config, output)
-        reporting = await make_reporting(parsed, output, _writing_on(stream))
-        spans = None
-        if config.otel_endpoint is not None:
-            traces = traced(
-                config.otel_endpoint,
-                reporting.warn,
-                env=form.name,
-                model=engine.name,
-                provider=servers[0].server_type,
-                run_id=output.folder.run_id,
-                content=config.otel_content,
-            )
-            spans = await stack.enter_async_context(traces)
+            write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
+
+    async def command(
+        self,
+        environment: EvaluatedEnvironment,
+        output: RunOutput,
+        engine: ServerGroup,
+        workspaces: Workspaces,
+        recorded_tools: RecordedTools,
+        counterfactual: Continuation | None,
+        steering: Steering,
+    ) -> CommandRun:
+        """Return the command of the run: its limits, its events with everything that follows them, and its context."""
+        limits = make_limits(self.parsed.env_config, output)
+        reporting = await make_reporting(self.parsed, output, _writing_on(self.stream))
+        spans = await self._spans(output, engine, reporting)
         events = EventStream(output.journal, output, limits)
-        console, status = make_console(stream), StatusFile(events.in_flight)
-        console.in_flight, console.score_name = events.in_flight, environment.score_name
-        console.official_name = environment.official_name
-        for each in (console, reporting, *(() if spans is None else (spans,)), *subscribers):
+        self.console.follow(events.in_flight, environment.score_name, environment.official_name)
+        for each in (self.console, reporting, *(() if spans is None else (spans,)), *steering.subscribers):
             events.subscribe(each)
         if logger.isEnabledFor(logging.DEBUG):
             from palaestra.rollouts.observe.event_log import EventLog  # imported here, because most runs log nothing
 
             events.subscribe(EventLog())
+        agent = self.parsed.env_config.agent
         context = RunContext(
             engine=engine,
-            workspaces=Workspaces(pool, prepared, output.folder.workspaces if config.save_workspaces else None),
+            workspaces=workspaces,
             events=events,
-            settings=RunSettings(
-                seed=config.seed,
-                group_size=config.group_size,
-                infra_retries=config.infra_retries,
-                whole_groups=config.short_groups == "whole",
-                branches=config.branches,
-                branch_at=config.branch_at,
-                idle_limits=config.idle_limits,
-            ),
+            settings=_run_settings(self.parsed.env_config),
             limits=limits,
             recorded_tools=recorded_tools,
             middleware=Middleware((spans.chat,), (spans.tool,)) if spans is not None else Middleware(),
             earlier=output.earlier,
-            counterfactual=None if begins is None else Continuation(begins),
-            program=await stack.enter_async_context(_program(config.agent, engine, output))
-            if config.agent is not None
-            else None,
+            counterfactual=counterfactual,
+            program=None if agent is None else await self.stack.enter_async_context(_program(agent, engine, output)),
         )
-        command = CommandRun(
-            environment, parsed, context, output, reporting, status, gate, drive, resumed_by=resumed_by
+        status = StatusFile(events.in_flight)
+        return CommandRun(
+            environment, self.parsed, context, output, reporting, status, self.console, self.stream, steering
         )
-        gc.freeze()  # modules and settings live as long as the run: exclude them from garbage collection
-        try:
-            totals = await command.run(console, stream)
-        finally:
-            gc.unfreeze()
-    return RunReport(
-        exit_code=limits.exit_code if limits.reason else command.exit_code,
-        totals=totals,
-        folder=output.folder.path,
-        journal=output.folder.journal,
-        groups=output.groups.path,
-        report=output.folder.report,
-        reason=command.reason,
+
+    async def _spans(self, output: RunOutput, engine: ServerGroup, reporting: Reporting) -> Spans | None:
+        """Return the run's spans, if they are sent anywhere."""
+        config = self.parsed.env_config
+        if config.otel_endpoint is None:
+            return None
+        traces = traced(
+            config.otel_endpoint,
+            reporting.warn,
+            env=self.form.name,
+            model=engine.name,
+            provider=self._servers[0].server_type,
+            run_id=output.folder.run_id,
+            content=config.otel_content,
+        )
+        return await self.stack.enter_async_context(traces)
+
+
+def _check_isolation(config: BaseEnvConfig, pool: SlotPool) -> None:
+    """Raise `ConfigError` if the settings need a level of isolation that the slots do not have."""
+    if config.save_workspaces and pool.rung < Rung.USERNS:
+        raise ConfigError(f"isolation {pool.rung.label} has no layers, so it cannot keep workspaces: use userns")
+    if config.agent and pool.rung is Rung.CONFINED:
+        raise ConfigError(f"isolation {pool.rung.label} has no loopback for agent {config.agent!r}: use userns")
+
+
+def _continued(begins: Counterfactual, environment: EvaluatedEnvironment, engine: ServerGroup) -> Counterfactual:
+    """Return what the rollouts of a counterfactual run continue with this model. Raises `ConfigError` if nothing can
+    follow it."""
+    if begins.origin.turn >= (most := environment.agent.max_turns):
+        raise ConfigError(
+            f"nothing can follow turn {begins.origin.turn}, because the limit is {most} turns: raise it with "
+            "--env.max_agent_turns, or continue after an earlier turn"
+        )
+    return begins.for_model(engine.name)
+
+
+def _run_settings(config: BaseEnvConfig) -> RunSettings:
+    return RunSettings(
+        seed=config.seed,
+        group_size=config.group_size,
+        infra_retries=config.infra_retries,
+        whole_groups=config.short_groups == "whole",
+        branches=config.branches,
+        branch_at=config.branch_at,
+        idle_limits=config.idle_limits,
     )
 
 
 def _program(name: str, engine: ServerGroup, output: RunOutput) -> ProgramAgent:
     """Return the agent program of a run, which runs in the slot."""
-    from palaestra.agent.programs import program_named  # imported here, because most runs use the agent loop
+    from palaestra.agent.known_programs import program_named  # imported here, because most runs use the agent loop
     from palaestra.rollouts.program_agent import ProgramAgent
 
     return ProgramAgent(program_named(name), engine, output.folder.path / "agents")
@@ -371,13 +454,13 @@ class CommandRun:
     output: RunOutput
     reporting: Reporting
     status: StatusFile
-    gate: Gate | None = None
-    drive: Drive | None = None
+    console: Console
+    stream: TextIO
+    steering: Steering
     evaluations: PeriodicEvaluation | None = None
     begun: bool = False
     """Whether the first group may have begun."""
     exit_code: int = DONE
-    resumed_by: str = "palaestra resume"
     resumable: bool = True
     """Whether the run, if unfinished, can be resumed."""
     reason: str = "failed"
@@ -389,19 +472,16 @@ class CommandRun:
         slots = slots_elsewhere(config, self.context.workspaces.pool)
         return concurrency(config, len(self.parsed.server_configs), slots)
 
-    async def run(self, console: Console, stream: TextIO) -> Totals:
-        """Run the command with its console on `stream`, and return the totals. However the run ends, its output is
-        finished."""
-        limits, output = self.context.limits, self.output
-        totals = None
+    async def run(self) -> RunReport:
+        """Run the command, and return the result. However the run ends, its output is finished."""
+        limits, output, totals = self.context.limits, self.output, None
         try:
-            with console:
-                limits.note = self.reporting.note = console.note
-                _warn_once(self.context, console)
-                async with self._watched(console):
+            with self.console:
+                limits.report_to(self.console.note)
+                self.reporting.report_to(self.console.note)
+                async with self._watched():
                     totals = await self._until_stopped()
             self._settle(totals)
-            return totals
         except asyncio.CancelledError:
             self.reason = INTERRUPTED_BY
             raise
@@ -409,32 +489,43 @@ class CommandRun:
             self.resumable = False
             raise
         finally:
-            figures: dict[str, float] = {}
-            try:
-                figures = output.close(self.reason)
-            finally:
-                output.begun |= self.reason == "done" and self.drive is None
-                if output.begun:
-                    finished = (self.reason == "done" and figures) or not self.resumable
-                    unfinished = "" if finished else "the run is not finished"
-                    if limits.reason:
-                        unfinished = f"{limits.reason}: {limits.message}"
-                    elif output.failures.blames(Blame.ENGINE):
-                        unfinished = "some rollouts failed at the model server, and a resumed run repeats them"
-                    if unfinished:
-                        unfinished += f"; continue with {self.resumed_by} {output.folder.path}"
-                    _print_verdict(
-                        output,
-                        figures,
-                        self.reason,
-                        console,
-                        totals or Totals(),
-                        unfinished,
-                        stream,
-                    )
-                    stream.writelines(f"  {line}\n" for line in self.environment.write_files(output.folder.path))
-                self.reporting.note = _writing_on(stream)
-                await self.reporting.finish(self.environment, figures)
+            await self._finish(totals or Totals())
+        return RunReport(
+            exit_code=limits.exit_code if limits.reason else self.exit_code,
+            totals=totals,
+            folder=output.folder.path,
+            journal=output.folder.journal,
+            groups=output.groups.path,
+            report=output.folder.report,
+            reason=self.reason,
+        )
+
+    async def _finish(self, totals: Totals) -> None:
+        """Close the run's files, and print how it ended unless it never began."""
+        output, figures = self.output, dict[str, float]()
+        try:
+            figures = output.close(self.reason)
+        finally:
+            if self.reason == "done" and self.steering.drive is None:
+                output.begin()
+            if output.begun:
+                _print_verdict(
+                    output, figures, self.reason, self.console, totals, self._unfinished(figures), self.stream
+                )
+                self.stream.writelines(f"  {line}\n" for line in self.environment.write_files(output.folder.path))
+            self.reporting.report_to(_writing_on(self.stream))
+            await self.reporting.finish(self.environment, figures)
+
+    def _unfinished(self, figures: Mapping[str, float]) -> str:
+        """Return why the run is not finished and how to continue it; empty for a finished run."""
+        limits, why = self.context.limits, "the run is not finished"
+        if limits.reason:
+            why = f"{limits.reason}: {limits.message}"
+        elif self.output.failures.blames(Blame.ENGINE):
+            why = "some rollouts failed at the model server, and a resumed run repeats them"
+        elif (self.reason == "done" and figures) or not self.resumable:
+            return ""
+        return f"{why}; continue with {self.steering.resumed_by} {self.output.folder.path}"
 
     def _settle(self, totals: Totals) -> None:
         """Set the reason and the exit code of a run that has ended."""
@@ -447,7 +538,7 @@ class CommandRun:
                 self.reason = limits.reason or "failed"
 
     @asynccontextmanager
-    async def _watched(self, console: Console) -> AsyncIterator[None]:
+    async def _watched(self) -> AsyncIterator[None]:
         config = self.parsed.env_config
         async with self.status.written(self.output.folder.path):
             if config.metrics_port is None:
@@ -458,7 +549,7 @@ class CommandRun:
             from palaestra.rollouts.observe.prometheus import serving_metrics  # most runs have no port
 
             async with serving_metrics(reader, self.status, host, port, token) as url:
-                console.note(f"metrics at {url}")
+                self.console.note(f"metrics at {url}")
                 yield
 
     async def _until_stopped(self) -> Totals:
@@ -510,7 +601,7 @@ class CommandRun:
         )
         limit = task_limit(self.parsed, environment) if context.counterfactual is None else 1
         context.events.announce(GroupsPlanned(limit, config.group_size))
-        context.limits.slot_cost = lambda: self._slot_usage().get("slots/cost", 0.0)
+        context.limits.count_slots(lambda: self._slot_usage().get("slots/cost", 0.0))
         try:
             if command == "evaluate":
                 totals = await self._evaluate(limit)
@@ -524,7 +615,7 @@ class CommandRun:
                 if (evaluations := self._make_evaluations(serving)) is not None:
                     self.evaluations, roll_out = evaluations, partial(evaluations.during, roll_out)
                 totals = await environment.managed(command, roll_out)
-                if command == "process" and not (totals.groups or context.limits.reason or self.drive):
+                if command == "process" and not (totals.groups or context.limits.reason or self.steering.drive):
                     raise ConfigError(f"{environment.name} has no task to roll out")
             self.output.own.update(numbers(await self.reporting.own(environment)))
             return totals
@@ -548,7 +639,7 @@ class CommandRun:
 
         async def open_gate() -> bool:
             evaluated = None if self.evaluations is None else self.evaluations.gate
-            asked = [each for each in (evaluated, gate, self.gate) if each is not None]
+            asked = [each for each in (evaluated, gate, self.steering.gate) if each is not None]
             return await limits.gate() and all([await limits.unless_stopped(each()) for each in asked])
 
         begins = context.counterfactual
@@ -563,7 +654,7 @@ class CommandRun:
             timings=self._timings(),
             source=source,
         )
-        return await (runner.run() if self.drive is None else self.drive(runner))
+        return await (runner.run() if self.steering.drive is None else self.steering.drive(runner))
 
     def _make_evaluations(self, serving: Serving | None) -> PeriodicEvaluation | None:
         """Return the evaluations during the run, or None. `serve` evaluates as configured; `process` evaluates only if
@@ -625,17 +716,16 @@ class CommandRun:
             self.output.keep(group)
 
 
-def _warn_once(context: RunContext, console: Console) -> None:
-    """Report the first reason why prepared workspaces are not kept for other runs."""
-    prepared = context.workspaces.prepared
-    if prepared is None:
-        return
+def _unkept(console: Console) -> Callable[[ConfigError], None]:
+    """Return a function that reports the first reason why prepared workspaces are not kept for other runs."""
+    told: list[ConfigError] = []
 
-    def warn(error: ConfigError) -> None:
-        if context.events.unreported(["workspaces are not kept"]):
+    def report(error: ConfigError) -> None:
+        if not told:
+            told.append(error)
             console.note(f"a prepared workspace is not kept for other runs: {error}")
 
-    prepared.trouble = warn
+    return report
 
 
 _SHOWN_CAUSES = 5

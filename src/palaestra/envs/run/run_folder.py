@@ -46,7 +46,7 @@ from palaestra.rollouts.journal.reader import find_run
 from palaestra.rollouts.observe.failures import Failures
 from palaestra.rollouts.observe.metrics import Figures, group_size
 from palaestra.rollouts.observe.status import RunReader
-from palaestra.rollouts.observe.verdicts import OFFICIAL, Verdicts
+from palaestra.rollouts.observe.verdicts import OFFICIAL, VerdictCounts
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair
@@ -191,7 +191,7 @@ class RunOutput:
         self.copy = copy
         self.own: dict[str, float] = {}
         self.failures = Failures()
-        self.verdicts: Verdicts | None = None  # made when a group has something to say about verdicts
+        self.verdicts: VerdictCounts | None = None  # made when a group has something to say about verdicts
         self.resumes = earlier is not None
         self.begun = self.resumes
         """Whether any group began. If none did, there is nothing to keep."""
@@ -243,7 +243,7 @@ class RunOutput:
     def _on_finished(self, event: GroupFinished) -> None:
         self._figures.add(event.group)
         if self.verdicts is not None or any(each.difference or each.unseen for each in event.group.trajectories):
-            self.verdicts = self.verdicts or Verdicts()
+            self.verdicts = self.verdicts or VerdictCounts()
             self.verdicts.add(event.group)
         self._unfinished.discard(event.group.group_id)
         if event.group.error or len(event.group.scored) < len(event.group.trajectories):
@@ -252,6 +252,10 @@ class RunOutput:
     def _on_begun(self, event: GroupBegun) -> None:
         self.begun = True
         self._unfinished.add(event.group.group_id)
+
+    def begin(self) -> None:
+        """Keep the files of the run, although no group has begun."""
+        self.begun = True
 
     def discard_unless_begun(self) -> None:
         """Remove all files of a run that never began."""

@@ -25,6 +25,7 @@ from palaestra.core.io.threads import LoopThread
 from palaestra.core.types import JSON, Message, Task
 from palaestra.envs.config.layers import exported, read_dotenv
 from palaestra.envs.run.library import assembled
+from palaestra.envs.run.run import Steering
 from palaestra.inference.engine import AssistantMessage, FunctionCall, ToolCallMessage
 from palaestra.inference.engines.caller import PLAYER, CallerEngine, Player
 from palaestra.inference.server_group import Server
@@ -74,7 +75,7 @@ class Session:
         with python_names(), ExitStack() as entered:
             entered.enter_context(exported(dotenv))
             roll_out = assembled(self._env, "process", dotenv, **self._arguments)
-            self._running = asyncio.create_task(roll_out(drive=self._drive), name="session")
+            self._running = asyncio.create_task(roll_out(steering=Steering(drive=self._drive)), name="session")
             opened = asyncio.create_task(self._opened.wait())
             try:
                 await asyncio.wait([self._running, opened], return_when=asyncio.FIRST_COMPLETED)

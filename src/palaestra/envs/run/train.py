@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from palaestra.core.config import python_names
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.types import JSON
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.form import Form
+from palaestra.envs.run import library
 from palaestra.envs.run.command import command_line, take_variables
 from palaestra.envs.run.library import environment_form
-from palaestra.envs.run.run import RunReport, run
+from palaestra.envs.run.run import RunReport, Steering, run
 from palaestra.envs.run.run_folder import RunLine
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.reader import RUNS
@@ -54,8 +56,6 @@ async def train(
     model: str | None = None,
     trainer: TrainerName | Trainer = "trl",
     tinker_url: str | None = None,
-    group_size: int | None = None,
-    resume: str | Path | None = None,
     folder: str | Path = RUNS,
     out: str | Path | None = None,
     progress: bool = False,
@@ -65,22 +65,41 @@ async def train(
     """Train `model` on an environment, as `palaestra train` does. If you pass a `Trainer`, its own model is trained.
 
     `training` contains the settings of `TrainingConfig`; `settings` are further settings of the environment or the
-    model server. The run's folder is `out`, or a new one below `folder`. Raises what `palaestra.run` raises,
-    `TrainerError`, and `RunStopped` if the run stops before the training ends.
-    """
+    model server, such as `group_size`; `resume` names the folder of a run to continue. The run's folder is `out`, or a
+    new one below `folder`. Raises what `palaestra.run` raises, `TrainerError`, and `RunStopped` if the run stops before
+    the training ends. Logs a warning if the reference solution of the first task, or every rollout of the first steps,
+    earns nothing."""
     dotenv = read_dotenv(Path.cwd())
     with python_names(), exported(dotenv):
         form = environment_form(env)
         line = command_line(form, "palaestra.train", "process", [APIServerConfig(health_check=False)])
-        given = {"model": model, "group_size": group_size, "resume": resume, **settings}
+        given = {"model": model, **settings}
         parsed = line.take("process", given, shell_variables(dotenv), dotenv)
         take_variables(parsed, dotenv)
         config = training if isinstance(training, TrainingConfig) else TrainingConfig(**(training or {}))
         stream = sys.stderr if progress else StringIO()
         root, named = Path(folder), None if out is None else Path(out)
         return await train_line(
-            form, parsed, trainer, config, root=root, folder=named, stream=stream, tinker_url=tinker_url
+            form,
+            parsed,
+            trainer,
+            config,
+            root=root,
+            folder=named,
+            stream=stream,
+            tinker_url=tinker_url,
+            reference=None if "resume" in settings else lambda: _reference_reward(env),
         )
+
+
+async def _reference_reward(env: object) -> float | None:
+    """Play the reference solution of an environment's first task. Returns its reward, or None if it has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            played = await library.run(env, policy="oracle", tasks=1, group_size=1, folder=folder)
+        except PalaestraError:
+            return None
+        return played.mean_reward
 
 
 async def train_line(
@@ -93,11 +112,13 @@ async def train_line(
     folder: Path | None = None,
     stream: TextIO | None = None,
     tinker_url: str | None = None,
+    reference: Callable[[], Awaitable[float | None]] | None = None,
 ) -> TrainingReport:
-    """Train a model to the end. The model is loaded before anything is written. The run's folder is `folder`, or a new
+    """Train a model to the end. `reference` returns the reward of a reference solution; if it earns nothing, the
+    training run warns. The model is loaded before anything is written. The run's folder is `folder`, or a new
     one below `root`."""
     chosen = make_trainer(trainer, parsed, config, tinker_url, root) if isinstance(trainer, str) else trainer
-    training = Training(chosen, config)
+    training = Training(chosen, config, reference)
     try:
         await chosen.open()
         report = await run(
@@ -106,10 +127,12 @@ async def train_line(
             root=root,
             folder=folder,
             stream=stream,
-            drive=training.drive,
             engines=[chosen.engine],
-            subscribers=[chosen.busy],
-            resumed_by=f"palaestra train{f' --tinker-url {tinker_url}' if tinker_url else ''} --resume",
+            steering=Steering(
+                [chosen.busy],
+                drive=training.drive,
+                resumed_by=f"palaestra train{f' --tinker-url {tinker_url}' if tinker_url else ''} --resume",
+            ),
         )
     finally:
         await chosen.aclose()

@@ -52,7 +52,7 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class _NewWeights:
-    folder: str
+    load: Callable[[TorchDecoder], None]
     version: str
     answer: Future[None]
 
@@ -76,14 +76,12 @@ class Batcher:
         name: str,
         most_rows: int = 64,
         version: str = "0",
-        window_s: float = WINDOW_S,
     ) -> None:
         self.ready: Future[None] = Future()
         self.version = version
         self.most_at_once = 0
         self._make = make
         self._most_rows = most_rows
-        self._window_s = window_s
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._waiting: list[_Request] = []
         self._rows: list[_Request] = []
@@ -110,9 +108,13 @@ class Batcher:
         return request.answer
 
     def load(self, folder: str, version: str) -> Future[None]:
-        """Change the weights. Requests in the batch end with `abort` and their tokens so far; waiting requests are
-        sampled with the new weights."""
-        message = _NewWeights(folder, version, Future())
+        """Change the weights to those in `folder`, as `change` does."""
+        return self.change(lambda decoder: decoder.load(folder), version)
+
+    def change(self, load: Callable[[TorchDecoder], None], version: str) -> Future[None]:
+        """Change the weights: the thread calls `load` between two tokens. Requests in the batch end with `abort` and
+        their tokens so far; waiting requests are sampled with the new weights."""
+        message = _NewWeights(load, version, Future())
         self._send(message)
         return message.answer
 
@@ -164,7 +166,7 @@ class Batcher:
                 else:
                     self._waiting.append(message)
                 window = idle and len(self._waiting) < self._most_rows
-                message = self._inbox.get(timeout=self._window_s) if window else self._inbox.get_nowait()
+                message = self._inbox.get(timeout=WINDOW_S) if window else self._inbox.get_nowait()
         except queue.Empty:
             return True
 
@@ -196,7 +198,7 @@ class Batcher:
             request.finish("abort", self.version)
         self._leave(decoder)
         try:
-            decoder.load(message.folder)
+            message.load(decoder)
         except Exception as error:
             _fail(message.answer, error)
             return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -57,14 +56,13 @@ class OpenAIEngine(ServerEngine):
         *,
         clock: Clock | None = None,
         retry: RetryPolicy | None = None,
-        rng: random.Random | None = None,
     ) -> None:
         self.config = config
         self.base_url = parse_base_url(config.base_url)
         self._url = self.base_url / "chat" / "completions"
         self._source = f"The model server at {shown(self._url)} (model '{self.name}')"
         self._strict_history = ""
-        self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
+        self.transport = Transport.to(config, clock=clock, retry=retry)
 
     async def start(self) -> None:
         """Check the server without sampling a token, unless `health_check` is false. A server without a list of models

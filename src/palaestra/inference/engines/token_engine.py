@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -17,7 +17,7 @@ from yarl import URL
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
+from palaestra.core.errors import ConfigError, EngineRefused, EngineReplyError, EngineUnavailable
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ServerEngine, SessionContext
@@ -165,12 +165,11 @@ class TokenServer(TokenChat):
         tokenizer: Tokenizer | None = None,
         clock: Clock | None = None,
         retry: RetryPolicy | None = None,
-        rng: random.Random | None = None,
     ) -> None:
         super().__init__(config, tokenizer=tokenizer, clock=clock)
         self.base_url = parse_base_url(config.base_url)
         self.root_url = self.base_url.parent if self.base_url.name == "v1" else self.base_url
-        self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
+        self.transport = Transport.to(config, clock=clock, retry=retry)
 
     async def start(self) -> None:
         """Load the tokenizer. Unless `health_check` is false, also check the server and compare its tokenizer with the
@@ -185,6 +184,15 @@ class TokenServer(TokenChat):
 
     async def aclose(self) -> None:
         await self.transport.aclose()
+
+    async def _post(self, path: str, body: JSON, **query: str) -> dict[str, JSON]:
+        """Send a POST to a route of the server's own API. Returns its answer, or an empty object if it is no object."""
+        raw = await self.transport.post_json((self.root_url / path).with_query(query), body)
+        try:
+            found = msgspec.json.decode(raw)
+        except NOT_JSON:
+            return {}
+        return found if isinstance(found, dict) else {}
 
     async def _compare_tokenizers(self) -> None:
         """Compare the server's tokens for a test text with those of the configured tokenizer. A server without
@@ -263,6 +271,23 @@ class SGLangEngine(TokenServer):
     The end-of-turn token is among the ids. A weight update ends requests with finish reason `abort`.
     """
 
+    async def load_weights(self, folder: str, version: str) -> None:
+        """Load the weights in `folder`, a path on the server's machine, as policy `version`. Requests in progress end
+        with `abort` and their tokens so far, and token-exact chat continues them with the new weights. Raises
+        `EngineRefused` and `EngineUnavailable`.
+
+        Source: SGLang's `PauseGenerationReqInput`, `UpdateWeightFromDiskReqInput` and `ContinueGenerationReqInput`
+        (`sglang.srt.managers.io_struct`), and their routes in `sglang.srt.entrypoints.http_server`.
+        """
+        await self._post("pause_generation", {"mode": "abort"})
+        try:
+            update = {"model_path": folder, "weight_version": version, "flush_cache": True}
+            reply = await self._post("update_weights_from_disk", update)
+            if reply.get("success") is not True:
+                raise EngineRefused(f"The server of model '{self.name}' did not load {folder}: {reply.get('message')}")
+        finally:
+            await self._post("continue_generation", {})
+
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         url = self.root_url / "generate"
         lane, asked = sampling.get("split", "train"), _sglang_request(sampling)
@@ -338,13 +363,33 @@ class VLLMEngine(TokenServer):
     Sources of the formats: vLLM's `CompletionRequest` and `CompletionResponseChoice` (`return_token_ids` since 0.10.2;
     older servers spell ids as `token_id:N` in the log-probabilities), and `vllm_api_server.py` of atroposlib 0.4.
     Servers without `/v1/completions` get requests in Atropos' form. vLLM does not report which policy version sampled
-    the tokens.
+    the tokens, so the version of the last `load_weights` is recorded.
     """
 
     _stock: bool | None = None
+    policy_version = ""
+
+    async def load_weights(self, folder: str, version: str) -> None:
+        """Load the weights in `folder`, as `SGLangEngine.load_weights` does. The server must run with
+        `VLLM_SERVER_DEV_MODE=1`.
+
+        Source: `vllm/entrypoints/serve/rlhf/api_router.py` (`/pause`, `/resume`), the routes `/collective_rpc` and
+        `/reset_prefix_cache` of the same package, and `GPUModelRunner.reload_weights(weights_path=...)`, vLLM 0.15.
+        """
+        await self._post("pause", {}, mode="abort")
+        try:
+            await self._post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+            await self._post("reset_prefix_cache", {})
+            self.policy_version = version
+        finally:
+            await self._post("resume", {})
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        sampling = {"max_tokens": None, **sampling}  # up to the window; vLLM's default is 16
+        version = self.policy_version  # an update ends the request, so one version has sampled its tokens
+        sampled = await self._sampled(input_ids, {"max_tokens": None, **sampling})  # None: the default is 16
+        return replace(sampled, policy_version=version)
+
+    async def _sampled(self, input_ids: Sequence[int], sampling: dict[str, JSON]) -> Sampled:
         lane, on_ids = sampling.pop("split", "train"), sampling.pop("on_ids", None)
         if self._stock is False:
             return await self._from_atropos(list(input_ids), sampling, lane)

@@ -117,6 +117,17 @@ class TransformersEngine(TokenChat):
         far; token-exact chat then resumes them with the new weights."""
         await asyncio.wrap_future(self.batcher.load(folder, version))
 
+    async def copy_weights(self, source: PreTrainedModel, version: str) -> None:
+        """Copy the weights of a model of the same kind as policy `version`, as `load_weights` does."""
+        import torch
+
+        def load(_: TorchDecoder) -> None:
+            with torch.no_grad():
+                for own, new in zip(self.model.parameters(), source.parameters(), strict=True):
+                    own.copy_(new)
+
+        await asyncio.wrap_future(self.batcher.change(load, version))
+
     def _decoder(self) -> TorchDecoder:
         from palaestra.inference.engines.torch_decoder import TorchDecoder, load_model
 

@@ -108,7 +108,6 @@ class Transport:
         *,
         clock: Clock | None = None,
         retry: RetryPolicy | None = None,
-        rng: random.Random | None = None,
     ) -> Transport:
         """Return the pool for a configured server, with the lanes `train` and `eval`. Raises `ConfigError`."""
         return cls(
@@ -119,7 +118,6 @@ class Transport:
             timeout_s=config.timeout,
             retry=retry,
             clock=clock,
-            rng=rng,
         )
 
     async def aclose(self) -> None:

@@ -1,5 +1,6 @@
 """Tool calls in raw model text: `get_parser(name).parse(text)`. One class per format, looked up by name."""
 
+from palaestra.inference.parsers.output_reader import GrammarParser
 from palaestra.inference.parsers.parser import (
     BrokenCall,
     BrokenReason,
@@ -10,7 +11,6 @@ from palaestra.inference.parsers.parser import (
     ToolCallParser,
     Unwritable,
 )
-from palaestra.inference.parsers.reader import GrammarParser
 from palaestra.inference.parsers.registry import UnknownParser, get_parser, list_parsers, register_parser
 
 __all__ = [

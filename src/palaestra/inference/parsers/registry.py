@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TypeVar, cast
 
 from palaestra.core.errors import ConfigError
+from palaestra.inference.parsers.output_reader import Grammar, GrammarParser
 from palaestra.inference.parsers.parser import ToolCallParser
-from palaestra.inference.parsers.reader import Grammar, GrammarParser
 
 _GRAMMARS = {
     "deepseek_v3": "sections:DeepSeekV3",

@@ -34,11 +34,11 @@ from palaestra.core.io.threads import OneThread
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 from palaestra.inference.engine import ChatCompletion
-from palaestra.inference.recording.conversations import LONG_BYTES, Conversations
 from palaestra.inference.recording.dialects.chat import ChatDialect
 from palaestra.inference.recording.dialects.completions import CompletionsDialect
 from palaestra.inference.recording.dialects.messages import MessagesDialect
 from palaestra.inference.recording.dialects.responses import ResponsesDialect
+from palaestra.inference.recording.recorded_conversations import LONG_BYTES, Conversations
 from palaestra.inference.recording.request import Dialect, ModelRequest, Refusal, ReplyStream
 
 MAX_BODY_BYTES = 64 << 20

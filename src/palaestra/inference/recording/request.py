@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from palaestra.core.types import JSON, Message
-from palaestra.inference.engine import ChatCompletion, ToolCallMessage
+from palaestra.inference.engine import AssistantMessage, ChatCompletion, ToolCallMessage
 
 MOST_CHOICES = 16
 """The maximum number of replies to one request (`n`)."""
@@ -266,6 +266,17 @@ def choose_tools(request: ModelRequest, choice: JSON, features: Collection[str])
     if "tool_choice" not in features:
         raise unsupported("tool_choice", "The model behind this endpoint cannot be forced to call a tool; use auto.")
     request.settings["tool_choice"] = choice
+
+
+def client_form(message: AssistantMessage) -> AssistantMessage:
+    """Return a reply for dialects whose calls need a name and an object: a malformed call, which has no name, becomes
+    text, as the model wrote it."""
+    calls = message.tool_calls or []
+    if all(call.function.name for call in calls):
+        return message
+    texts = [message.content or "", *(call.function.arguments for call in calls if not call.function.name)]
+    named = [call for call in calls if call.function.name]
+    return msgspec.structs.replace(message, content="".join(texts), tool_calls=named or None)
 
 
 def as_object(arguments: str) -> dict[str, JSON]:

@@ -48,16 +48,16 @@ class ChatTemplate:
         self.source = source
         self._special = dict(special or {})
         self._loaded_at = now()
-        self._template = self._compiled(Sandbox())
+        self._template = self._compiled(TemplateSandbox())
 
-    def _compiled(self, environment: Sandbox) -> jinja2.Template:
+    def _compiled(self, environment: TemplateSandbox) -> jinja2.Template:
         environment.globals["strftime_now"] = self._loaded_at.strftime
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"The chat template cannot be read: {error}.") from None
 
-    def compiled_in(self, environment: Sandbox) -> ChatTemplate:
+    def compiled_in(self, environment: TemplateSandbox) -> ChatTemplate:
         """Return the same template, with the same loading date, compiled in a different environment."""
         other = copy.copy(self)
         other._template = self._compiled(environment)
@@ -136,7 +136,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
+class TemplateSandbox(ImmutableSandboxedEnvironment):
     """The environment of chat templates, which answers the most frequent lookups directly: attributes of strings, and
     entries of mappings, which no sandbox restricts."""
 

@@ -22,7 +22,7 @@ from jinja2.runtime import Context, Macro
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message
-from palaestra.inference.templates.jinja import ChatTemplate, Sandbox, tojson
+from palaestra.inference.templates.jinja import ChatTemplate, TemplateSandbox, tojson
 from palaestra.inference.templates.probe import NONCE
 
 Measured: TypeAlias = tuple[str | None, str]
@@ -367,7 +367,7 @@ class _Generator(CodeGenerator):
         self.write("))")
 
 
-class _Tracing(Sandbox):
+class _Tracing(TemplateSandbox):
     """The sandbox of chat templates, for values with blanks in them.
 
     Jinja can process texts without calling their methods: by joining, `in`, filters and calls. Each of these either

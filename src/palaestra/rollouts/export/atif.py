@@ -26,8 +26,7 @@ import msgspec
 from palaestra.core.types import JSON
 from palaestra.inference.ledger import SequenceSpan, record_rows, sequence_spans
 from palaestra.rollouts.export.atropos import encode_line, outcome_fields
-from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
-from palaestra.rollouts.export.messages import (
+from palaestra.rollouts.export.chat_messages import (
     ChatMessage,
     MessageCall,
     chat_messages,
@@ -35,6 +34,7 @@ from palaestra.rollouts.export.messages import (
     part_kind,
     part_text,
 )
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
 from palaestra.rollouts.export.openai import remarks_on
 from palaestra.rollouts.records import Group, Trajectory
 
@@ -81,11 +81,11 @@ class AtifResult(_Record, kw_only=True):
     subagent_trajectory_ref: list[Extra] | None = None
 
 
-class Observation(_Record):
+class AtifObservation(_Record):
     results: list[AtifResult]
 
 
-class Metrics(_Record):
+class AtifMetrics(_Record):
     """The metrics of one step. `completion_token_ids[T]` and `logprobs[T]` belong to the sampled tokens; `sequences`,
     under the key `palaestra` in `extra`, lists the sampled sequences that contain these tokens, as [id, offset,
     length]."""
@@ -104,8 +104,8 @@ class AtifStep(_Record):
     message: Content
     reasoning_content: str | None = None
     tool_calls: list[AtifToolCall] | None = None
-    observation: Observation | None = None
-    metrics: Metrics | None = None
+    observation: AtifObservation | None = None
+    metrics: AtifMetrics | None = None
     is_copied_context: bool | None = None
     llm_call_count: int | None = None
     extra: Extra | None = None
@@ -252,12 +252,12 @@ class _Steps:
             step.metrics = self._metrics(turn)
         return step
 
-    def _metrics(self, turn: int) -> Metrics:
+    def _metrics(self, turn: int) -> AtifMetrics:
         cost, (ids, logprobs, spans) = self._turns[turn], self._sampled.get(turn, (None, None, ()))
         kept: Extra = {"finish_reason": cost.finish_reason} if cost.finish_reason else {}
         if spans:
             kept["sequences"] = [(span.sequence_id, span.offset, span.length) for span in spans]
-        return Metrics(
+        return AtifMetrics(
             prompt_tokens=cost.prompt_tokens or None,
             completion_tokens=cost.completion_tokens or None,
             completion_token_ids=ids,
@@ -282,7 +282,7 @@ class _Steps:
         result = AtifResult(
             source_call_id=message.call_id if called else None, content=self._content(message), extra=_ours(kept)
         )
-        step.observation = step.observation or Observation(results=[])
+        step.observation = step.observation or AtifObservation(results=[])
         step.observation.results.append(result)
 
     def _content(self, message: ChatMessage) -> Content:

@@ -44,7 +44,8 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
     """Return the group as one JSON object, or None if none of its rollouts was scored.
 
     It has `tokens[G][T]`, `masks[G][T]` (-100 for untrained tokens), `scores[G]`, `inference_logprobs[G][T]` if every
-    row has them, and `spans[G]`, the `SequenceSpan`s of each row. If `messages` is False, the list `messages` is empty.
+    row has them, `spans[G]`, the `SequenceSpan`s of each row, and `versions[G]`, the (start, stop, policy version) of
+    each row's sampled spans. If `messages` is False, the list `messages` is empty.
     A rollout whose history was rewritten has several rows, each with its score and messages; `rows` in `rollouts`
     counts them. Raises `ValueError` if a row's lists differ in length, a score is not finite, a message has no role or
     `group_overrides` is not a mapping.
@@ -80,6 +81,7 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
         "tools_hash": group.tools_hash,
         "token_source": _token_source(rows),
         "spans": [row.spans for row in rows],
+        "versions": [row.versions for row in rows],
         "rollouts": [line_rollout(trajectory) for trajectory in trajectories],
     }
 
@@ -211,9 +213,7 @@ class GroupsFile:
     is kept in an unnamed temporary file in the same folder, so the wait for one long task costs no memory.
     """
 
-    def __init__(
-        self, path: Path, *, env: str, model: str, first: int = 0, messages: bool = True, again: bool = False
-    ) -> None:
+    def __init__(self, path: Path, *, env: str, model: str, messages: bool = True, again: bool = False) -> None:
         with writing(path):
             self.path = path if again else claim_path(path)
             self._aside = tempfile.TemporaryFile(dir=self.path.parent, buffering=0)  # noqa: SIM115 - closed in `close`
@@ -223,7 +223,7 @@ class GroupsFile:
         self._env = env
         self._model = model
         self._messages = messages
-        self._next = first
+        self._next = 0
         self._waiting: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
 

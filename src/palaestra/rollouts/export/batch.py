@@ -16,8 +16,8 @@ from typing import IO
 
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.rollouts.export.atropos import encode_line
+from palaestra.rollouts.export.chat_messages import ChatMessage, chat_messages
 from palaestra.rollouts.export.exporter import DISCARDED, ExportMeta, ExportReport, discarded, omissions
-from palaestra.rollouts.export.messages import ChatMessage, chat_messages
 from palaestra.rollouts.export.openai import remarks_on
 from palaestra.rollouts.export.sharegpt import Unfit, alternating
 from palaestra.rollouts.records import Group, Trajectory

@@ -15,8 +15,8 @@ from typing import IO
 
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.atropos import encode_line
+from palaestra.rollouts.export.chat_messages import ChatMessage, MessageCall, calls_in_text, chat_messages, unanswered
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
-from palaestra.rollouts.export.messages import ChatMessage, MessageCall, calls_in_text, chat_messages, unanswered
 from palaestra.rollouts.records import Group, Trajectory, verdict_fields
 
 MALFORMED = "has malformed arguments, kept as text"

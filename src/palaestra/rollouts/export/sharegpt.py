@@ -16,8 +16,8 @@ from typing import IO
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import encode_line
+from palaestra.rollouts.export.chat_messages import ChatMessage, MessageCall, calls_in_text, chat_messages
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
-from palaestra.rollouts.export.messages import ChatMessage, MessageCall, calls_in_text, chat_messages
 from palaestra.rollouts.export.openai import remarks_on, rollout_fields
 from palaestra.rollouts.records import Group
 

@@ -105,7 +105,7 @@ class Grading:
         """Changed paths that the check does not see, at most `MOST_LEFT_OUT`."""
         self._labels: dict[str, dict[str, None]] = {}
         self._tools: list[ToolRuntime] = []
-        rollout.closers.append(self.aclose)
+        rollout.workspace.closers.append(self.aclose)
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
         """Return the agent's sealed work; None if the agent never had a slot, or if `untouched`. Only the first call's
@@ -120,7 +120,7 @@ class Grading:
                 self._seal_done = True  # set on failure too, because the agent's work is then lost
                 try:
                     with self._troubled():
-                        self._sealed = await self.rollout.seal(view)
+                        self._sealed = await self.rollout.workspace.seal(self.rollout.seat, view)
                 except asyncio.CancelledError:  # a time limit in the check may cancel this; the check may call again
                     self._trouble = SandboxError(f"sealing the work of {self.rollout.rollout_id} was interrupted")
                     raise
@@ -138,13 +138,13 @@ class Grading:
         Returns None if there is no such slot: the check is live or `untouched`, the agent never had a slot, the work is
         sealed or recorded, or the backend cannot copy a running slot.
         """
-        if self.live or self.begun or not self.rollout.has_slot:
+        if self.live or self.begun or self.rollout.seat.slot is None:
             return None
         async with self._sealing:
             with self._troubled():
                 await self.carry_scratch()
-                slot = await self.rollout.sandbox()
-                self._sealed = await self.rollout.checkpoint()
+                slot = await self.rollout.seat.sandbox()
+                self._sealed = await self.rollout.workspace.checkpoint(self.rollout.seat)
                 if self._sealed is None:
                     return None
                 self._seal_done = True
@@ -172,7 +172,7 @@ class Grading:
         if self.live or self.begun or self._carried:
             return
         self._carried = True
-        if not self.rollout.has_slot:
+        if self.rollout.seat.slot is None:
             return
         copies = "".join(
             f'if [ -n "$(ls -A {place} 2>/dev/null)" ]; then mkdir -p {CARRIED}{place} && '
@@ -181,7 +181,7 @@ class Grading:
         )
         copy = f"rm -rf {CARRIED}; failed=0; {copies} exit $failed"
         with self._troubled():
-            slot = await self.rollout.sandbox()
+            slot = await self.rollout.seat.sandbox()
             self._lost, why = SCRATCH, "the agent's commands ended the sandbox"
             with suppress(SlotEnded):
                 result = await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
@@ -239,7 +239,7 @@ class Grading:
                     return await self._live_slot()
                 if self._slot is None:
                     base = await self._base(view)
-                    self._slot = self._shown = await self.rollout.lease(
+                    self._slot = self._shown = await self.rollout.workspace.lease_slot(
                         f"{self.rollout.rollout_id}:grade", self.spec, base
                     )
                     if self._libraries is not None:
@@ -253,11 +253,11 @@ class Grading:
     async def _live_slot(self) -> Slot:
         """Return the agent's own slot. Before the check first uses it, its files are kept if the run keeps them, and
         its processes are counted."""
-        self._shown = await self.rollout.sandbox()
+        self._shown = await self.rollout.seat.sandbox()
         if not self._kept:
             self._kept = True
             self.processes_at_end = await self._shown.freeze()
-            await self.rollout.keep_files()
+            await self.rollout.workspace.keep_files(self.rollout.seat)
         await _start_somewhere(self._shown)
         return self._shown
 
@@ -319,7 +319,8 @@ class Grading:
     @asynccontextmanager
     async def prepared(self) -> AsyncIterator[Slot]:
         """Yield a slot with the prepared workspace."""
-        slot = await self.rollout.lease(f"{self.rollout.rollout_id}:prepared", self.spec, self.rollout.spec.snapshot)
+        rollout = self.rollout
+        slot = await rollout.workspace.lease_slot(f"{rollout.rollout_id}:prepared", self.spec, rollout.spec.snapshot)
         try:
             yield slot
         finally:
@@ -328,7 +329,7 @@ class Grading:
     async def _base(self, view: View | None) -> Snapshot | None:
         sealed = await self.seal()
         if sealed is None:
-            return self.rollout.spec.snapshot if self.untouched else self.rollout.snapshot
+            return self.rollout.spec.snapshot if self.untouched else self.rollout.workspace.snapshot
         if view is None and self.rollout.task.grading == FILES:
             return sealed
         if view is None:
@@ -375,11 +376,11 @@ class Grading:
         """Return a new runtime with all tools for `exec_tool` and `ToolContext`. The tools run in the grading slot, or
         in what `slot` returns."""
         made = ToolRuntime(
-            unrestricted(self.rollout.kit.registry),
+            unrestricted(self.rollout.seat.kit.registry),
             slot or self.slot,
             task_id=f"{self.rollout.rollout_id}:grade",
             timeout_s=timeout_s,
-            middleware=(self.rollout.recorded_call,),
+            middleware=(self.rollout.calls.recorded,),
             conversation="grade",
         )
         self._tools.append(made)
@@ -391,7 +392,7 @@ class Grading:
         `aclose`."""
         await self._release()
         if not self.live and self._sealed is not None:
-            self.rollout.continue_from(self.pool.continued(self._sealed))
+            self.rollout.workspace.continue_from(self.pool.continued(self._sealed), self.rollout.seat)
 
     async def aclose(self) -> None:
         """Close the check's tools, release the grading slot and drop its layers. Idempotent."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.ledger import UNTRAINED, TokenRow
-from palaestra.rollouts.export.messages import parsed_object
+from palaestra.rollouts.export.chat_messages import parsed_object
 from palaestra.rollouts.export.token_rows import ROW_SCHEMA
 from palaestra.rollouts.imports.atif import blame_of, labels_of, outcome_of
 from palaestra.rollouts.imports.judged import annotations_of

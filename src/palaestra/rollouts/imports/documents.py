@@ -112,7 +112,7 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-class Archive:
+class ZipDocuments:
     """The members of a zip file, by name. Raises `ConfigError` if the file is no archive, and `OSError`."""
 
     def __init__(self, path: Path) -> None:

@@ -21,7 +21,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.rollouts.export.inspect_log import ANNOTATIONS, HEADER, OURS, REGRADED, SAMPLES, START
 from palaestra.rollouts.imports.atif import blame_of, labels_of, outcome_of
-from palaestra.rollouts.imports.documents import Archive, decoded
+from palaestra.rollouts.imports.documents import ZipDocuments, decoded
 from palaestra.rollouts.imports.judged import annotations_of, grade_of
 from palaestra.rollouts.imports.source import (
     NEXT,
@@ -96,7 +96,7 @@ class InspectArchive:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.place, self.size = 0, path.stat().st_size
-        self._archive = Archive(path)
+        self._archive = ZipDocuments(path)
 
     def facts(self) -> LogFacts:
         """Return the facts about the log."""

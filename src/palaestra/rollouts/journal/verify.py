@@ -41,8 +41,8 @@ from palaestra.rollouts.journal.journal import checksum, read_journal
 from palaestra.rollouts.records import CUT_OFF, Group, Trajectory, have_same_scores
 
 TRAINED_KEYS = (
-    "tokens", "masks", "scores", "inference_logprobs", "spans", "advantages", "ref_logprobs", "overrides", "images",
-    "group_overrides", "generation_params", "distill_token_ids", "distill_logprobs",
+    "tokens", "masks", "scores", "inference_logprobs", "spans", "versions", "advantages", "ref_logprobs",
+    "overrides", "images", "group_overrides", "generation_params", "distill_token_ids", "distill_logprobs",
 )  # fmt: skip
 """The keys of a group's line that a trainer reads, besides the messages."""
 
@@ -329,7 +329,9 @@ def _compared(found: Mapping[str, JSON], due: Mapping[str, JSON]) -> Iterator[st
     due = msgspec.json.decode(encode_line({key: due.get(key) for key in TRAINED_KEYS}))
     for key in TRAINED_KEYS:
         given, wanted = found.get(key), due[key]
-        if given == wanted or (key == "spans" and key not in found):  # lines of an earlier version have none
+        if given == wanted or (
+            key in ("spans", "versions") and key not in found  # lines of an earlier version have none
+        ):
             continue
         if not isinstance(given, list) or not isinstance(wanted, list):
             yield f"{key} is {_short(given)}; the journal has {_short(wanted)}"

@@ -50,7 +50,6 @@ class Console:
     def __init__(self, clock: Clock | None = None) -> None:
         self.score_name, self.official_name = "reward", OFFICIAL
         self.in_flight: InFlight = {}
-        """The work in flight, which the run replaces by its `EventStream.in_flight`."""
         self._clock = clock or SystemClock()
         self._started_at = self._clock.monotonic()
         self.groups_total: int | None = None
@@ -63,6 +62,10 @@ class Console:
         self._judged = False
         self.outcomes: Counter[str] = Counter()
         self._failures = Failures()
+
+    def follow(self, in_flight: InFlight, score_name: str = "reward", official_name: str = OFFICIAL) -> None:
+        """Show this work in flight (`EventStream.in_flight`), and the scores under these names."""
+        self.in_flight, self.score_name, self.official_name = in_flight, score_name, official_name
 
     def __enter__(self) -> Console:
         return self

@@ -45,7 +45,7 @@ class _Cause:
     evidence: list[str] = field(default_factory=list)
 
 
-class Verdicts:
+class VerdictCounts:
     """The verdicts of the groups that were added so far."""
 
     def __init__(self) -> None:

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, field, replace
 
 import msgspec
 
+from palaestra.agent.middleware import Ask, ChatCall, ChatMiddleware
 from palaestra.agent.tool_calls import NOT_FINISHED
 from palaestra.core.errors import ConfigError, InfraError
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.engine import AssistantMessage, ChatCompletion
 from palaestra.inference.engines.scripted import RecordedReply, recorded_turns
 from palaestra.rollouts.journal.reader import Recording
-from palaestra.rollouts.middleware import Ask, ChatCall, ChatMiddleware
 from palaestra.rollouts.records import Group, SubagentRecord, Trajectory
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
 

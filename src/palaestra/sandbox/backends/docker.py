@@ -49,13 +49,16 @@ _RIGHTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class ContainerLimits:
-    """The resources of one container with all its slots. `memory` is in docker's notation (`2g`). None means no limit,
-    except for `pids`, which then defaults to the number of processes that the server and the slots may have."""
+class ContainerOptions:
+    """How containers are run. `cpus`, `memory` (in docker's notation: `2g`) and `pids` limit one container with all its
+    slots. None means no limit, except for `pids`, which then defaults to the number of processes that the server and
+    the slots may have. `runtime` is the name of an OCI runtime that the daemon knows; None means its default."""
 
     cpus: float | None = None
     memory: str | None = None
     pids: int | None = None
+    privileged: bool = False
+    runtime: str | None = None
 
 
 class DockerBackend(RemoteBackend):
@@ -71,18 +74,15 @@ class DockerBackend(RemoteBackend):
         hosts: Sequence[str] = ("",),
         containers: int = 1,
         slots_per_container: int = 10,
-        limits: ContainerLimits | None = None,
-        privileged: bool = False,
-        runtime: str | None = None,
+        options: ContainerOptions = ContainerOptions(),
         rung: Rung | None = None,
         require: Rung | None = None,
     ) -> None:
         super().__init__(
             hosts=hosts, image=image, places=containers, slots_per_place=slots_per_container, rung=rung, require=require
         )
-        self._limits = limits or ContainerLimits()
-        self._privileged, self._runtime = privileged, runtime
-        self.image_kinds = ("name", "path") if privileged else ("name",)
+        self._options = options
+        self.image_kinds = ("name", "path") if options.privileged else ("name",)
         self._store: ImageStore | None = None
         self._roots: dict[str, str] = {}
         self._unpacking = asyncio.Lock()
@@ -96,16 +96,19 @@ class DockerBackend(RemoteBackend):
             hosts=config.docker_hosts or [""],
             containers=config.max_containers,
             slots_per_container=config.slots_per_container,
-            limits=ContainerLimits(cpus=config.container_cpus, memory=config.container_memory),
-            privileged=config.docker_privileged,
-            runtime=config.docker_runtime,
+            options=ContainerOptions(
+                cpus=config.container_cpus,
+                memory=config.container_memory,
+                privileged=config.docker_privileged,
+                runtime=config.docker_runtime,
+            ),
             rung=rung,
             require=require,
         )
 
     @property
     def level_fix(self) -> str:
-        if self._privileged:
+        if self._options.privileged:
             return "give the image as a path for the level full, or request a lower level (isolation)"
         return "set docker_privileged, or request a lower level (isolation, require_sandbox)"
 
@@ -114,8 +117,8 @@ class DockerBackend(RemoteBackend):
         if status != 0:
             which = f"docker at {host}" if host else "docker"
             raise ConfigError(f"{which} does not answer: {text.rstrip('.')}. Start it, or set DOCKER_HOST")
-        if self._runtime is not None:
-            await self._require_runtime(host, self._runtime)
+        if self._options.runtime is not None:
+            await self._require_runtime(host, self._options.runtime)
         await self._end_leftovers(host)
         if self._image is not None:
             await self._pull(host, self._image)
@@ -165,7 +168,7 @@ class DockerBackend(RemoteBackend):
         async with self._unpacking:
             if image in self._roots:
                 return
-            if not self._privileged:
+            if not self._options.privileged:
                 raise ConfigError(
                     f"the image {image} is a path, and docker can use a path as the root of slots only with "
                     "docker_privileged: set it, or give the image by name"
@@ -220,13 +223,13 @@ class DockerBackend(RemoteBackend):
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
         assert place.image is not None
         check_image(place.image)
-        limits = self._limits
+        limits = self._options
         pids = limits.pids or max(_LEAST_PIDS, self._per_place * (Limits().pids or 0) + _SERVER_PIDS)
         options = ["--network", "bridge" if place.network else "none", "--pids-limit", str(pids)]
         options += [] if limits.cpus is None else ["--cpus", f"{limits.cpus:g}"]
         options += [] if limits.memory is None else ["--memory", limits.memory]
-        options += _RIGHTS if self._privileged else []
-        options += [] if self._runtime is None else ["--runtime", self._runtime]
+        options += _RIGHTS if self._options.privileged else []
+        options += [] if self._options.runtime is None else ["--runtime", self._options.runtime]
         for mount in place.mounts:
             options += ["--volume", bound(mount, ":")]
         entry, *arguments = call

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 import yaml
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import AcquireTimeout, ConfigError, SandboxError, SlotLost
 from palaestra.core.extras import install_command
 from palaestra.core.printable import without_middle
@@ -44,7 +45,7 @@ from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
 from palaestra.sandbox.images import reference
 from palaestra.sandbox.images.image_store import ImageStore
 from palaestra.sandbox.local.client import OnLost, settle
-from palaestra.sandbox.remote.client import DistantClient, call_of, send_server
+from palaestra.sandbox.remote.remote_client import DistantClient, call_of, send_server
 from palaestra.sandbox.server_backend import SYSTEM_PATH, ServerBackend, environment, levels
 from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.slotd.protocol.frames import Fields
@@ -311,9 +312,7 @@ class ModalBackend(RemoteBackend):
 
     async def aclose(self) -> None:
         keeping, self._keeping = self._keeping, None
-        if keeping is not None:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+        await end_tasks(keeping)
         await super().aclose()
         await self.images.aclose()
 
@@ -616,9 +615,7 @@ class ModalClient(DistantClient):
         self._end()
         await super().aclose()
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
 
 def load_sdk() -> Any:  # The type is the module `modal`, whose functions have attributes that its types do not declare.

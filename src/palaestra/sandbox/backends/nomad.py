@@ -24,6 +24,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.nomad_api import NomadAPI, NomadRefused, log_tail, placement_problem, task_problem
@@ -244,8 +245,7 @@ class NomadJob:
         if self._watching is None:
             return
         watching, self._watching = self._watching, None
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        await end_tasks(watching)
         try:
             await self._api.delete(f"/v1/job/{self.name}", purge=str(purge).lower())
         except SandboxError as error:

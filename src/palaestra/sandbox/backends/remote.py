@@ -28,7 +28,7 @@ from palaestra.core.io.host_process import run_process
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Network
 from palaestra.sandbox.creation_gate import CreationGate
-from palaestra.sandbox.remote.client import GONE_S, SILENCE_S, RemoteClient
+from palaestra.sandbox.remote.remote_client import GONE_S, SILENCE_S, RemoteClient
 from palaestra.sandbox.server_backend import ServerBackend, StartedBackend, allowed_hosts, environment
 from palaestra.sandbox.slot import Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
 

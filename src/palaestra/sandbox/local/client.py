@@ -200,6 +200,41 @@ class Requests(ABC):
             pending.taken = 0
 
 
+class _StreamWatcher:
+    """Watches the stream of a client in asyncio's event loop: a `Watcher` for one descriptor. `failed` gets the error
+    of a callback, and `drained` is set when the stream has taken everything."""
+
+    def __init__(self, drained: asyncio.Event, failed: Callable[[Exception], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._drained = drained
+        self._failed = failed
+        self._ready: Callable[[], object] = lambda: None
+
+    def watch(self, fd: int, call: Callable[[], object]) -> None:
+        """Call `call` whenever the stream is readable."""
+        self._ready = call
+        self._loop.add_reader(fd, self._on_ready)
+
+    def watch_for(self, fd: int, events: int, call: Callable[[], object]) -> None:
+        """Start or stop the callbacks that report that the stream is writable."""
+        if events & WRITE:
+            self._loop.add_writer(fd, self._on_ready)
+        else:
+            self._loop.remove_writer(fd)
+            self._drained.set()
+
+    def unwatch(self, fd: int) -> None:
+        """Stop the callbacks."""
+        self._loop.remove_reader(fd)
+        self._loop.remove_writer(fd)
+
+    def _on_ready(self) -> None:
+        try:
+            self._ready()
+        except Exception as error:
+            self._failed(error)
+
+
 class SlotClient(Requests):
     """The client of one running slot server. A client is made by `start`, `attach` or `launch`, and ends with `aclose`,
     with its server or with this process."""
@@ -210,8 +245,8 @@ class SlotClient(Requests):
         self.loop = asyncio.get_running_loop()  # the only event loop on which the client can be used
         self._stream: socket.socket | None = None
         self._connection: FrameConnection
-        self._ready: Callable[[], object] = lambda: None
         self._drained = asyncio.Event()
+        self._watcher = _StreamWatcher(self._drained, self._end)
         self._process: asyncio.subprocess.Process | None = None
         self._log: IO[bytes] | None = None
         self._over: Exception | None = None
@@ -291,7 +326,7 @@ class SlotClient(Requests):
 
     def _connect(self, stream: socket.socket) -> None:
         self._stream = stream
-        self._connection = FrameConnection(self, stream, self._on_stream_frame, self._end)
+        self._connection = FrameConnection(self._watcher, stream, self._on_stream_frame, self._end)
 
     async def _greet(self, settings: Fields) -> None:
         pending = self._begin()
@@ -405,7 +440,7 @@ class SlotClient(Requests):
             return
         why = f": {error}" if error is not None else self._last_log()
         self._over = self._refusal or SlotLost(f"the slot server has ended{why}")
-        self.unwatch(self._stream.fileno())
+        self._watcher.unwatch(self._stream.fileno())
         self._stream.close()
         self._drained.set()
         self._gone.set()
@@ -419,32 +454,6 @@ class SlotClient(Requests):
         size = os.fstat(self._log.fileno()).st_size
         text = os.pread(self._log.fileno(), 4000, max(0, size - 4000)).decode(errors="replace").strip()
         return f": {text}" if text else ""
-
-    # Implements `Watcher` for its connection
-
-    def watch(self, fd: int, call: Callable[[], object]) -> None:
-        """Call `call` whenever the stream is readable."""
-        self._ready = call
-        self.loop.add_reader(fd, self._on_ready)
-
-    def watch_for(self, fd: int, events: int, call: Callable[[], object]) -> None:
-        """Start or stop the callbacks that report that the stream is writable."""
-        if events & WRITE:
-            self.loop.add_writer(fd, self._on_ready)
-        else:
-            self.loop.remove_writer(fd)
-            self._drained.set()
-
-    def unwatch(self, fd: int) -> None:
-        """Stop the callbacks."""
-        self.loop.remove_reader(fd)
-        self.loop.remove_writer(fd)
-
-    def _on_ready(self) -> None:
-        try:
-            self._ready()
-        except Exception as error:
-            self._end(error)
 
 
 _instances: weakref.WeakSet[Requests] = weakref.WeakSet()

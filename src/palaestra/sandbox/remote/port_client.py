@@ -13,8 +13,8 @@ from palaestra.core.errors import SandboxError
 from palaestra.core.types import JSON
 from palaestra.sandbox.local.client import OnLost
 from palaestra.sandbox.remote import port_launch
-from palaestra.sandbox.remote.client import SILENCE_S, DistantClient, packed, slotd_files
 from palaestra.sandbox.remote.port_server import UPGRADE, keep_alive
+from palaestra.sandbox.remote.remote_client import SILENCE_S, DistantClient, packed, slotd_files
 from palaestra.sandbox.slotd.protocol.frames import Fields
 
 _ANSWER_S = 15.0

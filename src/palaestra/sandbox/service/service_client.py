@@ -28,7 +28,7 @@ _LOOK_PATIENCE_S, _END_PATIENCE_S, _TURN_S = 5.0, 20.0, 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class RunningService:
     """One running service. Each of `leases` is an object with `slot`, `epoch` and `about` (see `encode_lease`).
     `attached` is true if the service has a client."""
 
@@ -77,7 +77,7 @@ async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLo
     return server
 
 
-async def look(path: Path) -> Service | None:
+async def look(path: Path) -> RunningService | None:
     """Return the state of a service without attaching; None if the service is not running. Raises `SandboxError` if the
     service does not answer."""
     try:
@@ -92,7 +92,7 @@ async def look(path: Path) -> Service | None:
                 for frame in decoder.feed(data):
                     fields = frame.fields
                     leases = tuple(fields["leases"])
-                    return Service(path.stem, fields["pid"], fields["rung"], fields["attached"], leases)
+                    return RunningService(path.stem, fields["pid"], fields["rung"], fields["attached"], leases)
     except TimeoutError:
         raise SandboxError(f"the service {path.stem} does not answer; end its process") from None
     finally:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from .protocol.frames import Fields
 
+HOST = "/host"  # where the server finds the host's root, if it has a root of its own (`namespaced/host.py`)
+
 
 class CannotMake(Exception):
     """A slot or snapshot cannot be made as requested; the message names the reason and a remedy."""
@@ -98,7 +100,7 @@ class NewSlot:
     exposed: str = ""
 
 
-class Place(NamedTuple):
+class SlotPath(NamedTuple):
     """Where the server finds a path of a slot: at `path` below the open directory `root`. The slot knows that directory
     as `prefix`.
 
@@ -172,7 +174,7 @@ class RungDriver(Protocol[F, L]):
     def layer_changes(self, layer: L) -> Iterator[Fields | None]:
         """Yield the changes in a layer; None stands for a pause."""
 
-    def locate(self, files: F, root: int, path: str, writing: bool = False) -> Place:
+    def locate(self, files: F, root: int, path: str, writing: bool = False) -> SlotPath:
         """Return where the server finds the slot's absolute path `path`. Raises OSError if the slot may not read that
         path or, if `writing` is true, may not write to it."""
 

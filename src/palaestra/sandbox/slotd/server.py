@@ -43,16 +43,17 @@ from typing import Any
 
 from . import files, server_slot
 from .event_loop import EpollLoop, Job
+from .exec import freezer
 from .exec.pipes import Shelf
 from .exec.supervisor import FIRST_CHILD
-from .namespaced import cgroups, freezer
+from .namespaced import cgroups
 from .network.egress import EgressGates
 from .network.group_network import GroupNetworks
 from .protocol import frames
 from .protocol.frames import CHUNK, Fields, Frame, FrameConnection, FrameKind, OpenRequest
 from .protocol.init_messages import EnvBlock, env_block
-from .rung import AnyDriver, CannotMake, Checkpoints, NetworkScope, Place, SealedLayer
-from .server_slot import ServerSlot, SlotState
+from .rung import AnyDriver, CannotMake, Checkpoints, NetworkScope, SealedLayer, SlotPath
+from .server_slot import LifeStage, ServerSlot
 from .streams import Download, Listing, Upload
 
 _log = logging.getLogger("slotd")
@@ -363,12 +364,12 @@ class SlotServer:
         with self._at(slot, frame.fields["path"], writing=True) as place:
             for _ in files.remove(place.root, place.path):
                 yield
-                if slot.state is not SlotState.LIVE:  # its files may belong to a snapshot now
+                if slot.state is not LifeStage.LIVE:  # its files may belong to a snapshot now
                     raise RequestError(slot.loss, f"{slot.name} ended while its files were being removed")
         self._reply(frame)
 
     @contextlib.contextmanager
-    def _at(self, slot: ServerSlot, path: str, writing: bool = False) -> Iterator[Place]:
+    def _at(self, slot: ServerSlot, path: str, writing: bool = False) -> Iterator[SlotPath]:
         """Yield where the server finds a path of a slot. Errors in the block name the path as the slot sees it."""
         place = self._locate(slot, path, writing)
         try:
@@ -376,7 +377,7 @@ class SlotServer:
         except OSError as error:
             raise place.error(error) from None
 
-    def _locate(self, slot: ServerSlot, path: str, writing: bool = False) -> Place:
+    def _locate(self, slot: ServerSlot, path: str, writing: bool = False) -> SlotPath:
         return self._driver.locate(slot.files, slot.root, files.absolute(path), writing)
 
     # Frozen slots and checkpoints
@@ -466,7 +467,7 @@ class SlotServer:
 
     def _seal(self, frame: Frame) -> None:
         slot = self._leased(frame, alive=False)
-        if slot.state is not SlotState.LIVE and slot.loss == "lost":
+        if slot.state is not LifeStage.LIVE and slot.loss == "lost":
             self._clean(slot)
             raise RequestError("lost", f"{slot.name} died before it was sealed")
 
@@ -510,7 +511,7 @@ class SlotServer:
         self._reply(frame)
 
     def _stats(self, frame: Frame) -> None:
-        live = sum(slot.state is SlotState.LIVE for slot in self._slots.values())
+        live = sum(slot.state is LifeStage.LIVE for slot in self._slots.values())
         self._reply(frame, {"slots": len(self._slots), "live": live, "layers": len(self._layers)})
 
     # Look-ups
@@ -522,7 +523,7 @@ class SlotServer:
         slot = self._slots.get(name)
         if slot is None or slot.epoch != epoch or slot.ending is not None:
             raise RequestError("stale", f"the lease of {name} (epoch {epoch}) has ended")
-        if alive and slot.state is not SlotState.LIVE:
+        if alive and slot.state is not LifeStage.LIVE:
             raise RequestError(slot.loss, f"{name} is dead")
         return slot
 

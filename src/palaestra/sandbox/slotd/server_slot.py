@@ -23,7 +23,8 @@ from .exec.background import BackgroundProcesses
 from .exec.pipes import Shelf
 from .exec.stateful_shell import ShellProcesses
 from .exec.supervisor import Supervisor
-from .namespaced import cgroups, namespaces
+from .namespaced import cgroups
+from .network import network_namespace
 from .protocol import init_messages
 from .protocol.frames import Fields, Frame, OpenRequest, SendFrame
 from .protocol.init_messages import EnvBlock, ReportKind
@@ -38,7 +39,7 @@ _MAX_ARGUMENTS_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 10
 
 
-class SlotState(Enum):
+class LifeStage(Enum):
     """The stage of a slot's life."""
 
     STARTING = "starting"
@@ -55,7 +56,7 @@ class ServerSlot:
         on_ready: Callable[[ServerSlot], None], on_end: Callable[[ServerSlot], None],
     ) -> None:  # fmt: skip
         self.name, self.epoch, self.files, self.groups = name, epoch, new.files, new.groups
-        self.state = SlotState.STARTING
+        self.state = LifeStage.STARTING
         self.failure = "its first process died"  # why it could not be made
         self.root = self.process = -1  # descriptors of its root directory and of its init's process
         self.was_made = False  # whether its init has reported that it is ready
@@ -96,7 +97,7 @@ class ServerSlot:
         """
         self.ending = then
         self._close_root()
-        if self.state is SlotState.DEAD:
+        if self.state is LifeStage.DEAD:
             self.ending()
         else:
             self._kill_init()
@@ -118,7 +119,7 @@ class ServerSlot:
         return self.supervisor.open_line() if self._init.takes_lines else None
 
     def end_hung(self) -> None:
-        if self.state is SlotState.LIVE:
+        if self.state is LifeStage.LIVE:
             self._stopped = self._init.exposed and _is_stopped(self.pid)
             self._kill_init()
 
@@ -138,9 +139,9 @@ class ServerSlot:
 
     def make_in_network(self, make: Callable[[], Sequence[int]]) -> list[int]:
         """Return the descriptors that `make` opens in the slot's own network. Raises OSError."""
-        opened = namespaces.open_network(self.pid)
+        opened = network_namespace.open_network(self.pid)
         try:
-            return namespaces.open_in(opened, make)
+            return network_namespace.open_in(opened, make)
         finally:
             pipes.close(*opened)
 
@@ -166,7 +167,7 @@ class ServerSlot:
             return
         report = init_messages.decode_report(data)
         if report.kind is ReportKind.READY:
-            self.root, self.state, self.was_made = fds[0], SlotState.LIVE, True
+            self.root, self.state, self.was_made = fds[0], LifeStage.LIVE, True
             self.supervisor.listen()
             self._on_ready(self)
         else:
@@ -198,12 +199,12 @@ class ServerSlot:
         if not self._init.gone():
             self._loop.later(_GONE_EVERY_S, self._bury)
             return
-        if self.state is SlotState.STARTING:
+        if self.state is LifeStage.STARTING:
             self._on_begin()  # the report of its failure may still be in the socket
-        while self.state is SlotState.LIVE and self.supervisor.receive():
+        while self.state is LifeStage.LIVE and self.supervisor.receive():
             pass  # reports on commands may also still be in the socket
         self._close_root()
-        self.state = SlotState.DEAD
+        self.state = LifeStage.DEAD
         self.supervisor.slot_died()
         for upload in tuple(self.uploads):
             upload.lose(self.name, self.loss)

@@ -62,9 +62,9 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
     check(_libc.mount(*names, ctypes.c_ulong(flags), options.encode() or None), f"mount {kind or 'bind'} on {target}")
 
 
-def umount(target: str, flags: int = MNT_DETACH) -> None:
-    """Call umount2(2), by default lazily, so that current users of the mount keep it."""
-    check(_libc.umount2(target.encode(), flags), f"umount {target}")
+def umount(target: str) -> None:
+    """Call umount2(2) lazily, so that current users of the mount keep it."""
+    check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
@@ -112,16 +112,15 @@ def tgkill(pid: int, thread: int, number: int) -> None:
     check(raw(_TGKILL, pid, thread, number), f"tgkill {pid}")
 
 
-def close_from(first: int, last: int = 0xFFFFFFFF) -> None:
-    """Close every descriptor from `first` to `last`."""
-    if first <= last:
-        check(_libc.syscall(_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(last), 0), "close_range")
+def close_from(first: int) -> None:
+    """Close every descriptor from `first` on."""
+    check(_libc.syscall(_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), 0), "close_range")
 
 
-def openat2(directory: int, path: str | bytes, flags: int, resolve: int, mode: int = 0) -> int:
+def openat2(directory: int, path: str | bytes, flags: int, resolve: int) -> int:
     """Call openat2(2); the descriptor is close-on-exec. Tries again if the kernel reports a race (EAGAIN)."""
     name = path if isinstance(path, bytes) else path.encode("utf-8", "surrogateescape")
-    how = _HOW.pack(flags | os.O_CLOEXEC, mode, resolve)
+    how = _HOW.pack(flags | os.O_CLOEXEC, 0, resolve)
     for _ in range(128):
         fd: int = _libc.syscall(_OPENAT2, directory, name, how, len(how))
         if fd >= 0:

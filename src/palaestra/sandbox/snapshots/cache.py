@@ -38,7 +38,7 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunStep:
     """A step that runs a command, which must succeed."""
 
     command: str
@@ -51,7 +51,7 @@ class Recipe:
     `name` is for people, and is not part of the cache key."""
 
     spec: SlotSpec = SlotSpec()
-    steps: tuple[Put | Run, ...] = ()
+    steps: tuple[Put | RunStep, ...] = ()
     version: str = ""
     name: str = ""
 
@@ -227,7 +227,7 @@ class Prepared:
             raise
 
 
-async def _do(slot: Slot, step: Put | Run, name: str) -> None:
+async def _do(slot: Slot, step: Put | RunStep, name: str) -> None:
     if isinstance(step, Put):
         await slot.write_bytes(step.path, step.data, mode=step.mode)
         return

@@ -19,6 +19,7 @@ import click
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.io.durable_files import replaced, writing
+from palaestra.core.types import JSON
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.slot import SlotSource, SlotSpec
@@ -103,7 +104,7 @@ def write_tasks(out: Path, tasks: Iterable[GeneratedTask]) -> None:
         lines.writelines(map(to_line, tasks))
 
 
-@click.command("terminal", context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("terminal")
 @click.option(
     "--tasks", "--n", "count", type=click.IntRange(min=1), default=100, show_default=True, help="Number of tasks."
 )
@@ -123,16 +124,7 @@ def write_tasks(out: Path, tasks: Iterable[GeneratedTask]) -> None:
 @click.option("--check/--no-check", default=True, show_default=True, help="Whether to check each task in slots.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
-    count: int,
-    seed: int,
-    levels: tuple[int, ...],
-    areas: tuple[str, ...],
-    families: tuple[str, ...],
-    out: Path,
-    image: str | None,
-    parallel: int | None,
-    check: bool,
-    as_json: bool,
+    count: int, out: Path, image: str | None, parallel: int | None, check: bool, as_json: bool, **selected: JSON
 ) -> None:
     """Generate terminal tasks from a seed.
 
@@ -145,7 +137,7 @@ def command(
     task is checked in slots before it is written: its initial state must be right, the oracle must get the full
     score, and doing nothing or merely creating the files must get none. No network is used.
     """
-    selection = TaskSelection(seed, levels, families, areas)
+    selection = TaskSelection(**selected)
 
     async def checked() -> TerminalBuild:
         async with make_pool(HermesAgentEnvConfig()) as pool:

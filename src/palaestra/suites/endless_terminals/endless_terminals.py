@@ -19,12 +19,12 @@ from palaestra.agent.result import AgentResult
 from palaestra.contract.base_env import Item
 from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.config import later, local_path
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
 from palaestra.rollouts.grading.grader import SEALED, Grading
 from palaestra.rollouts.grading.tampering import changes_in
-from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import Change, Slot, SlotSpec, View

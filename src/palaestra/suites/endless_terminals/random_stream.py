@@ -93,9 +93,9 @@ class Draw(Stream):
         """Return lines of random words, each with a newline at its end."""
         return "".join(f"{self.sentence()}\n" for _ in range(lines))
 
-    def date(self, year: int = 2024) -> str:
-        """Return a day as YYYY-MM-DD, no later than the 28th of a month."""
-        return f"{year}-{self.between(1, 12):02}-{self.between(1, 28):02}"
+    def date(self) -> str:
+        """Return a day of 2024 as YYYY-MM-DD, no later than the 28th of a month."""
+        return f"2024-{self.between(1, 12):02}-{self.between(1, 28):02}"
 
     def instants(self, count: int, day: str) -> list[str]:
         """Return different times of one day, ascending, as `YYYY-MM-DDTHH:MM:SS`."""

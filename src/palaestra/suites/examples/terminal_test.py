@@ -8,10 +8,10 @@ from __future__ import annotations
 from palaestra.agent.result import AgentResult
 from palaestra.contract.base_env import Item
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.types import JSON
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.grading.tool_context import ToolContext
 
 TRAIN = [
     {

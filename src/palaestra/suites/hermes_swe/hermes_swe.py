@@ -22,13 +22,13 @@ from palaestra.agent.result import AgentResult
 from palaestra.contract.base_env import Item
 from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Label, Score, Task, ToolStep
 from palaestra.envs import cache_key
 from palaestra.envs.datasets import Row, read_rows
 from palaestra.rollouts.grading.grader import SEALED, Grading
-from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View

@@ -30,4 +30,4 @@ def tools_of_user(rollout: Rollout, user: str, slot: Callable[[], Awaitable[Slot
     """
     if is_root(user):
         return None
-    return rollout.bind_tools(slot, about)
+    return rollout.seat.bind_tools(slot, about)

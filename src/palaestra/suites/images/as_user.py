@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from palaestra.core.errors import PrepareError
 from palaestra.core.printable import without_middle
+from palaestra.core.types import JSON
 from palaestra.sandbox.slot import (
-    DEFAULT_OUTPUT_BYTES,
     MAX_FILE_BYTES,
     WORKSPACE,
     Change,
@@ -24,7 +24,6 @@ from palaestra.sandbox.slot import (
     Shell,
     Slot,
     SlotState,
-    TerminalSize,
 )
 
 _FILE_S = 60.0
@@ -88,54 +87,17 @@ class UserSlot(Slot):
     def _env(self, env: Mapping[str, str] | None) -> dict[str, str]:
         return {"HOME": self._home, "USER": self._user.partition(":")[0], **(env or {})}
 
-    async def execute(
-        self,
-        command: str | Sequence[str],
-        *,
-        cwd: str = WORKSPACE,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        timeout_s: float = 60.0,
-        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
-        on_output: Callable[[bytes], None] | None = None,
-        verdict: bool = False,
-        spill: bool = True,
-        stderr: bool = False,
-    ) -> ExecutionResult:
+    async def execute(self, command: str | Sequence[str], **options: JSON) -> ExecutionResult:
         """Call `Slot.execute` as the user."""
-        return await self._slot.execute(
-            self._argv(command),
-            cwd=cwd,
-            env=self._env(env),
-            stdin=stdin,
-            timeout_s=timeout_s,
-            max_output_bytes=max_output_bytes,
-            on_output=on_output,
-            verdict=verdict,
-            spill=spill,
-            stderr=stderr,
-        )
+        return await self._slot.execute(self._argv(command), **{**options, "env": self._env(options.get("env"))})
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
         """Raise PermissionError, because a stateful shell would run as root."""
         raise PermissionError(1, f"a stateful shell as the user {self._user} is not available")
 
-    async def spawn(
-        self,
-        command: str | Sequence[str],
-        *,
-        cwd: str = WORKSPACE,
-        env: Mapping[str, str] | None = None,
-        stdin: bool = True,
-        terminal: TerminalSize | None = None,
-        stderr: bool = False,
-        hold: bool = False,
-    ) -> Process:
+    async def spawn(self, command: str | Sequence[str], **options: JSON) -> Process:
         """Call `Slot.spawn` as the user."""
-        argv, variables = self._argv(command), self._env(env)
-        return await self._slot.spawn(
-            argv, cwd=cwd, env=variables, stdin=stdin, terminal=terminal, stderr=stderr, hold=hold
-        )
+        return await self._slot.spawn(self._argv(command), **{**options, "env": self._env(options.get("env"))})
 
     async def freeze(self) -> int:
         return await self._slot.freeze()

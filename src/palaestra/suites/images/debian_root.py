@@ -132,11 +132,10 @@ def roots(folder: Path) -> list[Root]:
     return found
 
 
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
 _folder = click.option("--dir", "folder", default=ROOTS, show_default=True, help="The folder of root file systems.")
 
 
-@click.command("make", context_settings=_CONTEXT)
+@click.command("make")
 @_folder
 @click.option("--include", multiple=True, metavar="PACKAGE", help="A further package; repeatable.")
 @click.option("--mirror", default="", metavar="URL", help="The mirror of the packages. Default: the release's own.")
@@ -167,7 +166,7 @@ def make_command(
     click.echo(json.dumps({"release": release, "path": str(path)}) if as_json else path)
 
 
-@click.command("list", context_settings=_CONTEXT)
+@click.command("list")
 @_folder
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_command(folder: str, as_json: bool) -> None:

@@ -27,12 +27,12 @@ from palaestra.agent.result import AgentResult
 from palaestra.contract.base_env import Item
 from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
 from palaestra.rollouts.grading.grader import SEALED, Grading
-from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
@@ -488,11 +488,11 @@ class SweEnvironment(ContractEnvironment):
         task = rollout.task
         if task.id in self._prepared_runs:
             return self._prepared_runs[task.id]
-        snapshot = rollout.snapshot
+        snapshot = rollout.workspace.snapshot
         await grading.hand_back()
         if snapshot is not None:
-            rollout.continue_from(snapshot)
-        slot = await rollout.lease(f"{rollout.rollout_id}:prepared", grading.spec, snapshot)
+            rollout.workspace.continue_from(snapshot, rollout.seat)
+        slot = await rollout.workspace.lease_slot(f"{rollout.rollout_id}:prepared", grading.spec, snapshot)
         try:
             await add_tests(slot, self.repositories, task.data.row, REPOSITORY)
             run = self._prepared_runs[task.id] = await self._run(slot, task.data, names)

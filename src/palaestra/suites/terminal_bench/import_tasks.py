@@ -199,7 +199,6 @@ def import_tasks(
 @click.command(
     "import",
     context_settings={
-        "help_option_names": ["-h", "--help"],
         "ignore_unknown_options": True,
     },
 )

@@ -297,7 +297,7 @@ class ServiceGroup:
             async def clean() -> None:
                 await asyncio.to_thread(folder.cleanup)
 
-            self._rollout.closers.append(clean)
+            self._rollout.workspace.closers.append(clean)
             with suppress(SlotEnded):
                 await self.slots[MAIN].freeze()
             self._evidence = await self._collected(hooks, artifacts, folder.path)
@@ -374,7 +374,7 @@ async def sealed_after(
 ) -> Snapshot:
     """Lease a slot, call `do`, and return the sealed slot. Raises the errors of `do`, and then releases the slot."""
     pool = rollout.run_context.workspaces.pool
-    slot = await rollout.lease(f"{rollout.rollout_id}:build", spec, snapshot)
+    slot = await rollout.workspace.lease_slot(f"{rollout.rollout_id}:build", spec, snapshot)
     try:
         await do(slot)
     except BaseException:

@@ -359,7 +359,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """Return the score from a part's verifier: its official verdict, and the reward in the guarded view."""
         work: ResolvedTask = rollout.task.data
         group: ServiceGroup | None = rollout.meta.get("services")
-        if group is not None and not rollout.has_slot and not (grading.begun or grading.untouched):
+        if group is not None and rollout.seat.slot is None and not (grading.begun or grading.untouched):
             raise ServicesEnded("work of several services cannot be graded again, because the services have ended")
         problems = await self._run_hooks(rollout, grading, part)
         if part.task.verifier.environment is not None:
@@ -371,7 +371,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             setup = self._setup(rollout.task, part)
             before = None if work.plan is None else grading.prepared  # the solution cannot run without the services
             checked = await self._checked(
-                rollout, grading, part, setup, lambda: _same(slot), (), alone=False, prepared=before
+                rollout, grading, part, setup, lambda: _same(slot), alone=False, prepared=before
             )
             score = self._score(rollout, grading, part, checked, checked)
             return score if group is None else replace(score, detail={**score.detail, "services": await group.report()})
@@ -394,7 +394,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """Run the collect hooks of a part in the agent's slot, and return their problems."""
         work: ResolvedTask = rollout.task.data
         hooks = [each for each in part.task.verifier.collect if each.service == MAIN]
-        if not hooks or grading.begun or not rollout.has_slot:
+        if not hooks or grading.begun or rollout.seat.slot is None:
             return []
 
         async def slot_of(hook: CollectHook) -> Slot:
@@ -428,7 +428,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
             untouched = partial(self._verifier_slot, rollout, grading, part)
             setup = await self._setup_apart(rollout.task, part, untouched)
-            checked = await self._checked(rollout, grading, part, setup, views, (), alone=True, prepared=untouched)
+            checked = await self._checked(rollout, grading, part, setup, views, alone=True, prepared=untouched)
         score = self._score(rollout, grading, part, checked, checked)
         problems = [*problems, *(() if beside is None else beside.problems)]
         left: dict[str, JSON] = {"artifacts_left_out": list(collected.left_out), "collect_failed": problems}
@@ -450,7 +450,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             made = partial(sealed_after, rollout, building, None, build)
             built = await rollout.run_context.workspaces.shared(root.build_key, made)
         try:
-            slot = await rollout.lease(f"{rollout.rollout_id}:verifier", spec, built)
+            slot = await rollout.workspace.lease_slot(f"{rollout.rollout_id}:verifier", spec, built)
         except SandboxError:
             if root.build_key is not None:
                 await rollout.run_context.workspaces.drop_lost(root.build_key)
@@ -488,16 +488,16 @@ class TerminalBenchEnvironment(ContractEnvironment):
         try:
             slot = await grading.slot(View()) if own is None else own
             await _restore_workdir(slot, work.workdir)
-            setup = self._setup(rollout.task, part)
+            setup = replace(self._setup(rollout.task, part), made=made)
             checked = await self._checked(
-                rollout, grading, part, setup, lambda: _same(slot), made, alone=False, watched=serves, falsify=serves
+                rollout, grading, part, setup, lambda: _same(slot), alone=False, watched=serves
             )
         except GraderError as error:
             if error.certain or isinstance(error, TestsTimedOut):  # work that hangs costs one time limit, not two
                 raise
             return _no_verdict(str(error))
         finally:
-            await (grading.restart() if own is None else rollout.aclose())
+            await (grading.restart() if own is None else rollout.seat.aclose())
         if own is None:
             evidence = "the agent's own sandbox has ended or cannot be copied, so its files were verified in a copy"
             label = Label("official_on_copy", evidence)
@@ -524,8 +524,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
                 yield fork
 
         made = [change.path for change in shown if change.kind == "file"]
-        setup = self._setup(rollout.task, part, ignored)
-        checked = await self._checked(rollout, grading, part, setup, views, made, alone=True)
+        setup = replace(self._setup(rollout.task, part, ignored), made=made)
+        checked = await self._checked(rollout, grading, part, setup, views, alone=True)
         changed = {change.path for change in changes}
         return replace(checked, hidden=tuple(path for path in (*view.without, *ignored) if path in changed))
 
@@ -536,31 +536,29 @@ class TerminalBenchEnvironment(ContractEnvironment):
         part: GradedPart,
         setup: VerifierSetup,
         views: GradedViews,
-        made: Collection[str],
         *,
         alone: bool,
         watched: bool = True,
-        falsify: bool = True,
         prepared: GradedViews | None = None,
     ) -> Checked:
-        """Run the verifier in one of the views and, for work that it pays, once more with falsified tests. `prepared`
-        opens the slot of a separate verifier without work; the reference solution cannot run there."""
+        """Run the verifier in one of the views and, if it is `watched` and pays, once more with falsified tests.
+        `prepared` opens the slot of a separate verifier without work; the reference solution cannot run there."""
         limits_s: dict[str, float] = rollout.meta.setdefault("limits_s", {})  # of repeated checks, by step
         step = part.step_name
         setup = replace(setup, timeout_s=min(setup.timeout_s, limits_s.get(step, setup.timeout_s)))
         async with views() as slot:
             started = time.monotonic()
-            verdict = await verify(slot, part.task, part.script, setup, alone=alone, made=made, watched=watched)
+            verdict = await verify(slot, part.task, part.script, setup, alone=alone, watched=watched)
             if grading.untouched:
                 limits_s[step] = enough_time(time.monotonic() - started, _LEAST_REPEATED_S)
         labels: Sequence[Label] = verdict.labels
         uncontrolled: Sequence[str] = ()
         certain = any(label.certain for label in labels)
-        if verdict.reward > 0 and verdict.run is not None and falsify and self.settings.controls and not certain:
+        if verdict.reward > 0 and verdict.run is not None and watched and self.settings.controls and not certain:
             solved = part.step is None and prepared is None and rollout.task.solution
             reference = partial(_solved, rollout.task, grading) if solved else None
             before = prepared or grading.prepared
-            shown = await falsified(views, part.task, part.script, setup, verdict, made, before, reference)
+            shown = await falsified(views, part.task, part.script, setup, verdict, before, reference)
             labels, uncontrolled = (*labels, *shown.labels), shown.uncontrolled
         return Checked(verdict, labels, uncontrolled, False)
 
@@ -803,7 +801,7 @@ class _Steps:
         rollout = self._rollout
         grading = Grading(rollout, self._environment.slot_spec(rollout.task, Phase.GRADE))
         self._gradings.append(grading)
-        with rollout.stage("grade"):
+        with rollout.stages.stage("grade"):
             verified = self._environment.verified
             score = await self._environment.check(rollout, grading, lambda shown: verified(rollout, shown, part))
             await grading.hand_back()
@@ -812,7 +810,7 @@ class _Steps:
     async def _close(self) -> None:
         """Close the agent's slot first and then the gradings, because the slot uses the snapshots of the gradings."""
         if self._gradings and not self._gradings[-1].live:
-            await self._rollout.aclose()
+            await self._rollout.seat.aclose()
         for grading in reversed(self._gradings):
             await grading.aclose()
 

@@ -13,11 +13,11 @@ from typing import ClassVar
 from palaestra.agent.result import AgentResult
 from palaestra.contract.base_env import Item
 from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Outcome
 from palaestra.envs.run import pass_at_k
-from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.records import Trajectory
 from palaestra.suites.images.task_root import HOST
 from palaestra.suites.terminal_bench.find_tasks import load_tasks

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON, Label
@@ -77,8 +77,8 @@ class _PaysWithoutTests(GraderError):
 @dataclass(frozen=True, slots=True)
 class VerifierSetup:
     """The settings of a verifier's run. `command` and `dependencies` are for pytest, and `ignored` are the agent's
-    files that pytest must not load. `out_of_reach` are modules that the image has for its own interpreter, and that
-    `command` cannot import."""
+    files that pytest must not load. `made` are the paths that the agent created or changed. `out_of_reach` are modules
+    that the image has for its own interpreter, and that `command` cannot import."""
 
     command: tuple[str, ...]
     dependencies: tuple[str, ...]
@@ -88,6 +88,7 @@ class VerifierSetup:
     user: str | None
     timeout_s: float
     ignored: Collection[str] = ()
+    made: Collection[str] = ()
     keeps: bool = False
     """Whether files that are already in the verifier's folders stay there."""
 
@@ -127,16 +128,13 @@ async def verify(
     setup: VerifierSetup,
     *,
     alone: bool,
-    made: Collection[str] = (),
     watched: bool = True,
 ) -> VerifierVerdict:
     """Run the verifier over the work in a slot. If `alone` is true, every other process of the slot is killed after the
-    script has run. If `watched` is true, a positive verdict has labels.
-
-    `made` are the paths that the agent created or changed. Raises `GraderError`.
+    script has run. If `watched` is true, a positive verdict has labels. Raises `GraderError`.
     """
     await _install(slot, task, setup)
-    session = await _session(slot, task, script, setup, {}, alone=alone, made=made)
+    session = await _session(slot, task, script, setup, {}, alone=alone)
     records, run, output = session.records, session.run, session.output
     if task.format is Format.TERMINAL_BENCH_1:
         assert run is not None
@@ -178,15 +176,13 @@ async def falsified(
     script: OfflineScript,
     setup: VerifierSetup,
     verdict: VerifierVerdict,
-    made: Collection[str],
     prepared: GradedViews,
     reference: GradedViews | None = None,
 ) -> Controlled:
     """Run the verifier with falsified tests, in a view of the same work. Return the labels of a positive verdict, and
     the tests that cannot be falsified.
 
-    `made` are the paths that the agent created or changed. `prepared` opens a slot with the prepared workspace, and
-    `reference` one with the reference solution.
+    `prepared` opens a slot with the prepared workspace, and `reference` one with the reference solution.
     """
     run = verdict.run
     assert run is not None
@@ -207,7 +203,7 @@ async def falsified(
 
     texts = {path: text for path, (_, text) in files.items()}
     async with views() as fork:
-        work = await python_texts(fork, made)
+        work = await python_texts(fork, setup.made)
     copied = await copied_answers(texts, passed, work, known)
     result = await control(texts, passed, over(views), None if reference is None else over(reference))
     skipped = [name for name, status in run.statuses.items() if status in _SKIPPED]
@@ -236,7 +232,7 @@ async def _with_tests(
     async with views() as fork:
         await _install(fork, task, setup, ends_well=True)
         try:
-            session = await _session(fork, task, script, setup, texts, alone=False, made=())
+            session = await _session(fork, task, script, replace(setup, made=()), texts, alone=False)
         except TestsTimedOut:
             raise
         except GraderError:
@@ -307,7 +303,6 @@ async def _session(
     instead: Mapping[str, str],
     *,
     alone: bool,
-    made: Collection[str],
 ) -> _Session:
     """Run the script, with the texts of `instead` in place of tests. Raises `GraderError` if it gave no verdict."""
     note_way(Way.RUN_TESTS if script.pytest else Way.EXIT_CODE, script_name(task))
@@ -324,7 +319,7 @@ async def _session(
     records = read_records(result.verdict)
     output = await _output(slot)
     run = read_run(records, result) if script.pytest else None
-    _check_ran(task, records, result, run, output, made, setup.out_of_reach)
+    _check_ran(task, records, result, run, output, setup)
     return _Session(records, result.exit_code, run, output)
 
 
@@ -402,8 +397,7 @@ def _check_ran(
     result: ExecutionResult,
     run: TestRun | None,
     output: str,
-    made: Collection[str],
-    out_of_reach: Collection[str],
+    setup: VerifierSetup,
 ) -> None:
     """Raise `GraderError` for a verifier that did not judge the work."""
     tail = _tail(output)
@@ -416,7 +410,7 @@ def _check_ran(
         return
     if not has_started(records) and task.format is Format.HARBOR and not _NOT_STARTED.search(output):
         return  # the script ended before pytest; a positive reward is refused by the caller
-    if run.collect_errors and _work_is_broken(task, run.collect_errors, made, out_of_reach):
+    if run.collect_errors and _work_is_broken(task, run.collect_errors, setup):
         return
     why = next((_last_error(text) for text in run.collect_errors.values()), "")
     raise GraderError(f"the verifier of {task.name} ran no test{': ' + why if why else tail}")
@@ -432,9 +426,7 @@ def _last_error(text: str) -> str:
     return errors[-1] if errors else text[-600:]
 
 
-def _work_is_broken(
-    task: TerminalTask, errors: Mapping[str, str], made: Collection[str], out_of_reach: Collection[str]
-) -> bool:
+def _work_is_broken(task: TerminalTask, errors: Mapping[str, str], setup: VerifierSetup) -> bool:
     """Return whether the workspace prevented the collection of tests.
 
     Either a module that the task mentions is missing, or the traceback contains a file that the agent made. A module
@@ -442,9 +434,9 @@ def _work_is_broken(
     """
     for text in errors.values():
         match = _MISSING_MODULE.search(text)
-        if match is not None and (match[1] or match[2]).partition(".")[0] in out_of_reach:
+        if match is not None and (match[1] or match[2]).partition(".")[0] in setup.out_of_reach:
             return False
-        if any(path in text for path in made):
+        if any(path in text for path in setup.made):
             return True
         if match is not None and _mentions(task, (match[1] or match[2]).partition(".")[0]):
             return True

@@ -27,7 +27,7 @@ from palaestra.core.errors import ToolUnavailable
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.io.threads import in_own_thread
 from palaestra.sandbox.host_tools import HEAD_BYTES, Forwarder, users
-from palaestra.tools.browser import launch
+from palaestra.tools.browser import chromium
 from palaestra.tools.net.host_policy import HostPolicy
 from palaestra.tools.settings import ToolSettings
 
@@ -100,7 +100,7 @@ class RunningBrowser:
 
     playwright: Playwright
     browser: Browser
-    way: launch.Way
+    way: chromium.LaunchMethod
     proxy: BrowserProxy
     home: TemporaryFolder
 
@@ -204,10 +204,10 @@ def _unwanted(making: asyncio.Future[BrowserContext]) -> None:
 async def _started(settings: ToolSettings) -> RunningBrowser:
     from playwright.async_api import async_playwright
 
-    reason = await asyncio.to_thread(launch.problem, settings.browser_executable)
+    reason = await asyncio.to_thread(chromium.problem, settings.browser_executable)
     if reason is not None:
         raise ToolUnavailable(reason)
-    executable = launch.usable(settings.browser_executable)
+    executable = chromium.usable(settings.browser_executable)
     assert executable is not None
     proxy = BrowserProxy(HostPolicy(settings.browser_allow, settings.browser_block))
     home = await asyncio.to_thread(new_home)
@@ -215,7 +215,7 @@ async def _started(settings: ToolSettings) -> RunningBrowser:
     try:
         await proxy.start()
         playwright = await async_playwright().start()
-        browser, way = await launch.start(playwright, executable, proxy.settings(), home.path)
+        browser, way = await chromium.start(playwright, executable, proxy.settings(), home.path)
     except BaseException:
         if playwright is not None:
             await asyncio.shield(playwright.stop())

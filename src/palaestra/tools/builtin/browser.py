@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from palaestra.core.types import JSON
-from palaestra.tools.browser import launch
+from palaestra.tools.browser import chromium
 from palaestra.tools.browser.accessibility_tree import PageView
 from palaestra.tools.browser.browser_session import BrowserSession
 from palaestra.tools.builtin.vision import Image, look, vision_problem
@@ -43,7 +43,7 @@ def browser_tools(settings: ToolSettings) -> tuple[Tool, ...]:
     """Return the tools with these settings."""
 
     def missing() -> str | None:
-        return launch.absent(settings.browser_executable)
+        return chromium.absent(settings.browser_executable)
 
     def missing_eyes() -> str | None:
         return missing() or vision_problem(settings)

@@ -22,7 +22,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, Process, Slot
 from palaestra.tools import parameters
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, bounded, clamp_timeout
-from palaestra.tools.builtin.text_files import as_mistake
+from palaestra.tools.files.text_files import as_mistake
 from palaestra.tools.inner_calls import InnerCalls
 from palaestra.tools.programs.host_channel import (
     MAX_REQUEST_BYTES,

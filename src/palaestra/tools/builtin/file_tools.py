@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
-from palaestra.tools.builtin.syntax_check import check_syntax
-from palaestra.tools.builtin.text_files import (
+from palaestra.tools.files.syntax_check import check_syntax
+from palaestra.tools.files.text_files import (
     KINDS,
     PATH_PARAMETER,
     file_info,

@@ -18,8 +18,8 @@ from palaestra.core.io.threads import in_own_thread
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools import parameters
-from palaestra.tools.builtin.syntax_check import check_syntax
-from palaestra.tools.builtin.text_files import (
+from palaestra.tools.files.syntax_check import check_syntax
+from palaestra.tools.files.text_files import (
     PATH_PARAMETER,
     DecodedFile,
     file_info,

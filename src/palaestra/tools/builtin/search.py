@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, ExecutionResult, Slot
 from palaestra.tools import parameters
-from palaestra.tools.builtin.globs import name_filter, simple_names
-from palaestra.tools.builtin.text_files import KINDS, file_info, in_full, not_found
+from palaestra.tools.files.globs import name_filter, simple_names
+from palaestra.tools.files.text_files import KINDS, file_info, in_full, not_found
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_LIMIT = 500

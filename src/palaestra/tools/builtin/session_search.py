@@ -54,7 +54,7 @@ SCHEMA = ToolSchema(
 )
 
 
-class Session(msgspec.Struct, kw_only=True):
+class PastSession(msgspec.Struct, kw_only=True):
     """One conversation. `started_at` is in seconds since the epoch."""
 
     schema: str = SESSION_SCHEMA
@@ -69,7 +69,7 @@ class SessionMatch:
     """One conversation that matches, with its best excerpts. An excerpt has the message's role and the text around the
     words."""
 
-    session: Session
+    session: PastSession
     excerpts: list[dict[str, str]]
     score: float
 
@@ -94,7 +94,7 @@ class Sessions:
     current: str = ""
     source: SessionSource | None = None
 
-    def save(self, session: Session) -> Path:
+    def save(self, session: PastSession) -> Path:
         """Write a conversation and return the path of its file. Raises `OSError`, and `ConfigError` if `folder` is None
         or the id cannot be a file's name."""
         if self.folder is None:
@@ -131,7 +131,7 @@ class Sessions:
         best = sorted(found, key=lambda each: (-each.score, -each.session.started_at, each.session.session_id))
         return best[:limit]
 
-    def _newest(self) -> Iterator[Session]:
+    def _newest(self) -> Iterator[PastSession]:
         if self.folder is None or not self.folder.is_dir():
             return
         files = [path for path in self.folder.glob("*.json") if path.stem != self.current and not path.is_symlink()]
@@ -141,7 +141,7 @@ class Sessions:
             if status.st_size > MAX_SESSION_BYTES:
                 continue
             try:
-                session = msgspec.json.decode(path.read_bytes(), type=Session)
+                session = msgspec.json.decode(path.read_bytes(), type=PastSession)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OSError):
                 continue
             if session.schema == SESSION_SCHEMA and 0 <= session.started_at < _YEAR_9999_S:
@@ -167,7 +167,7 @@ def _shown(match: SessionMatch) -> dict[str, JSON]:
     return shown | ({"title": session.title} if session.title else {}) | {"excerpts": match.excerpts}
 
 
-def _texts(session: Session, roles: Collection[str]) -> list[tuple[str, str]]:
+def _texts(session: PastSession, roles: Collection[str]) -> list[tuple[str, str]]:
     said = ((str(message.get("role") or ""), message_text(message.get("content"))) for message in session.messages)
     return [(role, text) for role, text in said if text and role != "system" and (not roles or role in roles)]
 

@@ -17,7 +17,7 @@ from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import Watch
 from palaestra.sandbox.slot import WORKSPACE, ExecutionResult, Slot
 from palaestra.tools import parameters
-from palaestra.tools.builtin.text_files import in_full, reason
+from palaestra.tools.files.text_files import in_full, reason
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 

@@ -18,7 +18,7 @@ from palaestra.processes.session import MAX_OUTPUT_CHARS
 from palaestra.sandbox.slot import TerminalSize
 from palaestra.sandbox.terminal.interactive_terminal import PROMPTED, ScreenShot, Terminal
 from palaestra.tools import parameters
-from palaestra.tools.builtin.text_files import as_mistake
+from palaestra.tools.files.text_files import as_mistake
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 ROWS, COLUMNS = 40, 160

@@ -23,7 +23,7 @@ from urllib.parse import unquote_to_bytes
 
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
-from palaestra.tools.builtin.text_files import file_info, in_full, read_file_bytes
+from palaestra.tools.files.text_files import file_info, in_full, read_file_bytes
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.net.json_client import chat_answer, missing_model, model_server
 from palaestra.tools.settings import ToolSettings

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mcp.types import BlobResourceContents, CallToolResult, ContentBlock, TextResourceContents
     from mcp.types import Tool as ServersTool
 
-    from palaestra.tools.mcp.connection import Connection
+    from palaestra.tools.mcp.mcp_connection import Connection
 
 TOOLSET_PREFIX = "mcp-"
 _MOST_NAME = 64
@@ -80,7 +80,7 @@ class MCPServer:
     async def call(self, known: _Known, arguments: Mapping[str, JSON]) -> ToolReply:
         """Call a tool. Raises `ToolMistake` if the server answers with an error or does not answer in time, and
         `ToolServerError` for any other failure."""
-        from palaestra.tools.mcp.connection import NotCarriedOut, ServerSaid
+        from palaestra.tools.mcp.mcp_connection import NotCarriedOut, ServerSaid
 
         most = self._config.max_reply_chars
         try:
@@ -107,7 +107,7 @@ class MCPServer:
     async def _session(self, instead_of: Connection | None = None) -> Connection:
         """Return the live session, opened if necessary. `instead_of` is a session that has just ended and must not be
         returned."""
-        from palaestra.tools.mcp.connection import Connection
+        from palaestra.tools.mcp.mcp_connection import Connection
 
         async with self._opening:
             if self._closed:

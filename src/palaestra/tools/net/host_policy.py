@@ -157,7 +157,7 @@ def _is_localhost(host: str) -> bool:
     return host == "localhost" or host.endswith(".localhost")
 
 
-def _covers(rule: allowlist.Rule, host: str, port: int) -> bool:
+def _covers(rule: allowlist.HostRule, host: str, port: int) -> bool:
     """Return whether a rule covers a host. A range covers every spelling of its addresses: IPv4 may be written inside
     IPv6."""
     address = allowlist.literal(host)

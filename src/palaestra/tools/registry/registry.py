@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, PalaestraError
@@ -156,3 +157,30 @@ def schema_hash(schemas: Sequence[Mapping[str, JSON]]) -> str:
     matter."""
     text = json.dumps(list(schemas), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Kit:
+    """The tools of an agent, resolved once; all rollouts of a group have the same. `offered` has the definitions that
+    models see, if the environment replaced those of the registry."""
+
+    registry: ToolRegistry
+    toolsets: tuple[str, ...] = ()
+    offered: Sequence[dict[str, JSON]] | None = None
+
+    @property
+    def definitions(self) -> list[dict[str, JSON]]:
+        """The tool definitions that models see. Rollouts and records share them, so do not change them."""
+        return self.registry.shown()[0] if self.offered is None else list(self.offered)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tools that the agent may call."""
+        return (
+            self.registry.list_tools() if self.offered is None else [each["function"]["name"] for each in self.offered]
+        )
+
+    @property
+    def tools_hash(self) -> str:
+        """The `schema_hash` of the definitions, which identifies them in records."""
+        return self.registry.shown()[1] if self.offered is None else schema_hash(self.offered)

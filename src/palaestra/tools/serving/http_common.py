@@ -15,6 +15,7 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import (
     AcquireTimeout,
     InfraError,
@@ -105,5 +106,4 @@ async def running(work: Awaitable[None]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task)

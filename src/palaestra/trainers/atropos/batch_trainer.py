@@ -22,10 +22,12 @@ from palaestra.core.io.durable_files import replaced, writing
 from palaestra.inference.ledger import UNTRAINED
 from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra.trainers.atropos.connection import TrajectoryClient
+from palaestra.trainers.atropos.groups import VERSIONS
 from palaestra.trainers.atropos.wire import RequestRefusal, ScoredData, checked
 from palaestra.trainers.batch import EQUAL, TOO_LONG, WITHOUT_TOKENS, Batch, advantages
 from palaestra.trainers.checkpoints import STEP, TrainingFiles, TrainingState
 from palaestra.trainers.config import TrainingConfig
+from palaestra.trainers.importance import Mismatch
 from palaestra.trainers.trainer import TrainedRow, Trainer
 
 logger = logging.getLogger(__name__)
@@ -159,13 +161,21 @@ class BatchTrainer:
         return self._batches / f"{step:06d}.json"
 
     async def _step(self, state: TrainingState, groups: Sequence[ScoredData]) -> None:
-        batch = scored_batch(groups, most_tokens=self._most_tokens, scaled=self.config.scale_advantages)
-        most = 0.0
-        if batch.rows:
-            most = batch.compare(await self.trainer.logprobs(batch.rows), self.config.max_difference)
+        config, mismatch = self.config, Mismatch()
+        batch = scored_batch(
+            groups,
+            most_tokens=self._most_tokens,
+            scaled=config.scale_advantages,
+            advantage=config.advantage,
+            version=state.step,
+            most_behind=config.max_off_policy,
+        )
+        for name in batch.late:
+            self._note(f"step {state.step + 1}: {name} is dropped, because older weights than allowed sampled it")
         version = str(state.step + 1)
         numbers: Mapping[str, float] = {"loss": 0.0}
         if batch.rows:
+            mismatch = batch.weigh(await self.trainer.logprobs(batch.rows), config, state.step + 1)
             numbers = await self.trainer.step(batch.rows, version)
         else:
             self._note(f"step {version}: no row of the batch can be trained on ({dict(batch.refused)})")
@@ -176,7 +186,16 @@ class BatchTrainer:
         self._files.log(
             STEP,
             state.step,
-            {"reward": reward, "logprob_difference": most, "rows": len(batch.rows), **batch.refused, **numbers},
+            {
+                "reward": reward,
+                **mismatch.numbers(),
+                **batch.staleness(int(version) - 1),
+                "rows": len(batch.rows),
+                "groups": batch.groups,
+                "dull_groups": batch.refused[EQUAL],
+                **batch.refused,
+                **numbers,
+            },
         )
         self._note(f"step {state.step}/{self.config.steps}: reward {reward:.3f}, loss {numbers['loss']:.3g}")
 
@@ -199,10 +218,20 @@ class BatchTrainer:
             return answer.body if answer.status == 200 and isinstance(answer.body, dict) else None
 
 
-def scored_batch(groups: Sequence[ScoredData], *, most_tokens: int | None = None, scaled: bool = True) -> Batch:
+def scored_batch(
+    groups: Sequence[ScoredData],
+    *,
+    most_tokens: int | None = None,
+    scaled: bool = True,
+    advantage: str = "grpo",
+    version: int = 0,
+    most_behind: int | None = None,
+) -> Batch:
     """Return the rows of a batch. Rows of more than `most_tokens` tokens, groups without log-probabilities, and groups
-    with equal scores and no advantages are left out. The advantages are those that a group contains or, if it contains
-    none, those that `trainers.batch.advantages` computes."""
+    with equal scores and no advantages are left out, and so are groups that weights more than `most_behind` versions
+    older than `version` sampled. The advantages are those that a group contains or, if it contains none, those that
+    `trainers.batch.advantages` computes. Raises `TrainerRefused` if `most_behind` is set and a group has no versions.
+    """
     batch = Batch()
     for number, group in enumerate(groups):
         batch.rewards += group.scores
@@ -213,18 +242,43 @@ def scored_batch(groups: Sequence[ScoredData], *, most_tokens: int | None = None
         if not group.advantages and len(set(group.scores)) == 1:
             batch.refused[EQUAL] += 1
             continue
+        versions = _versions(group, number)
+        if versions is None and most_behind is not None:
+            raise TrainerRefused(
+                f"group {number} of the batch has no policy versions, so max_off_policy cannot be enforced: feed it "
+                "with `palaestra feed` from the server that the trainer serves, or leave max_off_policy out"
+            )
         given = [_only(each) for each in group.advantages] if group.advantages else None
-        gains = given or advantages(group.scores, scaled=scaled)
+        gains = given or advantages(group.scores, scaled=scaled, kind=advantage)
+        made = []
         rows = zip(group.tokens, group.masks, group.inference_logprobs, group.scores, gains, strict=True)
         for place, (tokens, masks, logprobs, score, gain) in enumerate(rows):
             if most_tokens is not None and len(tokens) > most_tokens:
                 batch.refused[TOO_LONG] += 1
                 continue
-            row = _row(tokens, masks, logprobs, score, f"{number}/{place}")
+            row = _row(tokens, masks, logprobs, score, f"{number}/{place}", versions[place] if versions else ())
             if row is not None:
-                batch.rows.append(TrainedRow(row, gain))
-        batch.groups += 1
+                made.append(TrainedRow(row, gain))
+        batch.keep(made, group.delivery_id or f"group {number} of the batch", version, most_behind)
     return batch
+
+
+def _versions(group: ScoredData, number: int) -> list[list[tuple[int, int, str]]] | None:
+    """Return the policy versions of each row's sampled spans, or None if the group has none. Raises `TrainerRefused` if
+    they are damaged."""
+    found = (group.group_overrides or {}).get(VERSIONS)
+    if not found:
+        return None
+    try:
+        versions = msgspec.convert(found, list[list[tuple[int, int, str]]])
+    except msgspec.ValidationError as error:
+        raise TrainerRefused(f"group {number} of the batch: group_overrides.{VERSIONS}: {error}") from None
+    if len(versions) != len(group.tokens):
+        raise TrainerRefused(
+            f"group {number} of the batch: group_overrides.{VERSIONS}: {len(versions)} entries for "
+            f"{len(group.tokens)} sequences"
+        )
+    return versions
 
 
 def _only(values: Sequence[float]) -> float:
@@ -237,7 +291,12 @@ def _only(values: Sequence[float]) -> float:
 
 
 def _row(
-    tokens: list[int], masks: Sequence[int], logprobs: Sequence[float], score: float, name: str
+    tokens: list[int],
+    masks: Sequence[int],
+    logprobs: Sequence[float],
+    score: float,
+    name: str,
+    versions: Sequence[tuple[int, int, str]],
 ) -> ExportedRow | None:
     """Return a sequence as a row. Returns None if no token is trained, or if the first token is trained, because a row
     needs a prompt."""
@@ -245,6 +304,7 @@ def _row(
     if not start:  # without a prompt, no token predicts the first one
         return None
     on = [int(mask != UNTRAINED) for mask in masks[start:]]
+    policies = {version for _, _, version in versions}
     return ExportedRow(
         prompt_ids=tokens[:start],
         completion_ids=tokens[start:],
@@ -253,8 +313,8 @@ def _row(
         reward=score,
         group_id=name.partition("/")[0],
         segment=0,
-        policy_version=None,
-        versions=[],
+        policy_version=next(iter(policies)) if len(policies) == 1 else None,
+        versions=[(begin - start, stop - start, version) for begin, stop, version in versions],
         spans=[],
         segments=1,
         rollout_id=name,

@@ -19,6 +19,10 @@ from palaestra.rollouts.records import Group, Trajectory
 
 DELIVERIES_SCHEMA = "palaestra.deliveries/1"
 
+VERSIONS = "policy_versions"
+"""The key of `group_overrides` for the (start, stop, version) of each row's sampled spans. Atropos's own server has no
+field for them, but passes on the overrides of a group unchanged."""
+
 _SENT = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "messages")
 _SENT_TOO = ("generation_params", "overrides", "images")
 
@@ -54,6 +58,8 @@ def scored_data(
         )
     count = len(line["tokens"])
     overrides = line["group_overrides"] | ({"group_size": count} if count != group_size else {})
+    if any(line["versions"]):
+        overrides |= {VERSIONS: line["versions"]}
     sent = {name: line[name] for name in (*_SENT, *_SENT_TOO) if line.get(name)}
     return sent | ({"group_overrides": overrides} if overrides else {})
 

@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 LORA_ALPHA = 32
 """The scale of an adapter is this value divided by the adapter's rank, as in Tinker (thinkingmachines.ai/blog/lora)."""
 
-MOST_LOGITS = 1 << 27
-"""The maximum number of logits of one forward pass: 512 MiB in float32. Larger batches are computed in several
-passes."""
+MOST_LOGITS, MOST_LOGITS_ON_CPU = 1 << 27, 1 << 22
+"""The maximum number of logits of one forward pass: 512 MiB in float32, or 16 MiB on a CPU, whose caches are smaller.
+Larger batches are computed in several passes. Measured on a CPU, forward and backward, in CPU seconds: 64 rows of 400
+tokens with a vocabulary of 480 take 6.4 s in 1 pass, 5.3 s in 4, 5.2 s in 13 and 6.8 s in 64; 4 rows with a vocabulary
+of 32,000 take 1.5 s in 1 pass and 1.2 s in 4."""
 
 DEFAULT_WINDOW_TOKENS = 4096
 
@@ -133,6 +135,10 @@ class BaseModel:
     def device(self) -> str:
         return str(self.module.device)
 
+    @property
+    def most_logits(self) -> int:
+        return MOST_LOGITS_ON_CPU if self.module.device.type == "cpu" else MOST_LOGITS
+
     def known_as(self, name: str) -> bool:
         """Return whether a client that requests `name` means this model."""
         return name.rstrip("/") in {self.name.rstrip("/"), self.source, Path(self.source).name}
@@ -194,7 +200,7 @@ class TrainedModel:
         logprobs: dict[int, torch.Tensor] = {}
         summed = 0.0
         try:
-            for chosen in passes([len(row.ids) for row in rows], self.base.vocabulary):
+            for chosen in passes([len(row.ids) for row in rows], self.base.vocabulary, self.base.most_logits):
                 with self.base.turns.turn():
                     found, part = self._pass([rows[index] for index in chosen], loss, config, backward)
                 logprobs.update(zip(chosen, found, strict=True))
@@ -349,12 +355,13 @@ def target_logprobs(logits_tv: torch.Tensor, targets: torch.Tensor) -> torch.Ten
     return logprobs.gather(1, targets.reshape(targets.shape[0], -1)).reshape(targets.shape)
 
 
-def passes(lengths: Sequence[int], vocabulary: int) -> Iterator[list[int]]:
-    """Yield the indices of the rows of each forward pass. Longer rows come first, to limit padding."""
+def passes(lengths: Sequence[int], vocabulary: int, most_logits: int = MOST_LOGITS) -> Iterator[list[int]]:
+    """Yield the indices of the rows of each forward pass, which computes at most `most_logits` logits. Longer rows come
+    first, to limit padding."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     start = 0
     while start < len(order):
-        count = max(1, MOST_LOGITS // (vocabulary * max(1, lengths[order[start]])))
+        count = max(1, most_logits // (vocabulary * max(1, lengths[order[start]])))
         yield order[start : start + count]
         start += count
 

@@ -144,7 +144,7 @@ class Sampler:
 
         found: list[ScoredTokens | None] = [None] * len(batch)
         with torch.inference_mode():
-            for chosen in passes([len(scoring.ids) for scoring in batch], self.base.vocabulary):
+            for chosen in passes([len(scoring.ids) for scoring in batch], self.base.vocabulary, self.base.most_logits):
                 with self.base.turns.turn():
                     logits = forward(self.module, [batch[index].ids for index in chosen])
                     for place, index in enumerate(chosen):

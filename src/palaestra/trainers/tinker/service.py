@@ -227,9 +227,9 @@ class TinkerService:
         _check_optimizer(request.optimizer_config)
         asked = request.lora_config
         lora = None
+        if asked is not None and not 0 <= asked.rank <= 4096:
+            raise UserError(f"A LoRA rank of {asked.rank} is not possible: use 1 to 4096, or 0 for full weights.")
         if asked is not None and asked.rank > 0:
-            if asked.rank > 4096:
-                raise UserError(f"A LoRA rank of {asked.rank} is too large: use up to 4096, or 0 for full weights.")
             lora = LoraSettings(asked.rank, asked.seed, asked.train_mlp, asked.train_attn, asked.train_unembed)
         return TrainedModel(self.base, lora), None
 

@@ -3,7 +3,7 @@
 import { h, svg, figure } from "./dom.js";
 
 const FIRST = ["reward", "official", "loss", "kl", "logprob_difference", "dull_groups", "groups_without_signal", "completion_tokens", "tokens", "staleness", "rollout_s", "train_s", "overhead"];
-const WHAT = { reward: "mean reward", logprob_difference: "sampler to trainer, nats", rollout_s: "seconds of rollouts in a step", train_s: "seconds of training in a step", overhead: "share of overhead" };
+const WHAT = { reward: "mean reward", logprob_difference: "sampler to trainer, nats, worst row", kl: "KL of sampler and trainer, nats per token", dull_groups: "groups of equal rewards", completion_tokens: "sampled tokens of a row", staleness: "versions between sampling and training", rollout_s: "seconds of rollouts in a step", train_s: "seconds of training in a step", overhead: "share of overhead" };
 
 export function charts(lines) {
   const names = [...new Set(lines.flatMap((line) => Object.keys(line).filter((key) => typeof line[key] === "number" && !["step", "time", "at"].includes(key))))];

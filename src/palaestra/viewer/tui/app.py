@@ -17,10 +17,10 @@ try:
 except ImportError:
     raise ConfigError("palaestra view --tui needs textual: pip install 'palaestra[tui]'") from None
 
-from palaestra.viewer.runs import Runs
+from palaestra.viewer.runs import OpenRuns
 from palaestra.viewer.token_texts import TokenTexts
 from palaestra.viewer.tui.run_screens import RunScreen, RunsScreen
-from palaestra.viewer.tui.screen import Help, ViewScreen
+from palaestra.viewer.tui.view_screen import Help, ViewScreen
 
 _POLL_S = 0.5
 _DISCOVER = 6
@@ -52,7 +52,7 @@ class TerminalViewer(App[None]):
     Help > VerticalScroll { width: 64; max-width: 100%; height: auto; max-height: 90%; border: round $accent; padding: 0 1; background: $surface; }
     """  # noqa: E501
 
-    def __init__(self, runs: Runs, texts: TokenTexts) -> None:
+    def __init__(self, runs: OpenRuns, texts: TokenTexts) -> None:
         super().__init__()
         self.runs = runs
         self.texts = texts

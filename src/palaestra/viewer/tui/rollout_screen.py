@@ -16,12 +16,12 @@ from palaestra.core.types import JSON
 from palaestra.viewer.reasons import reasons
 from palaestra.viewer.rollout_record import rollout_record, text_at
 from palaestra.viewer.run_index import Condition
-from palaestra.viewer.runs import Runs
+from palaestra.viewer.runs import OpenRuns
 from palaestra.viewer.token_texts import TokenTexts
 from palaestra.viewer.tui.safe_text import coloured, line
-from palaestra.viewer.tui.screen import ViewScreen, figure, reward_text
 from palaestra.viewer.tui.siblings_screen import SiblingsScreen
-from palaestra.viewer.tui.steps import Part, Step, steps
+from palaestra.viewer.tui.steps import Step, StepText, steps
+from palaestra.viewer.tui.view_screen import ViewScreen, figure, reward_text
 
 _FOLD_LINES, _FOLD_CHARS = 10, 1_200
 _OPEN_CHARS = 200_000
@@ -30,7 +30,7 @@ _ROLES = {"assistant": "bold blue", "tool": "bold cyan", "user": "bold", "system
 _KINDS = {"bad": "red", "warn": "yellow", "info": "cyan"}
 
 
-class Listing(NamedTuple):
+class RolloutList(NamedTuple):
     """The list from which a rollout was opened: its filter, its order, and the rollout's place in it."""
 
     where: Sequence[Condition]
@@ -83,7 +83,7 @@ class RolloutScreen(ViewScreen):
     )
 
     def __init__(
-        self, runs: Runs, texts: TokenTexts, name: str, rollout_id: str, listing: Listing | None = None
+        self, runs: OpenRuns, texts: TokenTexts, name: str, rollout_id: str, listing: RolloutList | None = None
     ) -> None:
         super().__init__()
         self._runs, self._texts, self._run, self._rollout = runs, texts, name, rollout_id
@@ -258,7 +258,7 @@ def step_text(step: Step, opened: bool, whole: dict[str, str]) -> Text:
     return text
 
 
-def _part(part: Part, opened: bool, whole: dict[str, str]) -> Text:
+def _part(part: StepText, opened: bool, whole: dict[str, str]) -> Text:
     shown = whole.get(part.path, part.text).rstrip("\n") if opened else part.text.rstrip("\n")
     mark = {"call": "$ ", "result": "", "failed": "✕ "}.get(part.kind, "")
     if opened:

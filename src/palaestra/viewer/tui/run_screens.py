@@ -20,12 +20,12 @@ from palaestra.viewer.filter_words import filter_text, parse_filter
 from palaestra.viewer.forks import fork_of
 from palaestra.viewer.overview import overview
 from palaestra.viewer.run_index import FIELDS, Condition
-from palaestra.viewer.runs import Runs
+from palaestra.viewer.runs import OpenRuns
 from palaestra.viewer.summary import run_summary
 from palaestra.viewer.token_texts import TokenTexts
-from palaestra.viewer.tui.rollout_screen import Listing, RolloutScreen
+from palaestra.viewer.tui.rollout_screen import RolloutList, RolloutScreen
 from palaestra.viewer.tui.safe_text import line
-from palaestra.viewer.tui.screen import Table, ViewScreen, figure, interval, reward_text
+from palaestra.viewer.tui.view_screen import Table, ViewScreen, figure, interval, reward_text
 
 PAGE = 200
 _SORTS = ("", "reward", "official", "outcome", "turns", "tokens", "seconds", "errors")
@@ -36,7 +36,7 @@ class RunsScreen(ViewScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select", "open", show=True)]
 
-    def __init__(self, runs: Runs, texts: TokenTexts) -> None:
+    def __init__(self, runs: OpenRuns, texts: TokenTexts) -> None:
         super().__init__()
         self._runs, self._texts = runs, texts
 
@@ -130,7 +130,7 @@ class RunScreen(ViewScreen):
         "A click on the head of a column sorts by it.",
     )
 
-    def __init__(self, runs: Runs, texts: TokenTexts, name: str) -> None:
+    def __init__(self, runs: OpenRuns, texts: TokenTexts, name: str) -> None:
         super().__init__()
         self._runs, self._texts, self._run = runs, texts, name
         self._where: Sequence[Condition] = ()
@@ -213,7 +213,7 @@ class RunScreen(ViewScreen):
         """Open a rollout."""
         if event.cursor_row < len(self._rows):
             rollout_id = str(self._rows[event.cursor_row]["id"])
-            listing = Listing(self._where, self._sort, self._descending, event.cursor_row)
+            listing = RolloutList(self._where, self._sort, self._descending, event.cursor_row)
             self.app.push_screen(RolloutScreen(self._runs, self._texts, self._run, rollout_id, listing))
 
     @on(DataTable.HeaderSelected)

@@ -19,11 +19,11 @@ from palaestra.core.types import JSON
 from palaestra.viewer.divergence import MOST, siblings
 from palaestra.viewer.rollout_record import token_record
 from palaestra.viewer.run_index import RunIndex
-from palaestra.viewer.runs import Runs
+from palaestra.viewer.runs import OpenRuns
 from palaestra.viewer.token_texts import TokenTexts
 from palaestra.viewer.tui.safe_text import line
-from palaestra.viewer.tui.screen import Table, ViewScreen, figure, reward_text
 from palaestra.viewer.tui.steps import arguments
+from palaestra.viewer.tui.view_screen import Table, ViewScreen, figure, reward_text
 
 _BEFORE, _AFTER = 16, 24
 _MOST_TESTS, _MOST_CALLS = 60, 200
@@ -43,7 +43,7 @@ class SiblingsScreen(ViewScreen):
 
     def __init__(
         self,
-        runs: Runs,
+        runs: OpenRuns,
         texts: TokenTexts,
         run: str,
         rollout_id: str,

@@ -19,7 +19,7 @@ _MAIN = ("command", "code", "path", "query", "url")
 
 
 @dataclass(frozen=True)
-class Part:
+class StepText:
     """A text of a step. `kind` is `text`, `reasoning`, `call`, `result`, `failed`, `good` or `bad`. If the record has
     only the beginning and the end of the text, `path` finds the whole."""
 
@@ -35,7 +35,7 @@ class Step:
     role: str
     title: str
     notes: str = ""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[StepText] = field(default_factory=list)
 
 
 def steps(record: dict[str, JSON]) -> list[Step]:
@@ -80,22 +80,22 @@ def _turn_notes(turn: Mapping[str, JSON], seconds: Sequence[float]) -> str:
     return " · ".join(filter(None, notes))
 
 
-def _parts(message: Mapping[str, JSON]) -> Iterator[Part]:
+def _parts(message: Mapping[str, JSON]) -> Iterator[StepText]:
     content = message.get("content")
     thoughts = dict.fromkeys(beginning(message[key]) for key in ("reasoning_content", "reasoning") if message.get(key))
     if message.get("role") == "assistant" and isinstance(content, str) and "<think>" in content:
         thoughts |= dict.fromkeys(filter(str.strip, _THOUGHT.findall(content)))
         content = _THOUGHT.sub("", content)
-    yield from (Part(thought, "reasoning") for thought in thoughts)
+    yield from (StepText(thought, "reasoning") for thought in thoughts)
     yield from _texts(content)
     requests = message.get("tool_calls")
     for request in requests if isinstance(requests, list) else []:
         function = request.get("function") if isinstance(request, Mapping) else None
         function = function if isinstance(function, Mapping) else {}
-        yield Part(f"{function.get('name')} {arguments(function.get('arguments'))}", "call")
+        yield StepText(f"{function.get('name')} {arguments(function.get('arguments'))}", "call")
 
 
-def _texts(content: JSON, kind: str = "text") -> Iterator[Part]:
+def _texts(content: JSON, kind: str = "text") -> Iterator[StepText]:
     if content is None or content == "":
         return
     if isinstance(content, list):
@@ -103,19 +103,19 @@ def _texts(content: JSON, kind: str = "text") -> Iterator[Part]:
             if isinstance(part, Mapping) and part.get("type") == "text":
                 yield from _texts(part.get("text"), kind)
             elif isinstance(part, Mapping) and "image_url" in part:
-                yield Part("(an image)", "reasoning")
+                yield StepText("(an image)", "reasoning")
             else:
-                yield Part(_json(part), kind)
+                yield StepText(_json(part), kind)
         return
     yield whole(content, kind)
 
 
-def whole(value: JSON, kind: str = "text") -> Part:
+def whole(value: JSON, kind: str = "text") -> StepText:
     """Return a text of the record, which may be cut, or JSON data as a part."""
     if isinstance(value, Mapping) and CUT in value:
         missing = value["chars"] - len(value["head"]) - len(value["tail"])
-        return Part(f"{value['head']}\n… {missing:,} characters …\n{value['tail']}", kind, str(value[CUT]))
-    return Part(value if isinstance(value, str) else _json(value), kind)
+        return StepText(f"{value['head']}\n… {missing:,} characters …\n{value['tail']}", kind, str(value[CUT]))
+    return StepText(value if isinstance(value, str) else _json(value), kind)
 
 
 def arguments(value: JSON) -> str:
@@ -137,24 +137,24 @@ def _plain(value: JSON) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _result(content: JSON) -> Iterator[Part]:
+def _result(content: JSON) -> Iterator[StepText]:
     found = _decoded(content)
     if not isinstance(found, dict) or CUT in found:
         texts = list(_texts(content, "result"))
-        yield from texts or [Part("(no output)", "reasoning")]
+        yield from texts or [StepText("(no output)", "reasoning")]
         return
     code, error = found.pop("exit_code", None), found.pop("error", None)
     if isinstance(code, int) and code != 0:
-        yield Part(f"exit code {code}", "failed")
+        yield StepText(f"exit code {code}", "failed")
     if error:
         yield whole(error, "failed")
     output = found.pop("output", None)
     if output not in (None, ""):
         yield whole(output, "result")
     if found:
-        yield Part(_json(found), "result")
+        yield StepText(_json(found), "result")
     elif output == "" and not error and not code:
-        yield Part("(no output)", "reasoning")
+        yield StepText("(no output)", "reasoning")
 
 
 def _decoded(value: JSON) -> JSON:
@@ -179,7 +179,7 @@ def _json(value: JSON, indent: str = "") -> str:
 
 def _inside(record: dict[str, JSON]) -> Iterator[Step]:
     for call in record.get("inner_calls") or []:
-        parts = [Part(f"{call['tool']} {arguments(call['arguments'])}", "call"), whole(call["reply"], "result")]
+        parts = [StepText(f"{call['tool']} {arguments(call['arguments'])}", "call"), whole(call["reply"], "result")]
         yield Step("tool", f"call of a program in turn {call['turn']}", parts=parts)
     waiting = list(record.get("subagents") or [])
     while waiting:
@@ -194,16 +194,18 @@ def _graded(record: dict[str, JSON]) -> Iterator[Step]:
     detail = {name: value for name, value in (record.get("detail") or {}).items() if value not in (None, "", [], {})}
     detail.pop("difference", None)
     tests = {each.name: each for each in listed_tests(detail)}.values()
-    parts = [Part(f"the check fails over this work: {broken}", "bad")] if (broken := breaks(detail)) else []
+    parts = [StepText(f"the check fails over this work: {broken}", "bad")] if (broken := breaks(detail)) else []
     for each in tests:
         if each.status != "passed":
-            parts.append(Part(f"✕ {each.name}" + (f" ({each.status})" if each.status != "failed" else ""), "bad"))
-            parts += [Part(each.output, "result")] if each.output else []
-    parts += [Part(f"✓ {each.name}", "good") for each in tests if each.status == "passed"]
+            parts.append(StepText(f"✕ {each.name}" + (f" ({each.status})" if each.status != "failed" else ""), "bad"))
+            parts += [StepText(each.output, "result")] if each.output else []
+    parts += [StepText(f"✓ {each.name}", "good") for each in tests if each.status == "passed"]
     for name, value in detail.items():
         if not any(True for _ in listed_tests({name: value})):
             shown = whole(value, "result")
-            parts.append(Part(f"{name}:{chr(10) if chr(10) in shown.text else ' '}{shown.text}", "result", shown.path))
+            parts.append(
+                StepText(f"{name}:{chr(10) if chr(10) in shown.text else ' '}{shown.text}", "result", shown.path)
+            )
     if parts:
         yield Step("end", "grading", parts=parts)
 
@@ -211,4 +213,4 @@ def _graded(record: dict[str, JSON]) -> Iterator[Step]:
 def _commands(record: dict[str, JSON]) -> Iterator[Step]:
     found: dict[str, str] = record.get("commands") or {}
     if found:
-        yield Step("end", "commands", parts=[Part(f"{what}:\n  {command}") for what, command in found.items()])
+        yield Step("end", "commands", parts=[StepText(f"{what}:\n  {command}") for what, command in found.items()])

@@ -16,7 +16,7 @@ import pytest
 
 from doors.e2b.conftest import FIRST, a_server
 from palaestra.doors.e2b.api_keys import ApiKey
-from palaestra.doors.e2b.assembly import RunningServer
+from palaestra.doors.e2b.server import RunningE2B
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
@@ -32,7 +32,7 @@ LANGUAGES = [pytest.param("python", marks=needs_python), pytest.param("javascrip
 
 
 @pytest.fixture(scope="module")
-def sdk_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def sdk_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningE2B]:
     with a_server(ApiKey("sdk", FIRST), folder=tmp_path_factory.mktemp("state")) as running:
         yield running
 
@@ -52,12 +52,12 @@ def run(language: str, program: str, variables: Mapping[str, str], cwd: Path | N
     return done.stdout
 
 
-def direct(server: RunningServer) -> dict[str, str]:
+def direct(server: RunningE2B) -> dict[str, str]:
     return {"E2B_API_KEY": FIRST, "E2B_API_URL": server.url, "E2B_SANDBOX_URL": server.url}
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_the_operations_have_their_documented_results(language: str, sdk_server: RunningServer) -> None:
+def test_the_operations_have_their_documented_results(language: str, sdk_server: RunningE2B) -> None:
     program = (HERE / ("operations.py" if language == "python" else "operations.mjs")).read_text()
     found = run(language, program, direct(sdk_server)).splitlines()
     assert found == (HERE / "transcript.txt").read_text().splitlines()
@@ -90,7 +90,7 @@ asyncio.run(main())
 
 
 @needs_python
-def test_the_asynchronous_sdk_works_concurrently(sdk_server: RunningServer) -> None:
+def test_the_asynchronous_sdk_works_concurrently(sdk_server: RunningE2B) -> None:
     assert run("python", ASYNC, direct(sdk_server)).split() == [*map(str, range(8)), "ab", "True"]
 
 
@@ -109,7 +109,7 @@ for template in (Template().from_image("python:3.12"), Template().from_template(
 
 
 @needs_python
-def test_a_dockerfile_becomes_a_template(sdk_server: RunningServer, tmp_path: Path) -> None:
+def test_a_dockerfile_becomes_a_template(sdk_server: RunningE2B, tmp_path: Path) -> None:
     (tmp_path / "part").write_text("world\n")
     (tmp_path / "Dockerfile").write_text(
         "FROM e2bdev/base\nENV WORD=hello\nWORKDIR /srv\nCOPY part /srv/part\nRUN echo $WORD $(cat part) > greeting\n"

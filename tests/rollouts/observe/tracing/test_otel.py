@@ -25,11 +25,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from toy import Sums, changed, services
 
+from palaestra.agent.middleware import MiddlewareServer
 from palaestra.core.types import JSON
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.middleware import MiddlewareServer
-from palaestra.rollouts.observe.tracing.exporter import traced, traces_url
 from palaestra.rollouts.observe.tracing.otel import Spans, messages_text
+from palaestra.rollouts.observe.tracing.span_export import traced, traces_url
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import Middleware, RunContext

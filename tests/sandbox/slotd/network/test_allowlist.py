@@ -87,7 +87,7 @@ def test_a_request_is_passed_on_without_what_was_meant_for_the_proxy() -> None:
 def test_no_request_ends_the_proxy(junk: bytes) -> None:
     try:
         _, host, port, _ = forward.parse_request(junk + b"\r\n\r\n")
-    except forward.Refused:
+    except forward.ForwardRefused:
         return
     assert host
     assert 0 <= port < 65536

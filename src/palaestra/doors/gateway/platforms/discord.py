@@ -25,9 +25,18 @@ from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.config import PlatformConfig
-from palaestra.doors.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, Notes, PlatformLimits
+from palaestra.doors.gateway.platform import (
+    Answers,
+    Attachment,
+    ChatAddress,
+    Deliver,
+    Incoming,
+    PlatformLimits,
+    PlatformNotes,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # about audioop, which discord.py imports for voice
@@ -64,7 +73,7 @@ class Discord:
         self, name: str, config: PlatformConfig, *, connector: Callable[[], aiohttp.BaseConnector] | None = None
     ) -> None:
         self.name = name
-        self.notes: Notes | None = None
+        self.notes: PlatformNotes | None = None
         self._token = config.secret(name)
         if not self._token:
             raise ConfigError(
@@ -109,9 +118,7 @@ class Discord:
 
     async def stop(self) -> None:
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
         if self._closing is not None:
             await self._closing
 

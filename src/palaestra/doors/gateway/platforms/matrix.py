@@ -45,6 +45,7 @@ from nio import (
 )
 from nio.responses import ErrorResponse
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
@@ -116,9 +117,7 @@ class Matrix:
 
     async def stop(self) -> None:
         syncing, self._syncing = self._syncing, None
-        if syncing is not None:
-            syncing.cancel()
-            await asyncio.gather(syncing, return_exceptions=True)
+        await end_tasks(syncing)
         client, self._client = self._client, None
         if client is not None:
             await client.close()

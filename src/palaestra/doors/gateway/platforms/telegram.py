@@ -32,6 +32,7 @@ from aiogram.exceptions import (
 from aiogram.types import BufferedInputFile, Message
 from aiogram.utils.token import TokenValidationError
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import (
@@ -85,9 +86,7 @@ class Telegram:
 
     async def stop(self) -> None:
         polling, self._polling = self._polling, None
-        if polling is not None:
-            polling.cancel()
-            await asyncio.gather(polling, return_exceptions=True)
+        await end_tasks(polling)
         bot, self._bot = self._bot, None
         if bot is not None:
             await bot.session.close()

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from palaestra.inference.parsers.formats.json_calls import Tags, add_json, tagged_body
+from palaestra.inference.parsers.output_reader import Grammar, OutputReader
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall
-from palaestra.inference.parsers.reader import Grammar, OutputReader
 from palaestra.inference.parsers.scan import Mark, find, skip
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from palaestra.core.types import JSON
+from palaestra.inference.parsers.output_reader import Grammar, OutputReader
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, named_object
-from palaestra.inference.parsers.reader import Grammar, OutputReader
 from palaestra.inference.parsers.scan import (
     Closing,
     Mark,

@@ -31,8 +31,8 @@ from palaestra.inference.parsers.formats.json_calls import (
     string_end,
     untagged_body,
 )
+from palaestra.inference.parsers.output_reader import FoundCall, Grammar, OutputReader
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, named_object
-from palaestra.inference.parsers.reader import FoundCall, Grammar, OutputReader
 from palaestra.inference.parsers.scan import Mark, Scan, scan_value, skip
 
 _TAG = "<|python_tag|>"

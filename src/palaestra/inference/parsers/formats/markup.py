@@ -34,8 +34,8 @@ from typing import ClassVar
 
 from palaestra.core.types import JSON
 from palaestra.inference.parsers.formats.json_calls import CUT_OFF, cut_off
+from palaestra.inference.parsers.output_reader import FoundCall, Grammar, OutputReader
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, bare
-from palaestra.inference.parsers.reader import FoundCall, Grammar, OutputReader
 from palaestra.inference.parsers.scan import (
     Mark,
     breaks_off,

@@ -22,8 +22,8 @@ from palaestra.inference.parsers.formats.json_calls import (
     read_array,
     why_not_json,
 )
+from palaestra.inference.parsers.output_reader import Grammar, OutputReader
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, named_object
-from palaestra.inference.parsers.reader import Grammar, OutputReader
 from palaestra.inference.parsers.scan import Mark, breaks_off, find, scan_brackets, scan_value, skip
 
 _CALLS, _ARGUMENTS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"

@@ -19,6 +19,7 @@ from palaestra.inference.recording.request import (
     Refusal,
     as_object,
     choose_tools,
+    client_form,
     content_parts,
     event,
     flag,
@@ -87,7 +88,7 @@ class MessagesDialect:
         return request
 
     def reply(self, request: ModelRequest, completion: ChatCompletion, reply_id: str, created: int) -> JSON:
-        message = completion.choices[0].message
+        message = client_form(completion.choices[0].message)
         blocks: list[JSON] = []
         if reasoning := reasoning_text(message):
             blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
@@ -192,7 +193,10 @@ def _choice(choice: JSON) -> JSON:
 
 
 def _stop_reason(completion: ChatCompletion) -> str:
-    return _STOP_REASONS.get(completion.choices[0].finish_reason or "stop", "end_turn")
+    reason = completion.choices[0].finish_reason or "stop"
+    if reason == "tool_calls" and not client_form(completion.choices[0].message).tool_calls:
+        reason = "stop"  # the calls were malformed, so the client gets text
+    return _STOP_REASONS.get(reason, "end_turn")
 
 
 def _usage(completion: ChatCompletion | None) -> dict[str, JSON]:
@@ -241,7 +245,7 @@ class MessagesStream:
         return self._piece("thinking", {"type": "thinking", "thinking": "", "signature": ""}, text)
 
     def end(self, completion: ChatCompletion) -> bytes:
-        message, written = completion.choices[0].message, bytearray()
+        message, written = client_form(completion.choices[0].message), bytearray()
         if rest := reasoning_text(message)[self._sent["thinking"] :]:
             written += self.reasoning(rest)
         if rest := (message.content or "")[self._sent["text"] :]:

@@ -16,6 +16,7 @@ from palaestra.inference.recording.request import (
     ModelRequest,
     Refusal,
     choose_tools,
+    client_form,
     content_parts,
     event,
     flag,
@@ -107,7 +108,7 @@ class ResponsesDialect:
         request.tools.append(offered)
 
     def reply(self, request: ModelRequest, completion: ChatCompletion, reply_id: str, created: int) -> JSON:
-        items = list(_items(request, completion.choices[0].message, reply_id))
+        items = list(_items(request, client_form(completion.choices[0].message), reply_id))
         return _response(request, reply_id, created, items, completion)
 
     def stream(self, request: ModelRequest, reply_id: str, created: int) -> ResponsesStream:
@@ -306,7 +307,7 @@ class ResponsesStream:
         return begun + self._event("response.reasoning_text.delta", **self._place("rs"), content_index=0, delta=text)
 
     def end(self, completion: ChatCompletion) -> bytes:
-        message, written = completion.choices[0].message, bytearray()
+        message, written = client_form(completion.choices[0].message), bytearray()
         if rest := reasoning_text(message)[len(self._texts["reasoning"]) :]:
             written += self.reasoning(rest)
         if rest := (message.content or "")[len(self._texts["message"]) :]:

@@ -19,6 +19,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
+from palaestra.agent.middleware import Ask, ChatCall, ChatMiddleware
 from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import ChatCompletion
 from palaestra.rollouts.events import (
@@ -31,9 +32,8 @@ from palaestra.rollouts.events import (
     RolloutBegun,
     RolloutEnded,
 )
-from palaestra.rollouts.export.messages import ChatMessage, chat_messages
+from palaestra.rollouts.export.chat_messages import ChatMessage, chat_messages
 from palaestra.rollouts.journal.journal import plain
-from palaestra.rollouts.middleware import Ask, ChatCall, ChatMiddleware
 from palaestra.rollouts.records import Trajectory
 from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolMiddleware
 from palaestra.tools.tool import ToolOutcome

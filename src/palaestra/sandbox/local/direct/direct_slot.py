@@ -41,7 +41,7 @@ from palaestra.sandbox.slotd.protocol.frames import (
     received,
 )
 from palaestra.sandbox.slotd.protocol.init_messages import EnvBlock, env_block
-from palaestra.sandbox.slotd.rung import Place
+from palaestra.sandbox.slotd.rung import SlotPath
 
 _MOMENT_S = 0.01  # most commands end within this time
 _FIRST_SHELL = FIRST_CHILD + (1 << 30)  # above the server's numbers, so that a shell's number shows who runs the shell
@@ -127,7 +127,7 @@ class DirectSlot(Requests):
             return
         line, self.pid = socket.socket(fileno=fds[1]), _pid_behind(fds[2])
         line.setblocking(False)
-        shelf = Shelf(lambda path: Place(self.root, path, owner))
+        shelf = Shelf(lambda path: SlotPath(self.root, path, owner))
         supervisor = Supervisor(self, line, loop, self._on_result, self._open, _variables(tuple(env.items())), shelf)
         self._supervisor = supervisor
         self._commands = {

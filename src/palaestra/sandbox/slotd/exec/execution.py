@@ -55,27 +55,103 @@ def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env
     )  # fmt: skip
 
 
+class _VerdictPipe:
+    """The channel on which tests report, apart from the output. `fd` is its reading end, -1 once it is closed."""
+
+    def __init__(self, loop: EpollLoop, fd: int) -> None:
+        self.fd = fd
+        self.data = bytearray()
+        self._loop = loop
+
+    def read(self) -> None:
+        """Take the next piece of the verdict, and close the pipe at its end."""
+        data = pipes.read(self.fd)
+        if data is None:
+            return
+        # Bytes beyond the limit are read and dropped, so that a longer verdict is cut and does not hang the grader.
+        self.data += data[: MAX_VERDICT_BYTES - len(self.data)]
+        if not data:
+            self.close()
+
+    def drain(self) -> None:
+        """Read what the command wrote before its end, up to a pipe's capacity, and close the pipe."""
+        for _ in range(PIPE_BYTES // READ_BYTES + 1):
+            if self.fd >= 0:
+                self.read()
+        self.close()
+
+    def close(self) -> None:
+        """Close the pipe. Idempotent."""
+        if self.fd >= 0:
+            self._loop.close(self.fd)
+            self.fd = -1
+
+
+class _ErrorPipe:
+    """Standard error, if it is captured apart from the output. `fd` is the reading end, -1 once it is closed."""
+
+    def __init__(self, loop: EpollLoop, fd: int, max_bytes: int) -> None:
+        self.fd = fd
+        self.capture = Capture(max_bytes)
+        self._loop = loop
+
+    def read(self) -> int | None:
+        """Take the next piece. Returns its size: 0 at the end, None if no data is available now."""
+        data = pipes.read(self.fd)
+        if data is None:
+            return None
+        self.capture.add(data)
+        if not data:
+            self.close()
+        return len(data)
+
+    def drain(self) -> int | None:
+        """Read what the command wrote before its end, up to a pipe's capacity. Returns the reading end, still watched,
+        if a daemon holds the pipe."""
+        taken = 0
+        while self.fd >= 0 and taken <= PIPE_BYTES:
+            size = self.read()
+            if size is None:
+                break
+            taken += size
+        held, self.fd = (self.fd if self.fd >= 0 else None), -1
+        return held
+
+    def close(self) -> None:
+        """Close the pipe. Idempotent."""
+        if self.fd >= 0:
+            self._loop.close(self.fd)
+            self.fd = -1
+
+
+class CommandPipes(NamedTuple):
+    """The pipes of a command: the two ends of its output pipe, and the reading ends of the verdict and of standard
+    error. An end is -1 if there is none: an earlier process (a stateful shell) has the writing end of the output, or
+    standard error goes to the output."""
+
+    output: int
+    child_output: int
+    verdict: int = -1
+    errors: int = -1
+
+
 class Execution:
-    """A command, from the order to start it to its RESULT frame. `pipe` holds the two ends of its output pipe; the
-    writing end is -1 if an earlier process (a stateful shell) has it. `errors` is the reading end of standard error, or
-    -1 if standard error goes to the output. `kill` kills the command, and `receive` handles all reports that have
-    arrived.
+    """A command, from the order to start it to its RESULT frame. `kill` kills the command, and `receive` handles
+    all reports that have arrived.
     """
 
     def __init__(
         self, number: int, spec: CommandSpec, loop: EpollLoop, send: SendFrame, kill: Callable[[], None],
-        receive: Callable[[], None], pipe: tuple[int, int], shelf: Shelf, verdict: int = -1,
-        errors: int = -1,
+        receive: Callable[[], None], ends: CommandPipes, shelf: Shelf,
     ) -> None:  # fmt: skip
         self.number, self.spec = number, spec
         self._loop, self._send, self._kill, self._receive, self._shelf = loop, send, kill, receive, shelf
-        self._output, self._child_output = pipe
+        self._output, self._child_output = ends.output, ends.child_output
         self._shared = self._child_output < 0
-        self._verdict, self._errors = verdict, errors
+        self._verdict = _VerdictPipe(loop, ends.verdict) if ends.verdict >= 0 else None
+        self._errors = _ErrorPipe(loop, ends.errors, spec.max_output_bytes) if ends.errors >= 0 else None
         self._spill: Spill | None = None
         self._capture = Capture(spec.max_output_bytes)
-        self._error_capture = Capture(spec.max_output_bytes) if errors >= 0 else None
-        self._verdict_data = bytearray()
         self._credit = WINDOW
         self._started = time.monotonic()
         self._timer: Timer | None = None
@@ -90,10 +166,10 @@ class Execution:
     def start(self) -> None:
         """Start watching the pipes and the time limit."""
         self._loop.watch_soon(self._output, self._read_output)
-        if self._verdict >= 0:
-            self._loop.watch_soon(self._verdict, self._read_verdict)
-        if self._errors >= 0:
-            self._loop.watch_soon(self._errors, self._read_errors)
+        if self._verdict is not None:
+            self._loop.watch_soon(self._verdict.fd, self._verdict.read)
+        if self._errors is not None:
+            self._loop.watch_soon(self._errors.fd, self._errors.read)
         self._timer = self._loop.later(self.spec.timeout_s, self._time_out)
 
     def cancel(self) -> None:
@@ -119,6 +195,10 @@ class Execution:
             self._credit -= len(data)
             if self._credit <= 0:
                 self._loop.unwatch(self._output)
+
+    def await_oom(self) -> None:
+        """Record that the slot's owner was asked whether memory had run out."""
+        self.awaiting_oom = True
 
     def on_exit(self, report: InitReport) -> bool:
         """Record that the main process has ended. Returns False while the rest of its tree is being killed."""
@@ -156,12 +236,14 @@ class Execution:
             self._spill.close()
             fields = self._spill.fields()
         errors = b""
-        if self._error_capture is not None:
-            self._drain_errors()
-            sizes = [len(part) for part in self._error_capture.parts()]
-            fields = {**(fields or {}), "stderr": [*sizes, self._error_capture.total]}
-            errors = b"".join(self._error_capture.parts())
-        self._send(FrameKind.RESULT, self.number, fields, b"".join((result, head, tail, errors, self._verdict_data)))
+        if self._errors is not None:
+            self.errors_leftover = self._errors.drain()
+            capture = self._errors.capture
+            sizes = [len(part) for part in capture.parts()]
+            fields = {**(fields or {}), "stderr": [*sizes, capture.total]}
+            errors = b"".join(capture.parts())
+        verdict = b"" if self._verdict is None else self._verdict.data
+        self._send(FrameKind.RESULT, self.number, fields, b"".join((result, head, tail, errors, verdict)))
         self.over = True
         self._stop()
         if held:
@@ -179,8 +261,10 @@ class Execution:
         self.over = True
         self._stop()
         self._close_child_end()
-        self._close_verdict()
-        self._close_errors()
+        if self._verdict is not None:
+            self._verdict.close()
+        if self._errors is not None:
+            self._errors.close()
         if self._spill is not None:
             self._spill.close()
         self._close_output()
@@ -188,7 +272,9 @@ class Execution:
     def descriptors(self) -> tuple[int, ...]:
         """Return the execution's open descriptors in this process; negative numbers mean none."""
         spill = -1 if self._spill is None else self._spill.fd
-        return self._output, self._child_output, self._verdict, self._errors, spill
+        verdict = -1 if self._verdict is None else self._verdict.fd
+        errors = -1 if self._errors is None else self._errors.fd
+        return self._output, self._child_output, verdict, errors, spill
 
     def _kill_flags(self, oom: bool) -> int:
         return (
@@ -221,44 +307,11 @@ class Execution:
             return
         self.take(data)
 
-    def _read_verdict(self) -> None:
-        data = pipes.read(self._verdict)
-        if data is None:
-            return
-        # Bytes beyond the limit are read and dropped, so that a longer verdict is cut and does not hang the grader.
-        self._verdict_data += data[: MAX_VERDICT_BYTES - len(self._verdict_data)]
-        if not data:
-            self._close_verdict()
-
-    def _read_errors(self) -> int | None:
-        """Take the next piece of standard error. Returns its size: 0 at the end, None if no data is available now."""
-        data = pipes.read(self._errors)
-        if data is None:
-            return None
-        assert self._error_capture is not None
-        self._error_capture.add(data)
-        if not data:
-            self._close_errors()
-        return len(data)
-
-    def _drain_errors(self) -> None:
-        """Read the standard error that the command wrote before its end, up to a pipe's capacity."""
-        taken = 0
-        while self._errors >= 0 and taken <= PIPE_BYTES:
-            size = self._read_errors()
-            if size is None:
-                break
-            taken += size
-        self.errors_leftover, self._errors = (self._errors if self._errors >= 0 else None), -1
-
     def _drain(self) -> bool:
         """Read the output that the command wrote before its end, up to a pipe's capacity. Returns True if another
         process can still write."""
-        if self._verdict >= 0:
-            for _ in range(PIPE_BYTES // READ_BYTES + 1):
-                if self._verdict >= 0:
-                    self._read_verdict()
-            self._close_verdict()
+        if self._verdict is not None:
+            self._verdict.drain()
         taken = 0
         while self._output >= 0 and taken <= PIPE_BYTES and not (self._shared and pipes.is_empty(self._output)):
             data = pipes.read(self._output)
@@ -271,16 +324,6 @@ class Execution:
     def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-
-    def _close_verdict(self) -> None:
-        if self._verdict >= 0:
-            self._loop.close(self._verdict)
-            self._verdict = -1
-
-    def _close_errors(self) -> None:
-        if self._errors >= 0:
-            self._loop.close(self._errors)
-            self._errors = -1
 
     def _close_output(self) -> None:
         if self._output >= 0:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 from .. import files
 from ..protocol.frames import Fields
-from ..rung import Place
+from ..rung import SlotPath
 
 PIPE_BYTES = 256 << 10
 READ_BYTES = 64 << 10  # the capacity of a pipe, unless its writer has changed it
@@ -211,7 +211,7 @@ _MAX_FILES = 8
 class Shelf:
     """The spill files of one slot. `locate` returns where the server can write a path of the slot."""
 
-    def __init__(self, locate: Callable[[str], Place]) -> None:
+    def __init__(self, locate: Callable[[str], SlotPath]) -> None:
         self._locate = locate
         self._paths: deque[str] = deque()
         self._count = 0

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..namespaced import freezer
+from . import freezer
 
 PATIENCE_S = 2.0
 

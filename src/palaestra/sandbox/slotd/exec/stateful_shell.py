@@ -36,7 +36,7 @@ from ..protocol import frames
 from ..protocol.frames import Fields, Frame, FrameKind
 from ..protocol.init_messages import EnvBlock, InitReport, ReportKind, Spawn
 from . import pipes, process_tree
-from .execution import CommandSpec, Execution, command_spec
+from .execution import CommandPipes, CommandSpec, Execution, command_spec
 from .pipes import Capture
 from .supervisor import Supervisor, start_error
 
@@ -145,9 +145,9 @@ class ShellProcess:
         self._after = process_tree.note()
         self._sequence += 1
         self._say(_RUN % (file, source, errors, self._sequence))
-        supervisor, pipe = self._supervisor, (self._output, -1)
+        supervisor, ends = self._supervisor, CommandPipes(self._output, -1)
         execution = Execution(
-            number, spec, self._loop, supervisor.send, self._interrupt, self._receive_all, pipe, supervisor.shelf
+            number, spec, self._loop, supervisor.send, self._interrupt, self._receive_all, ends, supervisor.shelf
         )
         self._execution, self._output = execution, -1
         supervisor.open_requests[number] = self

@@ -25,7 +25,7 @@ from ..protocol import init_messages
 from ..protocol.frames import Fields, Frame, FrameKind, OpenRequest, SendFrame
 from ..protocol.init_messages import EnvBlock, InitReport, Order, ReportKind, Spawn
 from . import pipes, process_tree
-from .execution import CommandSpec, Execution, command_spec
+from .execution import CommandPipes, CommandSpec, Execution, command_spec
 from .pipes import Shelf
 
 FIRST_CHILD = 1 << 31  # the first name of a shell or background process; lower numbers are those of `exec` requests
@@ -131,9 +131,8 @@ class Supervisor:
         finally:
             pipes.close(child_verdict, child_errors, stdin)
         kill = functools.partial(self._kill_command, number)
-        execution = Execution(
-            number, spec, self.loop, self.send, kill, self.receive_all, output, self.shelf, verdict, errors
-        )
+        ends = CommandPipes(*output, verdict, errors)
+        execution = Execution(number, spec, self.loop, self.send, kill, self.receive_all, ends, self.shelf)
         self._executions[number] = execution
         self.open_requests[number] = self
         execution.start()
@@ -162,7 +161,7 @@ class Supervisor:
                 execution.finish(False, shell_flags)
                 then(execution)
         elif not execution.awaiting_oom:
-            execution.awaiting_oom = True
+            execution.await_oom()
             self.owner.ask_oom(functools.partial(self._finish_killed, execution, shell_flags, then))
 
     def shell(self) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .layer_store import copy_attributes
-from .overlay import MAX_DEPTH, Marks, Stack, StackedRoot
+from .overlay import MAX_DEPTH, OverlayMarks, Stack, StackedRoot
 
 _MAX_LINKS = 40
 
@@ -92,7 +92,7 @@ def _parts(path: str) -> list[str]:
 class OverlayCut:
     """Cuts one tree of a layer. Removed entries go to `trash`, an empty directory on the same file system."""
 
-    def __init__(self, layer: str, below: Stack, marks: Marks, trash: str) -> None:
+    def __init__(self, layer: str, below: Stack, marks: OverlayMarks, trash: str) -> None:
         self._layer, self._below, self._marks, self._trash = layer, below, marks, trash
         self._dropped = 0
 
@@ -142,7 +142,7 @@ class OverlayCut:
             if status is None or (not last and not stat.S_ISDIR(status.st_mode)):
                 if (hidden or status is not None) and self._below.find(path) is not None:
                     self._make_parents(path, old)
-                    Marks.whiteout(f"{self._layer}/{path}")
+                    OverlayMarks.whiteout(f"{self._layer}/{path}")
                 return
         self._make_parents(path, old)
         target = f"{self._layer}/{path}"
@@ -164,7 +164,7 @@ class OverlayCut:
         status = _lstat(directory)
         if status is None:
             return False
-        if Marks.is_whiteout(status):
+        if OverlayMarks.is_whiteout(status):
             if not wanted:
                 return False
             os.unlink(directory)
@@ -187,7 +187,7 @@ class OverlayCut:
             status = _lstat(child)
             if status is None:
                 if name != passage:
-                    Marks.whiteout(child)
+                    OverlayMarks.whiteout(child)
             elif stat.S_ISDIR(status.st_mode):
                 self._marks.set_opaque(child, True)
 

@@ -22,7 +22,7 @@ MAX_DEPTH = 400  # deeper directories are not entered; ordinary programs do not 
 _PAUSE_EVERY = 256
 
 
-class Marks:
+class OverlayMarks:
     """Reads and writes the marks of one of the two attribute families."""
 
     def __init__(self, user_xattrs: bool) -> None:
@@ -67,7 +67,7 @@ class StackEntry:
 class Stack:
     """Layers of one tree, topmost first, as read-only directories."""
 
-    def __init__(self, directories: Sequence[str], marks: Marks) -> None:
+    def __init__(self, directories: Sequence[str], marks: OverlayMarks) -> None:
         self._marks = marks
         self._root = StackEntry(os.stat(directories[0]), directories[0], tuple(directories))
 
@@ -87,7 +87,7 @@ class Stack:
         for directory in entry.directories if entry is not None else ():
             for child in os.scandir(directory):
                 if child.name not in hidden | seen:
-                    whiteout = Marks.is_whiteout(child.stat(follow_symlinks=False))
+                    whiteout = OverlayMarks.is_whiteout(child.stat(follow_symlinks=False))
                     (hidden if whiteout else seen).add(child.name)
         return seen
 
@@ -100,7 +100,7 @@ class Stack:
                 status = os.lstat(path)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            if Marks.is_whiteout(status):
+            if OverlayMarks.is_whiteout(status):
                 break
             if not stat.S_ISDIR(status.st_mode):
                 first = first or StackEntry(status, path)
@@ -126,7 +126,7 @@ class StackedRoot:
         return None
 
 
-def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Fields | None]:
+def differences(layer: str, below: Stack, marks: OverlayMarks) -> Iterator[Fields | None]:
     """Yield how a layer changes the stack below it, as objects with path, kind and opaque; None stands for a pause. The
     layer may belong to a running slot."""
     root = os.open(layer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -151,14 +151,14 @@ def scan(directory: int) -> Generator[None, None, list[tuple[str, os.stat_result
 
 
 def _walk(
-    directory: int, path: str, below: Stack, marks: Marks, *, hidden: bool, depth: int
+    directory: int, path: str, below: Stack, marks: OverlayMarks, *, hidden: bool, depth: int
 ) -> Iterator[Fields | None]:
     children = yield from scan(directory)
     yield None
     for name, status in sorted(children):
         child = f"{path}/{name}" if path else name
         base = None if hidden else below.find(child)
-        if Marks.is_whiteout(status):
+        if OverlayMarks.is_whiteout(status):
             if base is not None:
                 yield _change(child, "deleted")
         elif stat.S_ISDIR(status.st_mode):
@@ -174,7 +174,7 @@ def _walk_directory(
     status: os.stat_result,
     base: StackEntry | None,
     below: Stack,
-    marks: Marks,
+    marks: OverlayMarks,
     depth: int,
 ) -> Iterator[Fields | None]:
     try:

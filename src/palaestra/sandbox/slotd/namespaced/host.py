@@ -20,11 +20,12 @@ from dataclasses import dataclass
 
 from .. import syscalls
 from ..layers.layer_store import Tree
-from ..layers.overlay import Marks
+from ..layers.overlay import OverlayMarks
 from ..network import tunnel_device
 from ..protocol.frames import Fields
+from ..rung import HOST
 from . import namespaces, native_init
-from .rootfs import HOST, Bind, Lowers, host_trees, prepare_shared, system_directories, system_links
+from .rootfs import Bind, Lowers, host_trees, prepare_shared, system_directories, system_links
 
 _OPTIONS = "mode=755,size=64m"
 _SKELETON, _NETWORK = "/skeleton/base", "/skeleton/network"
@@ -74,9 +75,9 @@ class HostSetup:
     own_devices: bool = False  # whether slots have files of their own for devices
 
     @property
-    def marks(self) -> Marks:
+    def marks(self) -> OverlayMarks:
         """The overlay marks of this server's layers."""
-        return Marks(self.user_xattrs)
+        return OverlayMarks(self.user_xattrs)
 
     def trees(self, image: str | None, network: bool) -> tuple[Tree, ...]:
         """Return the trees of a root. Raises OSError if the image cannot be used."""

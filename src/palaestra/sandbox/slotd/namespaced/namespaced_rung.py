@@ -34,7 +34,7 @@ from ..layers.layer_store import LayerStore, OverlayFiles, OverlayLayer, Tree, c
 from ..layers.overlay import Stack, StackedRoot, differences
 from ..network import metadata_block
 from ..protocol.frames import Fields
-from ..rung import CannotMake, NetworkScope, NewSlot, Place
+from ..rung import HOST, CannotMake, NetworkScope, NewSlot, SlotPath
 from . import cgroups, namespaces, native_init, privileges, rootfs
 from .host import prepare
 from .native_init import BuildStep, Do
@@ -119,11 +119,11 @@ class NamespaceDriver:
     def _join_groups(self, name: str, limits: Fields, network: bool) -> tuple[str, ...]:
         if self._group is None:
             return ()
-        return tuple(self._group.add(name, limits, rootfs.HOST, network))
+        return tuple(self._group.add(name, limits, HOST, network))
 
     def _guard_network(self, name: str) -> str:
         """Block metadata addresses if that is possible here. Returns why the slot has no network of its own."""
-        directory = self._group.guarded(name, rootfs.HOST) if self._group is not None else None
+        directory = self._group.guarded(name, HOST) if self._group is not None else None
         if directory is not None:
             with contextlib.suppress(OSError):  # this kernel does not accept programs for sockets
                 self._guard = self._guard or metadata_block.Guard()
@@ -211,9 +211,9 @@ class NamespaceDriver:
     def _layer_name(self) -> str:
         return f"layer-{self._token}-{next(self._layers)}"
 
-    def locate(self, files: OverlayFiles, root: int, path: str, writing: bool = False) -> Place:
+    def locate(self, files: OverlayFiles, root: int, path: str, writing: bool = False) -> SlotPath:
         """Return a place with the path unchanged, because everything is below the slot's own root."""
-        return Place(root, path, self._host.owner)
+        return SlotPath(root, path, self._host.owner)
 
 
 @dataclass(slots=True)
@@ -396,10 +396,10 @@ class DiskStore(LayerStore):
 
     def __init__(self, folder: str, place: str) -> None:
         self.path = place
-        self._lock = os.open(f"{rootfs.HOST}{folder}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._lock = os.open(f"{HOST}{folder}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            named, held = os.stat(f"{rootfs.HOST}{folder}"), os.fstat(self._lock)
+            named, held = os.stat(f"{HOST}{folder}"), os.fstat(self._lock)
             if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
                 raise FileNotFoundError(2, "evicted while it was opened", folder)
             self._mount(folder)
@@ -408,7 +408,7 @@ class DiskStore(LayerStore):
             raise
 
     def _mount(self, folder: str) -> None:
-        tree = syscalls.open_tree(f"{rootfs.HOST}{folder}")
+        tree = syscalls.open_tree(f"{HOST}{folder}")
         try:
             syscalls.set_mount_attributes(tree, syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV)
             os.mkdir(self.path)
@@ -488,10 +488,10 @@ class OverlayCheckpoints:
     def save(self, layer: OverlayLayer, folder: str) -> Generator[None, None, int]:
         copied = 0
         for number, each in enumerate((layer, *layer.below)):
-            os.mkdir(f"{rootfs.HOST}{folder}/{number}", 0o755)
+            os.mkdir(f"{HOST}{folder}/{number}", 0o755)
             for tree, path in each.trees.items():
                 copy = TreeCopy()
-                yield from copy.tree(path, f"{rootfs.HOST}{folder}/{number}/{tree}")
+                yield from copy.tree(path, f"{HOST}{folder}/{number}/{tree}")
                 copied += copy.copied_bytes
         return copied
 

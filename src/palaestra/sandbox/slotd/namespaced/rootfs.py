@@ -25,11 +25,10 @@ from dataclasses import dataclass
 
 from .. import syscalls
 from ..layers.layer_store import Tree, most_inodes
+from ..rung import HOST
 from ..syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, MS_REC, MS_REMOUNT
 from . import native_init
 from .native_init import BuildStep, Do
-
-HOST = "/host"
 
 _DEV, _EMPTY = "/skeleton/dev", "/skeleton/empty"
 _SHM = "dev/shm"

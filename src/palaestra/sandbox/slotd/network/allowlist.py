@@ -49,7 +49,7 @@ _TRANSLATED_BYTES = ((6, 7, 9, 10), (7, 9, 10, 11), (9, 10, 11, 12), (12, 13, 14
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class HostRule:
     """One entry: a name (`*.` before the name means all names below it) or a range of addresses. If `ports` is None,
     the entry covers every port."""
 
@@ -69,21 +69,21 @@ class Rule:
         return host == self.name
 
 
-def parse(entry: str) -> Rule:
+def parse(entry: str) -> HostRule:
     """Return the rule for one entry of a list. Raises ValueError for an invalid entry."""
     host, ports = _split(entry.strip())
     bare = host[2:] if host.startswith("*.") else host
     if host == "*":
-        return Rule("*", None, ports)
+        return HostRule("*", None, ports)
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     try:
-        return Rule("", ipaddress.ip_network(host, strict=False), ports)
+        return HostRule("", ipaddress.ip_network(host, strict=False), ports)
     except ValueError:
         pass
     if not bare or not all(character.isalnum() or character in "-_." for character in bare) or ".." in bare:
         raise ValueError(f"{entry!r} is not a host or address: write example.org, *.example.org:443 or 10.0.0.0/8")
-    return Rule(normal(host), None, ports)
+    return HostRule(normal(host), None, ports)
 
 
 def _split(entry: str) -> tuple[str, frozenset[int] | None]:
@@ -115,7 +115,7 @@ def literal(host: str) -> Address | None:
         return None
 
 
-def refusal(rules: Sequence[Rule], host: str, port: int) -> str | None:
+def refusal(rules: Sequence[HostRule], host: str, port: int) -> str | None:
     """Return the reason to refuse a host, before it is resolved; None if it may be tried."""
     address = literal(host)
     if is_metadata_name(host) or (address is not None and is_metadata(address)):

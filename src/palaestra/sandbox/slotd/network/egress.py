@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from .. import syscalls
 from ..event_loop import EpollLoop
 from ..exec import pipes
-from ..namespaced.rootfs import HOST
 from ..protocol.frames import Fields
+from ..rung import HOST
 from ..server_slot import ServerSlot
 from . import tunnel_device
 from .allowlist import PROXY_PORT

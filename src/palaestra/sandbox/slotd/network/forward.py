@@ -27,7 +27,7 @@ _HEAD_PATIENCE_S, _CONNECT_PATIENCE_S, _IDLE_PATIENCE_S = 30.0, 20.0, 600.0
 _HOP_BY_HOP = ("connection", "keep-alive", "proxy-connection", "proxy-authorization", "host", "upgrade")
 
 
-class Refused(Exception):
+class ForwardRefused(Exception):
     """An answer in place of a connection: an HTTP status and a line of text."""
 
     def __init__(self, status: str, text: str, header: str = "") -> None:
@@ -73,9 +73,9 @@ class Forwarder:
         self._connections.add(task)
         try:
             if len(self._connections) > self._most:
-                raise Refused("503 Service Unavailable", f"at most {self._most} connections at a time")
+                raise ForwardRefused("503 Service Unavailable", f"at most {self._most} connections at a time")
             await self._answer(reader, writer)
-        except Refused as refused:
+        except ForwardRefused as refused:
             body = f"{refused.text}\n".encode(errors="replace")
             head = f"HTTP/1.1 {refused.status}\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n"
             head += f"Proxy-Status: {PROXY_NAME}; error=http_request_denied\r\n{refused.header}"
@@ -91,12 +91,12 @@ class Forwarder:
             async with asyncio.timeout(_HEAD_PATIENCE_S):
                 head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
-            raise Refused("431 Request Header Fields Too Large", "the request's head is too long") from None
+            raise ForwardRefused("431 Request Header Fields Too Large", "the request's head is too long") from None
         self._check_key(head)
         method, host, port, request = parse_request(head)
         try:
             far_reader, far_writer = await self._connect(host, port)
-        except Refused as refused:
+        except ForwardRefused as refused:
             if self._refused is not None:
                 self._refused(host, port, refused.text)
             raise
@@ -119,23 +119,23 @@ class Forwarder:
         given = [value.strip() for name, _, value in lines if name.strip().lower() == b"proxy-authorization"]
         if self._key and not any(hmac.compare_digest(each[:6].lower() + each[6:], wanted) for each in given):
             header = f'Proxy-Authenticate: Basic realm="{PROXY_NAME}"\r\n'
-            raise Refused("407 Proxy Authentication Required", "the proxy's key is missing or wrong", header)
+            raise ForwardRefused("407 Proxy Authentication Required", "the proxy's key is missing or wrong", header)
 
     async def _connect(self, host: str, port: int) -> tuple[StreamReader, StreamWriter]:
         """Resolve the host, and try its addresses in order until one answers. Each address is judged first. Raises
-        `Refused` if an address may not be reached, or if none answers."""
+        `ForwardRefused` if an address may not be reached, or if none answers."""
         if (why := self._judge.refusal(host, port)) is not None:
-            raise Refused("403 Forbidden", why)
+            raise ForwardRefused("403 Forbidden", why)
         failure: object = "it has no address"
         for address in await self._look_up(host, port):
             if (why := self._judge.address_refusal(host, port, address)) is not None:
-                raise Refused("403 Forbidden", why)
+                raise ForwardRefused("403 Forbidden", why)
             try:
                 async with asyncio.timeout(_CONNECT_PATIENCE_S):
                     return await asyncio.open_connection(str(address), port)
             except (OSError, TimeoutError) as error:
                 failure = error
-        raise Refused("502 Bad Gateway", f"cannot connect to {host}:{port}: {failure}")
+        raise ForwardRefused("502 Bad Gateway", f"cannot connect to {host}:{port}: {failure}")
 
     async def _look_up(self, host: str, port: int) -> list[allowlist.Address]:
         address = allowlist.literal(host)
@@ -148,24 +148,25 @@ class Forwarder:
                     self._resolver, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 )
         except (OSError, TimeoutError, UnicodeError) as error:
-            raise Refused("502 Bad Gateway", f"{host} cannot be looked up: {error}") from None
+            raise ForwardRefused("502 Bad Gateway", f"{host} cannot be looked up: {error}") from None
         texts = dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found)
         return [address for text in texts if (address := allowlist.literal(text)) is not None]
 
 
 def parse_request(head: bytes) -> tuple[str, str, int, bytes]:
-    """Return the method, the host, the port, and the request as it is forwarded (RFC 9112, 3.2). Raises `Refused`."""
+    """Return the method, the host, the port, and the request as it is forwarded (RFC 9112, 3.2). Raises
+    `ForwardRefused`."""
     lines = head[:-4].decode("latin-1").split("\r\n")
     try:
         method, target, version = lines[0].split(" ")
         absolute = urllib.parse.urlsplit(target if method != "CONNECT" else f"//{target}")
         host, port = allowlist.normal(absolute.hostname or ""), absolute.port
     except ValueError:
-        raise Refused("400 Bad Request", "this is not a request to a proxy") from None
+        raise ForwardRefused("400 Bad Request", "this is not a request to a proxy") from None
     if method != "CONNECT" and absolute.scheme != "http":
-        raise Refused("400 Bad Request", "this is a proxy: request http://host/path, or CONNECT host:port")
+        raise ForwardRefused("400 Bad Request", "this is a proxy: request http://host/path, or CONNECT host:port")
     if not host or (method == "CONNECT" and port is None):
-        raise Refused("400 Bad Request", "the request names no host and port")
+        raise ForwardRefused("400 Bad Request", "the request names no host and port")
     path = urllib.parse.urlunsplit(("", "", absolute.path or "/", absolute.query, ""))
     kept = [line for line in lines[1:] if line.partition(":")[0].strip().lower() not in _HOP_BY_HOP]
     authority = absolute.netloc.rpartition("@")[2]

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 from .. import syscalls
 from ..exec import pipes
-from ..namespaced import namespaces
 from ..server_slot import ServerSlot
+from . import network_namespace
 
 _BRIDGE, _DEVICE = "group0", "eth0"
 _FIRST = ipaddress.ip_address("198.19.0.0")  # of every group, from the range for benchmarks (RFC 2544)
@@ -58,7 +58,7 @@ class GroupNetworks:
         """Give a slot an address in a group's network: the one with this number, from 1 to `members` + 1. Raises
         OSError."""
         address = ipaddress.IPv4Interface((int(_FIRST) + number, 32 - (members + 2).bit_length()))
-        places = namespaces.open_network(slot.pid)
+        places = network_namespace.open_network(slot.pid)
         try:
             if name not in self._groups:
                 self._groups[name] = _Group(_in_thread(_make_bridge))
@@ -115,8 +115,8 @@ def _attach(bridge: int, slot: int, address: ipaddress.IPv4Interface, port: str)
     pair = _attribute(_KIND, b"veth") + _attribute(_DATA, _attribute(_PEER, peer))
     _set_link(_name(port) + master + _attribute(_LINKINFO, pair))
     syscalls.setns(slot, syscalls.CLONE_NEWNET)
-    with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
-        namespaces.write_file(_NO_IPV6, "1")
+    with contextlib.suppress(FileNotFoundError), open(_NO_IPV6, "w") as file:  # a kernel may have no IPv6
+        file.write("1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for request, each in ((_SIOCSIFADDR, address.ip), (_SIOCSIFNETMASK, address.netmask)):
             value = struct.pack("=HH4s8x", socket.AF_INET, 0, each.packed)

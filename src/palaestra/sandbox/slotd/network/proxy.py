@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Protocol
 from .. import syscalls
 from ..exec import pipes
 from . import allowlist
-from .allowlist import Rule
+from .allowlist import HostRule
 from .forward import HEAD_BYTES, Forwarder
 from .tunnel import Tunnel, is_own, share
 
@@ -60,7 +60,7 @@ def run(control: socket.socket) -> NoReturn:
 class _Rules:
     """The list of hosts of one slot. Implements `Judge`."""
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
+    def __init__(self, rules: Sequence[HostRule]) -> None:
         self._rules = rules
 
     def refusal(self, host: str, port: int) -> str | None:

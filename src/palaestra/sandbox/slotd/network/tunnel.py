@@ -42,7 +42,6 @@ _FIRST_PORT, _LAST_PORT = 1024, 65535
 
 _PORTS = struct.Struct("!HH")
 _TCP_HEAD = struct.Struct("!HHIIBBHHH")
-_UDP_HEAD = struct.Struct("!HHHH")
 
 
 def refusal(address: Address, port: int) -> str | None:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from ..layers.cut_view import Selection
-from ..layers.overlay import Marks, Stack, StackedRoot
+from ..layers.overlay import OverlayMarks, Stack, StackedRoot
 from ..protocol.frames import Fields
-from ..rung import CannotMake, NetworkScope, NewSlot, Place, SealedLayer
+from ..rung import CannotMake, NetworkScope, NewSlot, SealedLayer, SlotPath
 from . import copy_workspace, server_directory, unprivileged_init, users
 
 # The directories that a layer keeps.
@@ -198,7 +198,7 @@ class UnprivilegedDriver:
 
     def cut(self, layer: CopiedLayer, view: Fields) -> None:
         below = self._below(layer.below)
-        stacks = [(path, Stack([f"{below}/{name}"], Marks(user_xattrs=True))) for path, name in _TREES.items()]
+        stacks = [(path, Stack([f"{below}/{name}"], OverlayMarks(user_xattrs=True))) for path, name in _TREES.items()]
         chosen = Selection.resolved(view["only"], view["without"], StackedRoot(stacks))
         for path, name in _TREES.items():
             trash = f"{self._base.path}/trash/{layer.name}-{name}"
@@ -221,17 +221,17 @@ class UnprivilegedDriver:
             for change in copy_workspace.differences(f"{directory}/{name}", f"{self._below(layers)}/{name}"):
                 yield change and {**change, "path": f"{path}/{change['path']}"}
 
-    def locate(self, files: CopiedFiles, root: int, path: str, writing: bool = False) -> Place:
+    def locate(self, files: CopiedFiles, root: int, path: str, writing: bool = False) -> SlotPath:
         """Find the slot's own directories at the usual paths, and system files that every user may read."""
         owner = files.user or os.geteuid()
         real = unprivileged_init.real_path(files.path, path)
         if real != path or path.startswith(f"{files.path}/"):
             name, _, rest = real[len(files.path) + 1 :].partition("/")
             known = next(prefix for prefix, folder in unprivileged_init.DIRECTORIES.items() if folder == name)
-            return Place(files.directory(name), f"/{rest}", owner, known)
+            return SlotPath(files.directory(name), f"/{rest}", owner, known)
         if self._confined:
             self._require_public(path, writing, files.network)
-        return Place(root, path, owner)
+        return SlotPath(root, path, owner)
 
     def _require_public(self, path: str, writing: bool, network: bool) -> None:
         """Raise PermissionError if the slot's commands may not read the path, or if `writing` is set."""

@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 
-from palaestra.tools.builtin.syntax_check import MAX_CHECKED_CHARS, check_syntax
+from palaestra.tools.files.syntax_check import MAX_CHECKED_CHARS, check_syntax
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.doctor import (
+from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.openai import OpenAIEngine
+from palaestra.inference.server_checks import (
     LOGPROBS,
     PREFIX,
     ROUND_TRIP,
@@ -29,8 +31,6 @@ from palaestra.inference.doctor import (
     token_checks,
     writing_checks,
 )
-from palaestra.inference.engine import Sampled
-from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.testing.fake_engine import toy_tokenizer

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from manual_clock import ManualClock
 from palaestra import AgentConfig, AgentResult, AtroposAgent
 from palaestra.agent.hermes_text import observation, with_tools, written
+from palaestra.agent.loop import LoopSettings
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import Turn
 from palaestra.core.errors import ConfigError, EngineError, EngineUnavailable, SlotLost
@@ -170,7 +171,7 @@ def test_the_step_limit_keeps_everything() -> None:
 
 
 def test_a_full_context_ends_the_rollout_with_its_record() -> None:
-    agent, _ = make(call("add", a=1), max_context_tokens=15)
+    agent, _ = make(call("add", a=1), limits=LoopSettings(max_context_tokens=15))
     result = run(agent)
     assert (result.outcome, result.num_steps) == (Outcome.LENGTH, 1)
     assert result.steps[0].tool_results[0].output == "1"
@@ -234,7 +235,9 @@ def test_what_is_asked_for_and_told_on_the_way() -> None:
     def on_turn(turn: Turn, added: list[Message]) -> None:
         told.append((turn.number, [message["content"] for message in added]))
 
-    agent, server = make(call("add", a=1), "1", on_turn=on_turn, temperature=0.2, max_tokens=7, extra_body={"x": 1})
+    agent, server = make(
+        call("add", a=1), "1", on_turn=on_turn, temperature=0.2, max_tokens=7, limits=LoopSettings(extra_body={"x": 1})
+    )
     result = run(agent)
     asked = server.requests[0]
     assert (asked["temperature"], asked["max_tokens"], asked["extra_body"], asked["n"]) == (0.2, 7, {"x": 1}, 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.tools.builtin.text_files import decode, is_binary
+from palaestra.tools.files.text_files import decode, is_binary
 
 
 @given(st.binary() | st.lists(st.sampled_from([b"a", b"\r\n", b"\n", b"\r", b"\xef\xbb\xbf", b"\xe9"])).map(b"".join))

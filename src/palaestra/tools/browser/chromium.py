@@ -132,7 +132,7 @@ def _tried(path: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LaunchMethod:
     """One way to start Chromium: its user, and whether it confines its own renderers."""
 
     uid: int
@@ -143,7 +143,9 @@ class Way:
         return f"as {who}, {'in' if self.sandboxed else 'without'} Chromium's own sandbox"
 
 
-async def start(playwright: Playwright, executable: str, proxy: ProxySettings, home: Path) -> tuple[Browser, Way]:
+async def start(
+    playwright: Playwright, executable: str, proxy: ProxySettings, home: Path
+) -> tuple[Browser, LaunchMethod]:
     """Start Chromium in the first way that works. Its home directory is below `home`. Raises `ToolUnavailable` if no
     way works."""
     from playwright.async_api import Error
@@ -170,13 +172,13 @@ async def start(playwright: Playwright, executable: str, proxy: ProxySettings, h
     raise ToolUnavailable(f"{executable} cannot be started: {'; '.join(problems)}")
 
 
-def _ways() -> Iterator[Way]:
+def _ways() -> Iterator[LaunchMethod]:
     free = next((start for start in users.starts() if users.living(start) == 0), None)
     if free is not None:
-        yield from (Way(free, True), Way(free, False))
+        yield from (LaunchMethod(free, True), LaunchMethod(free, False))
     if os.getuid() != 0:
-        yield Way(os.getuid(), True)
-    yield Way(os.getuid(), False)
+        yield LaunchMethod(os.getuid(), True)
+    yield LaunchMethod(os.getuid(), False)
 
 
 def _script(home: Path, executable: str, uid: int) -> str:

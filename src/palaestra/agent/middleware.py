@@ -1,4 +1,4 @@
-"""Chat middleware: a list of functions that can change a rollout's model calls.
+"""Chat middleware: a list of functions that can change an agent's model calls.
 
 Each function gets the call and the next step, and returns the reply; the first function in the list is the outermost.
 Tool calls have the same kind of middleware (`tools/runtime/runtime.py`). Recording, the freezing of slots and tracing

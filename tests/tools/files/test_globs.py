@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.tools.builtin.globs import name_filter, simple_names
+from palaestra.tools.files.globs import name_filter, simple_names
 from palaestra.tools.tool import ToolMistake
 
 

@@ -21,7 +21,7 @@ _ROOTS = (DEFAULT_USER, "root", "0")
 
 
 @dataclass(frozen=True, slots=True)
-class User:
+class SandboxUser:
     """A user of one sandbox: the name, the home, the directory where commands start, and the slot with its rights.
     `sandbox_slot` is the slot with the rights of root, and `own_home` the home of `user`."""
 
@@ -37,7 +37,7 @@ class User:
         return list(argv) if self.name in _ROOTS else as_user(argv, self.name)
 
 
-async def user_of(sandbox: HostedSandbox, slot: Slot, given: str) -> User:
+async def user_of(sandbox: HostedSandbox, slot: Slot, given: str) -> SandboxUser:
     """Return the user with a name, by default that of the template. Raises `RpcError` for a name that no account
     has."""
     template = sandbox.template
@@ -46,7 +46,7 @@ async def user_of(sandbox: HostedSandbox, slot: Slot, given: str) -> User:
         raise RpcError("unauthenticated", f"invalid username: {name!r:.60}")
     if name in _ROOTS:
         home = template.home if name == DEFAULT_USER else "/root"
-        return User(
+        return SandboxUser(
             name, home, template.workdir if not given or name == template.user else home, slot, slot, template.home
         )
     try:
@@ -54,7 +54,7 @@ async def user_of(sandbox: HostedSandbox, slot: Slot, given: str) -> User:
     except PrepareError as error:
         raise RpcError("unauthenticated", f"invalid username: {name!r}: {error}") from None
     own = not given and template.config.workdir != "/"
-    return User(name, home, template.workdir if own else home, UserSlot(slot, name, home), slot, template.home)
+    return SandboxUser(name, home, template.workdir if own else home, UserSlot(slot, name, home), slot, template.home)
 
 
 def name_in_header(authorization: str) -> str:

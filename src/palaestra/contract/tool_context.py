@@ -23,7 +23,7 @@ from palaestra.processes.registry import ProcessRegistry
 from palaestra.rollouts.rollout import CURRENT
 from palaestra.sandbox.slot import Slot
 from palaestra.sandbox.transfer import Transferred, download_dir, upload_dir
-from palaestra.tools.builtin.text_files import in_full
+from palaestra.tools.files.text_files import in_full
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolOutcome
 

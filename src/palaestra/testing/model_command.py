@@ -7,14 +7,11 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.host_path import HostPath
-
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
+from palaestra.core.host_path import HostPath
 
 
 @click.group(
     "model",
-    context_settings=_CONTEXT,
     help="""Make models.
 
     \b
@@ -27,7 +24,6 @@ def command() -> None:
 
 @command.command(
     "tiny",
-    context_settings=_CONTEXT,
     help="""Make a tiny but real model in the folder OUT, for tests and first steps, without a download.
 
     \b

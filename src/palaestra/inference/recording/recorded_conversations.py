@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -41,6 +42,7 @@ from palaestra.inference.recording.request import (
     ModelRequest,
     Refusal,
     as_object,
+    client_form,
     freeform_text,
     invalid,
     one_system_message,
@@ -94,7 +96,8 @@ class AnsweredCall:
 @dataclass(slots=True)
 class RecordedConversation:
     """One conversation: the `messages` of its latest call, including the reply, all its `calls`, and the numbers of the
-    ledger `segments` that hold its tokens. `asking` counts the requests in progress."""
+    ledger `segments` that hold its tokens. `asking` counts the requests in progress; `parallel` is set once there were
+    several at a time."""
 
     number: int
     system: str
@@ -104,7 +107,9 @@ class RecordedConversation:
     calls: list[AnsweredCall] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
     asking: int = 0
+    parallel: bool = False
     _functions: dict[str, FunctionCall] = field(default_factory=dict)
+    _malformed: dict[str, Message] = field(default_factory=dict)
 
     def take(self, messages: Sequence[Message], completion: ChatCompletion, seconds: float) -> None:
         """Record a reply."""
@@ -129,11 +134,16 @@ class RecordedConversation:
         for choice in completion.choices:
             for call in choice.message.tool_calls or ():
                 self._functions[call.id] = call.function
+        if any(not call.function.name for call in calls):
+            self._malformed[client_form(message).content or ""] = said
 
     def restore(self, messages: Sequence[Message]) -> None:
         """Replace each call's arguments with the text that was sampled if both have the same value, and any other
-        object with its JSON."""
+        object with its JSON. A malformed call that the agent got as text becomes a call again."""
         for message in messages:
+            known_as = self._malformed.get(str(message.get("content"))) if message["role"] == "assistant" else None
+            if known_as is not None and _ids(message) == _ids(known_as):
+                message.update(content=known_as["content"], tool_calls=deepcopy(known_as["tool_calls"]))
             for call in message.get("tool_calls") or ():
                 function, known = call["function"], self._functions.get(call["id"])
                 arguments = function["arguments"]
@@ -145,6 +155,11 @@ class RecordedConversation:
                     function["arguments"] = msgspec.json.encode({} if arguments is None else arguments).decode()
 
 
+def _ids(message: Message) -> list[str]:
+    """Return the ids of the calls that have a name."""
+    return [call["id"] for call in message.get("tool_calls") or () if call["function"]["name"]]
+
+
 def _equal(arguments: JSON, known: FunctionCall) -> bool:
     if isinstance(arguments, str):
         return as_object(arguments) == as_object(known.arguments)
@@ -152,6 +167,15 @@ def _equal(arguments: JSON, known: FunctionCall) -> bool:
         arguments == as_object(known.arguments)
         or arguments == {"input": freeform_text(ToolCallMessage(function=known))}
     )
+
+
+def _is_compacted(line: RecordedConversation, messages: Sequence[Message]) -> bool:
+    """Return whether the request continues the conversation with a shorter history. If the agent has sent several
+    requests at a time, they may be conversations of their own, so a part of the history must be the same."""
+    if len(messages) >= len(line.messages):
+        return False
+    before = [each for each in line.messages if each["role"] != "system"]
+    return not line.parallel or any(each in before for each in messages if each["role"] != "system")
 
 
 @dataclass(slots=True)
@@ -336,6 +360,7 @@ class Conversations:
         if on_delta is not None and request.n == 1:
             asked["on_delta"] = on_delta
         line.asking += 1
+        line.parallel |= line.asking > 1
         try:
             if request.n == 1:
                 completion = await self._reply(line, asked)
@@ -369,7 +394,7 @@ class Conversations:
     async def _reply(self, line: RecordedConversation, asked: Mapping[str, JSON]) -> ChatCompletion:
         messages = asked["messages"]
         more: dict[str, JSON] = {}
-        if line.server.ledger is not None and len(messages) < len(line.messages):
+        if line.server.ledger is not None and _is_compacted(line, messages):
             more["opens"] = SegmentReason.COMPACTION
         started = time.perf_counter()
         completion = await line.server.chat_completion(**asked, **more)

@@ -1,7 +1,7 @@
 """`AtroposAgent`: an agent that writes its tool calls as Hermes XML.
 
 Environments of the `AgentEnv` form use this agent, and so can programs that run a single agent themselves.
-`HermesAgentLoop` runs it, and `HermesText` parses its calls. Invariant: however a run ends, cancellation included,
+`AgentLoop` runs it, and `HermesText` parses its calls. Invariant: however a run ends, cancellation included,
 `agent.result` is a complete trajectory whose messages are the text turns that the model saw and wrote.
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
-from palaestra.agent.budget import Budget
 from palaestra.agent.hermes_text import HermesText, result_from, result_text, with_tools
-from palaestra.agent.loop import HermesAgentLoop, OnTurn
+from palaestra.agent.loop import AgentLoop, LoopSettings, OnTurn
 from palaestra.agent.result import AgentResult, AgentStep, Turn
 from palaestra.agent.subagents import SYSTEM_PROMPT, SubagentSetup
+from palaestra.agent.tool_calls import handler_runtime
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, EngineError
 from palaestra.core.types import JSON, Message
@@ -69,6 +69,8 @@ class AgentConfig:
 class AtroposAgent:
     """One agent. `run` may be called again after it has returned, but not while it runs.
 
+    `limits` has what `config` has not: `extra_body`, `max_context_tokens` and `budget`.
+
     `execute_tool` runs one call and returns its result; it raises `InfraError` for an infrastructure failure. The
     tokens of `AgentResult` come from the server; `tokenizer` is accepted but not used. `on_loop` is called with each
     loop before the loop starts, so that `Subagents` can connect to it. Raises `ConfigError` if there are tools but no
@@ -83,13 +85,10 @@ class AtroposAgent:
         tokenizer: object = None,
         execute_tool: ExecuteTool | None = None,
         *,
-        task_id: str | None = None,
-        extra_body: Mapping[str, JSON] | None = None,
-        budget: Budget | None = None,
-        max_context_tokens: int | None = None,
+        limits: LoopSettings | None = None,
         on_turn: OnTurn | None = None,
         clock: Clock | None = None,
-        on_loop: Callable[[HermesAgentLoop, AtroposAgent], None] | None = None,
+        on_loop: Callable[[AgentLoop, AtroposAgent], None] | None = None,
     ) -> None:
         self.server = server
         self.tools = tools if tools is not None else ToolRegistry()
@@ -98,10 +97,7 @@ class AtroposAgent:
             raise ConfigError("AtroposAgent has tools but nothing to run them with: pass execute_tool=")
         self.result = AgentResult(messages=[])
         self._execute = execute_tool
-        self._task_id = task_id
-        self._extra_body = extra_body
-        self._budget = budget
-        self._max_context_tokens = max_context_tokens
+        self._limits = limits or LoopSettings()
         self._on_turn = on_turn
         self._clock = clock or SystemClock()
         self._on_loop = on_loop
@@ -136,7 +132,7 @@ class AtroposAgent:
             tools=self.tools.definitions(),
             temperature=self.config.temperature,
             max_tokens=self.config.max_tokens,
-            extra_body=self._extra_body,
+            extra_body=self._limits.extra_body,
         )
         said = completion.choices[0].message.model_dump()
         turn = sum(message.get("role") == "assistant" for message in messages)
@@ -167,10 +163,7 @@ class AtroposAgent:
             setup.tools.registry,
             replace(self.config, system_prompt=SYSTEM_PROMPT, max_steps=setup.max_turns),
             execute_tool=execute,
-            task_id=self._task_id,
-            extra_body=self._extra_body,
-            budget=setup.budget,
-            max_context_tokens=self._max_context_tokens,
+            limits=replace(self._limits, budget=setup.budget),
             on_turn=setup.on_turn,
             clock=self._clock,
         )
@@ -191,27 +184,21 @@ class AtroposAgent:
         loop = self._loop(chat, max_turns, sum(message.get("role") == "assistant" for message in messages))
         return TextConversation(self, loop, chat, list(messages))
 
-    def _loop(self, chat: HermesText, max_turns: int, earlier: int) -> HermesAgentLoop:
+    def _loop(self, chat: HermesText, max_turns: int, earlier: int) -> AgentLoop:
         """Return the agent loop, set up for this agent. The history already has `earlier` turns of the assistant."""
 
         def report(turn: Turn, added: list[Message]) -> Awaitable[None] | None:
             return self._on_turn(turn, chat.as_text(added, earlier + turn.number - 1)) if self._on_turn else None
 
-        return HermesAgentLoop(
+        definitions, config = self.tools.definitions(), self.config
+        return AgentLoop(
             chat,
-            self.tools.definitions(),
-            set(self.tools.list_tools()),
-            max_turns=max_turns,
-            task_id=self._task_id,
-            temperature=self.config.temperature,
-            max_tokens=self.config.max_tokens,
-            extra_body=self._extra_body,
-            tool_handler=self._handle,
-            max_context_tokens=self._max_context_tokens,
-            parallel_safe=frozenset() if self.config.tool_delay_s > 0 else self.tools.parallel_safe(),
+            handler_runtime(self._handle, definitions, self.tools.list_tools(), None),
+            replace(self._limits, max_turns=max_turns, temperature=config.temperature, max_tokens=config.max_tokens),
+            definitions=definitions,
+            parallel_safe=frozenset() if config.tool_delay_s > 0 else self.tools.parallel_safe(),
             on_turn=report,
             clock=self._clock,
-            budget=self._budget,
         )
 
     async def _handle(self, name: str, arguments: dict[str, JSON], task_id: str | None) -> str:
@@ -235,7 +222,7 @@ class TextConversation:
     text."""
 
     agent: AtroposAgent
-    loop: HermesAgentLoop
+    loop: AgentLoop
     chat: HermesText
     messages: list[Message]
 

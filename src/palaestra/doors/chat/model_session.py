@@ -1,0 +1,78 @@
+"""The model session of one conversation: its server, its exact tokens, and what its calls cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from palaestra.core.types import JSON, Usage
+from palaestra.doors.chat.service import ChatService
+from palaestra.doors.chat.store import StoredTurn
+from palaestra.inference.chat_server import ChatServer, SessionContext
+from palaestra.inference.server_group import Server, ServerGroup
+
+
+class ModelSession:
+    """The calls of one conversation to a model server. The first call of `opened` connects to the server."""
+
+    def __init__(self, service: ChatService, conversation: str, server: Server | Sequence[Server]) -> None:
+        self.engine: ServerGroup | None = None
+        """The client of the server, once it is connected."""
+        self._service = service
+        self._id = conversation
+        self._server = server
+        self._session: ChatServer | None = None
+        self._part = 0
+        self._part_from = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+        return self._service.model_name(self._server)
+
+    @property
+    def session(self) -> ChatServer | None:
+        """The session, if it is open."""
+        return self._session
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The size of the model's context window, from the settings or the server, or None if it is unknown."""
+        reported = None if self.engine is None else self.engine.window_tokens
+        known = [each for each in (self._service.settings.context_tokens, reported) if each is not None]
+        return min(known, default=None)
+
+    def use(self, server: Server) -> None:
+        """Use `server`, another model server or another model, from the next call of `opened` on."""
+        self._server, self._session, self.engine = server, None, None
+
+    async def opened(self) -> ChatServer:
+        """Return the session. Raises `EngineError` if the server cannot be reached."""
+        if self._session is None:
+            self.engine = await self._service.engine(self._server)
+            self._session = self.engine.session(SessionContext(rollout_id=self._id))
+            self._part = len(self._service.store.ledgers(self._id)) + 1
+            self._part_from = 0
+        return self._session
+
+    def save_ledger(self, turn: StoredTurn) -> None:
+        """Store the exact tokens up to this turn, if the server returns tokens."""
+        ledger = None if self._session is None else self._session.ledger
+        if ledger is not None and len(ledger):
+            self._part_from = self._part_from or turn.number
+            record = msgspec.msgpack.encode(ledger.record())
+            self._service.store.save_ledger(self._id, self._part, (self._part_from, turn.number), record)
+
+    def spent(self, usage: Usage) -> dict[str, JSON]:
+        """Return the figures of a report on model calls."""
+        report: dict[str, JSON] = {
+            "model_calls": usage.calls,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "model": self.name,
+        }
+        prices = self._service.settings.prices
+        if prices is not None:
+            report["cost"] = prices.cost(usage.prompt_tokens, usage.completion_tokens)
+        return report

@@ -1,0 +1,1 @@
+"""Files of a slot as text: reading, writing, matching names and checking syntax."""

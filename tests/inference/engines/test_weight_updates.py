@@ -1,0 +1,144 @@
+"""New weights for SGLang and vLLM, through a stand-in that refuses what their own routes would refuse.
+
+Sources of the shapes: `sglang.srt.managers.io_struct` (PauseGenerationReqInput, UpdateWeightFromDiskReqInput,
+ContinueGenerationReqInput) and `vllm/entrypoints/serve/rlhf/api_router.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from palaestra.core.errors import EngineRefused
+from palaestra.core.io.http_server import listening
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engines.token_engine import SGLangEngine, VLLMEngine
+from palaestra.testing.fake_engine import toy_tokenizer
+
+
+class Pause(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class Continue(msgspec.Struct, forbid_unknown_fields=True):
+    torch_empty_cache: bool = True
+
+
+class Update(msgspec.Struct, forbid_unknown_fields=True):
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    is_async: bool = False
+    keep_pause: bool = False
+    flush_cache: bool = True
+
+
+class Rpc(msgspec.Struct, forbid_unknown_fields=True):
+    method: str
+    args: list[str] = []
+    kwargs: dict[str, str] = {}
+    timeout: float | None = None
+
+
+class StandIn:
+    """The control routes of both servers. `seen` lists the paths; `broken` makes the update fail."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self.seen: list[str] = []
+        self.broken = broken
+        self.paused = False
+        self.loaded: list[tuple[str, str | None]] = []
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        app = web.Application()
+        for path, answer in (
+            ("pause_generation", self.pause),
+            ("continue_generation", self.resume),
+            ("update_weights_from_disk", self.update),
+            ("pause", self.pause),
+            ("resume", self.resume),
+            ("collective_rpc", self.rpc),
+            ("reset_prefix_cache", self.reset),
+        ):
+            app.router.add_post(f"/{path}", answer)
+        async with listening(app, "127.0.0.1", 0, token=None) as url:
+            yield url
+
+    async def body(self, request: web.Request, shape: type) -> object:
+        self.seen.append(request.path_qs)
+        return msgspec.json.decode(await request.read() or b"{}", type=shape)
+
+    async def pause(self, request: web.Request) -> web.Response:
+        await self.body(request, Pause)
+        if request.path == "/pause":  # FastAPI checks the mode in the query
+            msgspec.convert(request.query["mode"], Literal["abort", "wait", "keep"])
+        self.paused = True
+        return web.json_response({"status": "paused"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        await self.body(request, Continue)
+        self.paused = False
+        return web.json_response({"status": "resumed"})
+
+    async def update(self, request: web.Request) -> web.Response:
+        asked = await self.body(request, Update)
+        assert isinstance(asked, Update)
+        assert self.paused
+        self.loaded.append((asked.model_path, asked.weight_version))
+        if self.broken:
+            return web.json_response({"success": False, "message": "shape mismatch", "num_paused_requests": 0})
+        return web.json_response({"success": True, "message": "Succeeded", "num_paused_requests": 0})
+
+    async def rpc(self, request: web.Request) -> web.Response:
+        asked = await self.body(request, Rpc)
+        assert isinstance(asked, Rpc)
+        assert self.paused
+        assert asked.method == "reload_weights"
+        if self.broken:
+            return web.json_response({"error": "no such folder"}, status=400)
+        self.loaded.append((asked.kwargs["weights_path"], None))
+        return web.json_response({"results": [None]})
+
+    async def reset(self, request: web.Request) -> web.Response:
+        await self.body(request, dict)
+        return web.Response()
+
+
+SGLANG = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+VLLM = ["/pause?mode=abort", "/collective_rpc", "/reset_prefix_cache", "/resume"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "paths", "version"), [(SGLangEngine, SGLANG, "7"), (VLLMEngine, VLLM, None)], ids=["sglang", "vllm"]
+)
+@pytest.mark.parametrize("broken", [False, True])
+def test_new_weights_reach_the_server(
+    kind: type[SGLangEngine] | type[VLLMEngine], paths: list[str], version: str | None, broken: bool
+) -> None:
+    server = StandIn(broken=broken)
+
+    async def update() -> str:
+        async with server.serving() as url:
+            engine = kind(APIServerConfig(model_name="m", base_url=url), tokenizer=toy_tokenizer())
+            try:
+                await engine.load_weights("/weights/7", "7")
+            finally:
+                await engine.aclose()
+            return getattr(engine, "policy_version", "7")
+
+    if broken:
+        with pytest.raises(EngineRefused):
+            asyncio.run(update())
+    else:
+        assert asyncio.run(update()) == "7"
+        assert server.seen == paths
+        assert server.loaded == [("/weights/7", version)]
+    assert not server.paused  # also after a failure, so that other requests continue
