@@ -321,7 +321,7 @@ def test_tests_that_contradict_a_row_refuse_it(columns: Row, tmp_path: Path, ins
 @pytest.mark.parametrize(
     ("columns", "complaint"),
     [
-        ({"log_parser": "parse_log_gotest"}, "log_parser"),
+        ({"log_parser": "parse_log_of_nothing"}, "log_parser"),
         ({"install_config": "[1]"}, "install_config"),
         ({"FAIL_TO_PASS": ["../x.py::a"]}, "FAIL_TO_PASS"),
     ],

@@ -1,4 +1,5 @@
-"""Read the installation of a published row, in the schemas of several data sets.
+"""Read the installation of a published Python row, in the schemas of several data sets. Rows in other languages are
+read by `row_recipe.py`.
 
 - `install`: Palaestra's object (see `Install`), or text with commands, of which only the `pip install` lines count.
 - `install_config` (SWE-rebench and SWE-rebench V2): its `pip_packages` and `reqs_path`, and the `pip install` lines of
@@ -6,7 +7,7 @@
 - `eval_script` (SWE-bench 5): its `pip install` lines.
 - `requirements` (SWE-rebench): a list, or the text of a requirements file.
 
-Invariant: no text of a row is run as a command. Only its requirements are used, as separate arguments of pip.
+Invariant: no text of a Python row is run as a command. Only its requirements are used, as separate arguments of pip.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 In the guarded view, these paths have their prepared content. They are the tests, the tests' fixtures and configuration,
 and files that Python or pytest loads by itself. The agent's own tests and new source modules are kept, because they
-stand in for nothing. Caches and the repository's history are in no view, because no patch contains them.
+stand in for nothing. Caches and the repository's history are in no view, because no patch contains them. For other
+languages than Python, `languages.py` describes the tests, settings and products.
 
 Invariant: only the path and the kind of a change decide, never the content. Not covered: code under test shares its
 process with the test runner (see `grading/falsified.py`).
@@ -10,6 +11,7 @@ process with the test runner (see `grading/falsified.py`).
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from pathlib import PurePosixPath
 from palaestra.core.types import Label
 from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import unified_diff
+from palaestra.suites.swe.row_recipe import Recipe
 from palaestra.suites.swe.swe_row import RowKind, SweRow
 
 CONFIG_NAMES = frozenset(
@@ -55,6 +58,8 @@ _MOST_EVIDENCE = 10
 
 CACHE_DIRECTORIES = frozenset({".git", ".hg", ".pytest_cache", "__pycache__", ".tox", ".venv", "venv", ".eggs"})
 """Directories that are never part of a solution. A planted `__pycache__` would run instead of its source."""
+
+_CONTROL_FOLDERS = frozenset({".git", ".hg"})
 
 TEST_DIRECTORIES = frozenset({"test", "tests", "testing"})
 
@@ -109,27 +114,50 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
     """
     pristine = _Pristine(pristine_paths)
     tests = tests_of(row)
-    guarded = _test_directories(tests, pristine_paths)
+    if row.recipe is None:
+        label_of = functools.partial(
+            _label, tests=tests, guarded=_test_directories(tests, pristine_paths), pristine=pristine
+        )
+    else:
+        label_of = functools.partial(_language_label, row=row, recipe=row.recipe, tests=tests, pristine=pristine)
     prefix = PurePosixPath("/", repo_dir or "/")
     found: dict[str, str] = {}
     written = set(tests)  # in any view
     for change in sorted(changes, key=lambda each: each.path):
         path = PurePosixPath("/", change.path)
         inside = path.relative_to(prefix) if path.is_relative_to(prefix) else PurePosixPath()
-        if inside.parts and (label := _label(inside, change, tests, guarded, pristine)) is not None:
+        if inside.parts and (label := label_of(inside, change)) is not None:
             found[change.path] = label
             if str(inside) in tests and change.kind in ("file", "deleted"):
                 written.add(change.path)
     opaque = [PurePosixPath("/", change.path) for change in changes if change.opaque]
     below = [path for path in pristine_paths if any((prefix / path).is_relative_to(top) for top in opaque)]
-    hidden = [
-        path
-        for path in sorted(below)
-        if _label(PurePosixPath(path), Change(path, "file"), tests, guarded, pristine) is not None
-    ]
+    hidden = [path for path in sorted(below) if label_of(PurePosixPath(path), Change(path, "file")) is not None]
     labelled = {path: label for path, label in found.items() if label != _NOT_IN_PATCH}
     left_out = tuple(path for path, label in found.items() if label == _NOT_IN_PATCH)
     return Protected(labelled, left_out, tuple(hidden), not written.issuperset([*labelled, *hidden]))
+
+
+def _language_label(
+    path: PurePosixPath, change: Change, *, row: SweRow, recipe: Recipe, tests: frozenset[str], pristine: _Pristine
+) -> str | None:
+    """Return the label of a changed path in a repository of another language than Python, or None. Settings that the
+    reference solution changes too are part of the work."""
+    language, name = recipe.language, str(path)
+    if _CONTROL_FOLDERS.intersection(path.parts) or (language.is_product(path) and name not in pristine.all):
+        return _NOT_IN_PATCH
+    if change.kind == "dir" and not change.opaque:
+        return None
+    if name in tests or _hides_tests(path, change, tests, tests):
+        return TESTS_EDITED
+    fixed = {file.path for file in unified_diff.parse(row.fix_patch)} if row.fix_patch else set()
+    if path.name in language.settings and name not in fixed:
+        return SETTINGS_CHANGED
+    if not (name.endswith(language.suffixes) or language.is_test(name)) or name in fixed:
+        return None
+    beside_tests = any(str(PurePosixPath(test).parent) == str(path.parent) for test in tests)
+    joins = language.tests_share_package and beside_tests  # it would be built with the tests
+    return TESTS_EDITED if language.is_test(name) and (name in pristine.all or joins) else None
 
 
 class _Pristine:

@@ -1,9 +1,9 @@
 """Run a row in the image that its data set names, if this machine has a root file system of that image.
 
-Images of SWE-bench, SWE-smith and SWE-rebench have the repository in `/testbed`; images of SWE-rebench V2 have it in a
-folder named after it. The repository is installed for the image's own interpreter (conda's environment `testbed`, or
-`python3`). The repository moves to the workspace, with a link at its old path, because the installation refers to that
-path.
+Images of SWE-bench, SWE-smith and SWE-rebench have the repository in `/testbed`, those of SWE-bench Pro in `/app`;
+images of SWE-rebench V2 have it in a folder named after it. A Python repository is installed for the
+image's own interpreter (conda's environment `testbed`, or `python3`). The repository moves to the workspace, with a
+link at its old path, because the installation refers to that path.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ class RowImages:
 
 async def move_repository(slot: Slot, row: SweRow, repo_dir: str) -> None:
     """Move the repository of an image to `repo_dir`. Raises `PrepareError`."""
-    places = " ".join(map(shlex.quote, ("/testbed", f"/{row.repo.rpartition('/')[2]}")))
+    places = " ".join(map(shlex.quote, ("/testbed", "/app", f"/{row.repo.rpartition('/')[2]}")))
     script = _MOVE.format(places=places, target=shlex.quote(repo_dir))
     await check_execute(slot, ["/bin/sh", "-c", script], "moving the image's repository failed", timeout_s=_COPY_S)

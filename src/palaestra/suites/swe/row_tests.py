@@ -17,6 +17,7 @@ from palaestra.core.types import Label
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.grading.repository_tests import run_django, run_files
+from palaestra.suites.swe.command_tests import run_command
 from palaestra.suites.swe.swe_row import SweRow, TestNames
 from palaestra.suites.toolchain.toolchain import Toolchain
 
@@ -44,6 +45,8 @@ async def run_row(
 ) -> TestRun:
     """Run these tests of a row. In the result, `statuses` lists each test under the name that the row uses. Raises
     `GraderError`."""
+    if row.recipe is not None:
+        return await run_command(slot, toolchain, row, repo_dir, names, timeout_s=timeout_s)
     if row.names is TestNames.UNITTEST:
         files = row.test_files
         return await run_django(slot, toolchain, repo_dir, files, names, timeout_s=timeout_s, watching=watching)
@@ -64,7 +67,12 @@ def meant(names: Iterable[str], node_ids: Collection[str]) -> Iterator[tuple[str
         for shown in _printed(node_id):
             printed.setdefault(shown, []).append(node_id)
     for name in names:
-        yield name, [name] if name in node_ids else printed.get(name, [])
+        yield name, [name] if name in node_ids else printed.get(name) or _of_cut(name, node_ids)
+
+
+def _of_cut(name: str, node_ids: Collection[str]) -> list[str]:
+    """Return the node ids that begin with a name that was cut within its parameters."""
+    return [test for test in node_ids if test.startswith(name)] if name.count("[") > name.count("]") else []
 
 
 def _printed(node_id: str) -> set[str]:
@@ -124,8 +132,19 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
             raise _TestsCannotRun(f"{row.instance_id}: {name} does not run on the prepared workspace:{_why(prepared)}")
     missing = _missing(run.collect_errors) & _missing(prepared.collect_errors)
     if packages := [module for module in sorted(missing) if not _is_own(module, files, row)]:
-        raise _TestsCannotRun(f"{row.instance_id}: {_not_installed(packages)}")
+        raise _TestsCannotRun(f"{row.instance_id}: {not_installed(packages)}")
     return replace(run, statuses=statuses)
+
+
+def before_the_fix(row: SweRow, run: TestRun) -> TestRun:
+    """Return a run on the prepared workspace in which a name that stands for several tests has passed if one of them
+    has: the published log showed one of them, and another may be the bug itself."""
+    passed: set[str] = set()
+    for test, names in run.known_as.items():
+        if run.statuses.get(test) is Status.PASSED:
+            passed.update(names)
+    kept = {name: Status.PASSED for name in row.pass_to_pass if name in passed}
+    return replace(run, statuses={**run.statuses, **kept})
 
 
 def excuses(row: SweRow, run: TestRun) -> list[Label]:
@@ -142,14 +161,13 @@ def excuses(row: SweRow, run: TestRun) -> list[Label]:
     return [Label("tests_excused", evidence)]
 
 
-def name_missing_packages(run: TestRun, row: SweRow) -> str:
-    """Return a sentence about the packages that tests import and that are not installed, or an empty string if there
-    are none."""
-    packages = [module for module in sorted(_missing(run.collect_errors)) if not _is_own(module, (), row)]
-    return _not_installed(packages) if packages else ""
+def missing_packages(run: TestRun, row: SweRow) -> list[str]:
+    """Return the modules that tests import, that are not installed, and that are not part of the repository."""
+    return [module for module in sorted(_missing(run.collect_errors)) if not _is_own(module, (), row)]
 
 
-def _not_installed(packages: Sequence[str]) -> str:
+def not_installed(packages: Sequence[str]) -> str:
+    """Return a sentence about modules that tests import."""
     return (
         f"its tests import {', '.join(packages)}, which pip did not install; add packages with requirements or "
         "repo_requirements"

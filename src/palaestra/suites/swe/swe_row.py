@@ -5,6 +5,9 @@
 - *SWE-bench* (also SWE-rebench): `patch` is the fix, and `test_patch` adds the tests.
 - *oracle*: the row names a commit and tests, without a patch.
 
+Rows of SWE-bench Pro, SWE-Gym, SWE-bench-Live and SWE-rebench are SWE-bench rows with further columns, which
+`published_columns.py` translates.
+
 Invariant: a `SweRow` can be graded. It names at least one test that must start to pass, and its test files lie inside
 the repository. `docs/environments/swe_smith_oracle.md` lists every column.
 """
@@ -25,6 +28,9 @@ from palaestra.envs.datasets import read_rows
 from palaestra.suites.grading.harness import FAILED, Status, TestRun
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.install_recipe import install_of
+from palaestra.suites.swe.languages import PYTHON, language_of_files
+from palaestra.suites.swe.published_columns import published
+from palaestra.suites.swe.row_recipe import Recipe, language_of, parser_name, recipe_of
 from palaestra.suites.task_files import RowFields
 from palaestra.suites.toolchain.toolchain import Install
 
@@ -57,6 +63,8 @@ class TestNames(StrEnum):
     """Functions (`test_a`) in the files of `test_patch`, as sympy's runner prints them."""
     UNITTEST = "unittest"
     """`test_a (module.Class)` or the first line of a docstring, as Django's runner prints them."""
+    LOG = "log"
+    """As the row's log parser prints them, for rows in other languages than Python."""
 
 
 _PARSERS = {"django": TestNames.UNITTEST, "sympy": TestNames.FUNCTIONS, "pytest": TestNames.PYTEST}
@@ -101,6 +109,8 @@ class SweRow:
     """Whether `base_commit` is a SWE-smith branch. If the tip of such a branch lacks the named tests, its parent is
     used."""
     install: Install = field(default_factory=Install)
+    recipe: Recipe | None = None
+    """How the tests of a row in another language run, or None for Python."""
     repo_path: str | None = None
     image_name: str = ""
     created_at: str = ""
@@ -127,8 +137,12 @@ class SweRow:
         """The files of the named tests, sorted. Names without a file refer to the files of `test_patch`."""
         if self.names is TestNames.PYTEST:
             return tuple(sorted({node_id.split("::", 1)[0] for node_id in self.node_ids}))
-        changed = (file for file in unified_diff.parse(self.test_patch) if file.new_path is not None)
-        return tuple(sorted(file.path for file in changed if file.path.endswith(".py")))
+        changed = [file.path for file in unified_diff.parse(self.test_patch) if file.new_path is not None]
+        if self.recipe is not None:
+            language = self.recipe.language
+            found = [path for path in changed if path.endswith(language.suffixes) and language.is_test(path)]
+            return tuple(sorted(set(found).union(self.recipe.files)))
+        return tuple(sorted(path for path in changed if path.endswith(".py")))
 
     @property
     def excused(self) -> frozenset[Status]:
@@ -153,7 +167,9 @@ class SweRow:
         if not ended.complete or (run.exit_status and not failed):
             return self._verdict(ended, dict.fromkeys(self.node_ids, Status.MISSING))
         # Only pytest's log names expected failures.
-        right = RIGHT | self.excused if self.names is TestNames.PYTEST else frozenset({Status.PASSED})
+        named = self.names in (TestNames.PYTEST, TestNames.LOG)
+        right = RIGHT | (self.excused if self.names is TestNames.PYTEST else frozenset())
+        right = right if named else frozenset({Status.PASSED})
         kept = right | self.excused
         wrong = {
             name: status
@@ -183,7 +199,11 @@ class SweRow:
 RIGHT = frozenset({Status.PASSED, Status.XFAILED})
 """The statuses of tests that count as passed. Source: `test_passed` of `swebench.harness.grading` (5.0.2)."""
 
-_EXCUSED = {TestNames.PYTEST: (Status.XFAIL_CALLED,), TestNames.UNITTEST: (Status.SKIPPED,)}
+_EXCUSED = {
+    TestNames.PYTEST: (Status.XFAIL_CALLED,),
+    TestNames.UNITTEST: (Status.SKIPPED,),
+    TestNames.LOG: (Status.SKIPPED,),
+}
 
 
 def _without(names: tuple[str, ...], bad: Mapping[str, Status]) -> int:
@@ -226,7 +246,7 @@ def parse_row(raw: Mapping[str, JSON], number: int = 0) -> SweRow:
     """Parse one row. `number` is its position in the file. Raises a `TaskError` that names the row and the column."""
     name = str(raw.get("instance_id") or f"row {number}")
     try:
-        return _parse(RowFields(raw))
+        return _parse(RowFields(published(raw)))
     except ValueError as problem:  # a TaskError or DiffError
         raise TaskError(f"row {number} ({name}): {problem}") from problem
 
@@ -241,10 +261,11 @@ def _parse(row: RowFields) -> SweRow:
     text = row.optional("text")
     on_branch = kind is RowKind.SMITH and not row.optional("base_commit")
     commit = instance_id if on_branch else row.required("base_commit")
-    names = _names(row)
+    language = _language(row)
+    names = _names(row) if language == PYTHON else TestNames.LOG
     fail_to_pass = _node_ids(row, "FAIL_TO_PASS", names, required=True)
     pass_to_pass = _node_ids(row, "PASS_TO_PASS", names, required=False)
-    made = SweRow(
+    return SweRow(
         kind=kind,
         instance_id=instance_id,
         repo=_matching(_REPO, row.required("repo"), "repo must be owner/name"),
@@ -257,25 +278,39 @@ def _parse(row: RowFields) -> SweRow:
         on_branch=on_branch,
         fail_to_pass=fail_to_pass,
         pass_to_pass=pass_to_pass,
-        install=install_of(row),
+        install=install_of(row) if language == PYTHON else Install(editable=True),
+        recipe=None if language == PYTHON else recipe_of(row, language),
         repo_path=row.optional("repo_path") or None,
         image_name=_image_name(row),
         created_at=row.optional("created_at"),
     )
-    if not _parser(row):
-        _check_python(made)
-    return made
+
+
+def _language(row: RowFields) -> str:
+    patches = (row.optional("test_patch"), row.optional("patch"))
+    changed = [[file.path for file in unified_diff.parse(patch)] for patch in patches if patch]
+    names = (*_tests(row, "FAIL_TO_PASS"), *_tests(row, "PASS_TO_PASS"))
+    if any(name.partition("::")[0].endswith(_PYTEST_FILES) for name in names if "::" in name):
+        return PYTHON
+    tests = next((paths for paths in changed if language_of_files(paths)), [])
+    language = language_of(row, tests, names)
+    if language == PYTHON and row.optional("test_patch") and not any(path.endswith(".py") for path in changed[0]):
+        kinds = sorted({PurePosixPath(path).suffix for path in changed[0]} - {""})
+        raise TaskError(
+            f"its tests are in {', '.join(kinds) or 'files without an ending'}, and no column names their language"
+        )
+    return language
 
 
 def _image_name(row: RowFields) -> str:
-    columns = ("image_name", "docker_image", "image_url")
+    columns = ("image_name", "docker_image", "image_url", "image", "dockerhub_tag")
     return next((found for name in columns if (found := row.optional(name))), "")
 
 
 def _names(row: RowFields) -> TestNames:
     """Return the form in which the row names its tests. The row's log parser decides, or else the form of the names.
     Raises `TaskError` for an unknown log parser."""
-    parser = _parser(row)
+    parser = parser_name(row)
     if parser:
         for word, found in _PARSERS.items():
             if word in parser:
@@ -287,32 +322,10 @@ def _names(row: RowFields) -> TestNames:
     return TestNames.FUNCTIONS if all(_FUNCTION.fullmatch(test) for test in tests) else TestNames.UNITTEST
 
 
-def _parser(row: RowFields) -> str:
-    """Return the name of the row's log parser, or an empty string."""
-    recipe = row.decoded("install_config")
-    told = recipe.get("log_parser") if isinstance(recipe, Mapping) else None
-    return row.optional("log_parser") or str(told or "")
-
-
 def _tests(row: RowFields, column: str) -> tuple[str, ...]:
     """Return the tests that a column names, without pytest's progress marks (`[100%]`): some published rows contain
     one, because their log parser took it for the name of a test."""
     return tuple(name for name in row.texts(column) if not _PROGRESS.fullmatch(name))
-
-
-def _check_python(row: SweRow) -> None:
-    """Raise `TaskError` if the row's tests are in another language. Rows name no language, but files of tests."""
-    files = [name.split("::", 1)[0] for name in row.node_ids if "::" in name]
-    if any(file.endswith(_PYTEST_FILES) for file in files):
-        return
-    changed = [file.path for file in unified_diff.parse(row.test_patch)] if row.test_patch else []
-    if any(path.endswith(".py") for path in changed):
-        return
-    kinds = sorted({PurePosixPath(path).suffix for path in (*files, *changed)} - {""})
-    raise TaskError(
-        f"its tests are not in Python files, but in {', '.join(kinds) or 'files without an ending'}: only Python tests "
-        "can be run"
-    )
 
 
 def _kind(row: RowFields) -> RowKind:

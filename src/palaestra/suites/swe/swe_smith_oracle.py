@@ -8,7 +8,9 @@ the agent changed none of these paths, both verdicts are one run. Signs of rewar
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
 import random
 import re
 import time
@@ -41,13 +43,17 @@ from palaestra.suites.grading.harness import Status, TestRun, enough_time
 from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.swe.apply_diff import apply, solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
+from palaestra.suites.swe.baseline import Prepared, check_row, load_prepared
+from palaestra.suites.swe.command_tests import install_language, language_toolchain, missing_programs
+from palaestra.suites.swe.declared import FILES, declared, required_python
+from palaestra.suites.swe.failure_cause import cause_of
+from palaestra.suites.swe.languages import PYTHON
 from palaestra.suites.swe.protected import protected, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
 from palaestra.suites.swe.row_tests import (
     compare,
     excuses,
-    name_missing_packages,
     needs_comparison,
     run_row,
     with_node_ids,
@@ -66,8 +72,17 @@ from palaestra.suites.swe.workspace import (
     work_paths,
     write_texts,
 )
+from palaestra.suites.toolchain.interpreters import (
+    Interpreter,
+    allows,
+    find_interpreter,
+    installed,
+    newest_date,
+    this_interpreter,
+)
+from palaestra.suites.toolchain.repository_venv import RepositoryVenv, venv_toolchain
 from palaestra.suites.toolchain.requirements import is_requirement
-from palaestra.suites.toolchain.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
+from palaestra.suites.toolchain.toolchain import DependencyCache, Toolchain
 
 REPOSITORY = WORKSPACE
 """The repository in a slot, where the agent's commands start."""
@@ -75,10 +90,11 @@ REPOSITORY = WORKSPACE
 BUILT_IN = "built-in"
 """The name of the built-in dataset, whose tasks are built from the packages and bugs that the manifest pins."""
 
+_log = logging.getLogger(__name__)
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 PROMPT = """\
-There is a bug in the Python repository in {repository}. This is what a user reports:
+There is a bug in the {language} repository in {repository}. This is what a user reports:
 
 {problem}
 
@@ -96,7 +112,7 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
     max_items: int = Field(default=0, ge=0, description="Maximum number of tasks from the dataset; 0 means all.")
     total_steps: int = Field(default=-1, ge=-1, description="Maximum number of groups; -1 means one for every task.")
     shuffle: bool = Field(default=True, description="Shuffle the tasks, using `seed`.")
-    python_only: bool = Field(default=True, description="Skip rows whose test files are not Python files.")
+    python_only: bool = Field(default=False, description="Skip rows whose test files are not Python files.")
     score_include_fail_to_pass: bool = Field(
         default=True, description="Require the failing tests to pass, not only the passing tests to keep passing."
     )
@@ -125,6 +141,22 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
     )
     images: dict[str, str] = Field(
         default={}, description="Prebuilt root file systems for images or rows, as NAME=PATH."
+    )
+    python: str = Field(
+        default="",
+        description="The interpreter of public rows: a path or a version of this machine. By default this Python or, "
+        "if the repository does not allow it, the newest one that it allows.",
+    )
+    roots: dict[str, str] = Field(
+        default={},
+        description="Root file systems for the rows of a language, as LANGUAGE=PATH (go=debian-12-golang.tar).",
+    )
+    narrow: bool = Field(
+        default=False,
+        description="Leave out named tests that do not hold here with the reference solution, instead of the row.",
+    )
+    versions_as_of_row: bool = Field(
+        default=True, description="Install the versions of packages that were released before the row's created_at."
     )
     install_env: dict[str, str] = Field(
         default={}, description="Environment variables for installing a repository, for example PIP_INDEX_URL=https://…"
@@ -178,6 +210,7 @@ class ResolvedRow:
     row: SweRow
     toolchain: Toolchain
     image: str | None = None
+    python: Interpreter | None = None
 
     @property
     def installs(self) -> bool:
@@ -206,16 +239,30 @@ class SweEnvironment(ContractEnvironment):
 
     async def resolve(self, task: Task) -> Task:
         row: SweRow = task.data
-        image = self.images.of(row)
-        if image is not None:
+        image, python = self.images.of(row), None
+        if row.recipe is not None:
+            toolchain = language_toolchain(row.recipe.language, image=image is not None)
+        elif image is not None:
             toolchain = IMAGE_TOOLCHAIN
         elif row.install.editable:
-            toolchain = venv_toolchain(row.install)
+            python = await self._python(row)
+            toolchain = venv_toolchain(row.install, python)
         else:
             toolchain = await self.dependencies.toolchain(row.install)
-        work = ResolvedRow(row, toolchain, image)
+        work = ResolvedRow(row, toolchain, image, python)
         solution = await self._solution(row)
-        return replace(task, data=work, image=image, solution=solution, network=self._network(work))
+        root = image or self._language_root(row)
+        return replace(task, data=work, image=root, solution=solution, network=self._network(work))
+
+    def _language_root(self, row: SweRow) -> str | None:
+        """Return the root file system that the settings give for the language of a row. Raises `ConfigError`."""
+        given = self.settings.roots.get(row.recipe.language.name if row.recipe else PYTHON)
+        if given is None:
+            return None
+        path = local_path(given)
+        if not path.exists():
+            raise ConfigError(f"roots: {given} does not exist; palaestra images make debian:12 --include … makes one")
+        return str(path.absolute())
 
     async def _solution(self, row: SweRow) -> JSON:
         if not row.fix_patch:
@@ -242,15 +289,27 @@ class SweEnvironment(ContractEnvironment):
         row = task.data.row
         if not task.data.installs:
             return None
-        return f"{row.repo}@{row.base_commit}+{row.install.digest()}"
+        key = f"{row.repo}@{row.base_commit}+{row.install.digest()}"
+        if row.recipe is not None:
+            return f"{key}+{cache_key.of_data(row.recipe.install_script(), row.recipe.language.name)}"
+        python = task.data.python or this_interpreter()
+        dated = newest_date(row.created_at, python.version) if self.settings.versions_as_of_row else ""
+        return f"{key}+{python.label}+{dated}"
 
     async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
-        row = task.data.row
+        work: ResolvedRow = task.data
+        row, settings = work.row, self.settings
         await unpack(sandbox, await self.repositories.export_tree(row), REPOSITORY)
         await start_history(sandbox, REPOSITORY, tag=await self.repositories.newest_tag(row))
-        await install_editable(
-            sandbox, REPOSITORY, row.install, timeout_s=self.settings.install_timeout_s, env=self.settings.install_env
-        )
+        if row.recipe is not None:
+            limit_s, env = settings.install_timeout_s, settings.install_env
+            await install_language(sandbox, row, work.toolchain, REPOSITORY, timeout_s=limit_s, env=env)
+        else:
+            try:
+                await self._venv(work, sandbox).make(row.install)
+            except PrepareError as error:
+                cause = cause_of(str(error)) or "the installation failed"
+                raise PrepareError(f"{cause}; {row.instance_id}: {error}") from None
         await sandbox.remove(f"{REPOSITORY}/.git")
 
     def prepares(self, task: Task) -> bool:
@@ -282,27 +341,66 @@ class SweEnvironment(ContractEnvironment):
         return any(fnmatch(row.instance_id, pattern) for pattern in self.settings.keep_tests)
 
     async def _baseline(self, work: ResolvedRow, sandbox: Slot) -> None:
-        """Run a row's tests in a temporary fork, with its `test_patch`, before its first rollout.
+        """Run a row's tests in temporary forks, with its `test_patch`, before its first rollout. Without this check, an
+        environment that cannot run them, or tests that do not detect the bug, would look like the agent's fault.
 
-        Raises `PrepareError` if the environment cannot run the tests, and `TaskError` if they do not detect the bug.
-        Without this check, both would look like the agent's fault.
+        Raises `PrepareError` or `TaskError`.
         """
-        row = work.row
-        async with sandbox.fork() as fork:
-            await add_tests(fork, self.repositories, row, REPOSITORY)
-            run = await self._run(fork, work, row.node_ids)
-        verdict = row.verdict(row.expected(run))
-        passing, total = verdict.pass_to_pass
-        if passing < total:
-            bad = [f"{name}: {verdict.not_passed[name]}" for name in row.pass_to_pass if name in verdict.not_passed]
-            errors = [text.strip().rpartition("\n")[2] for text in run.collect_errors.values()]
-            reason = name_missing_packages(run, row) or next(filter(None, errors), "its environment is not the row's")
-            raise PrepareError(
-                f"{row.instance_id}: {reason}; only {passing} of {total} tests that must pass before and after the fix "
-                f"pass now ({', '.join(bad[:3])}):\n{run.output[-1500:]}"
+
+        async def tries(solved: bool) -> TestRun:
+            async with sandbox.fork() as fork:
+                if solved:
+                    await replace_work(fork, self.repositories, work.row, REPOSITORY, (), solved=True)
+                await add_tests(fork, self.repositories, work.row, REPOSITORY)
+                return await self._run(fork, work, work.row.node_ids)
+
+        made = await check_row(work.row, tries, self._declared(work, sandbox), narrow=self.settings.narrow)
+        await made.save(sandbox)
+
+    async def _declared(self, work: ResolvedRow, sandbox: Slot) -> AsyncIterator[str]:
+        """Install what the repository declares for its tests, one place after the other, and yield the place's name."""
+        if not work.installs or work.row.recipe is not None:
+            return
+        texts, paths = await self._declarations(work.row), await self.repositories.list_files(work.row)
+        for each in declared(texts, paths):
+            try:
+                await self._venv(work, sandbox).add([*work.row.install.requirements, *each.requirements])
+            except PrepareError as error:
+                _log.info("%s: %s was not installed: %s", work.row.instance_id, each.place, error)
+            else:
+                yield each.place
+
+    async def _declarations(self, row: SweRow) -> dict[str, str]:
+        """Return the texts of the files in which a repository declares what it needs."""
+        known = set(await self.repositories.list_files(row))
+        found = [(path, await self.repositories.read_file(row, path)) for path in FILES if path in known]
+        return {path: data.decode("utf-8", "replace") for path, data in found}
+
+    def _venv(self, work: ResolvedRow, sandbox: Slot) -> RepositoryVenv:
+        python = work.python or this_interpreter()
+        before = newest_date(work.row.created_at, python.version) if self.settings.versions_as_of_row else ""
+        timeout_s, env = self.settings.install_timeout_s, self.settings.install_env
+        return RepositoryVenv(sandbox, REPOSITORY, python, before, timeout_s, env)
+
+    async def _python(self, row: SweRow) -> Interpreter:
+        """Return the interpreter for a row: the one of the settings or, if the repository does not allow this Python,
+        the newest one of this machine that it allows. Raises `TaskError` if there is none."""
+        if self.settings.python:
+            chosen = await asyncio.to_thread(find_interpreter, self.settings.python)
+            candidates: Sequence[Interpreter] = (chosen,)
+        else:
+            candidates = (this_interpreter(),)
+        requires = required_python(await self._declarations(row))
+        if not self.settings.python and not allows(requires, candidates[0].version):
+            candidates = await asyncio.to_thread(installed)
+        found = next((each for each in candidates if allows(requires, each.version)), None)
+        if found is None:
+            here = ", ".join(each.label for each in candidates)
+            raise TaskError(
+                f"wrong Python: {row.repo} requires Python {requires}, and this is {here}; {row.instance_id}: choose "
+                "an interpreter of this machine with --env.python VERSION"
             )
-        if not set(row.fail_to_pass) & set(verdict.not_passed):
-            raise TaskError(f"{row.instance_id}: the tests that must detect the bug pass although it is present")
+        return found
 
     async def _run(
         self, slot: Slot, work: ResolvedRow, names: Sequence[str], timeout_s: float | None = None
@@ -319,10 +417,11 @@ class SweEnvironment(ContractEnvironment):
         found = protected(changes, judged, pristine, REPOSITORY)
         without = found.left_out if found.differs else found.guarded
         graded = await self._verdict(rollout, grading, judged, without)
-        official, patch = judged.official(graded.run), graded.view.patch
+        official, patch = graded.row.official(graded.run), graded.view.patch
         if found.differs:
             await grading.restart()
             graded = await self._verdict(rollout, grading, judged, found.guarded, found.hidden)
+        judged = graded.row
         guarded = judged.verdict(graded.run)
         controls, copied = Controlled(), list[Label]()
         if guarded.resolved and self.settings.controls:
@@ -338,6 +437,8 @@ class SweEnvironment(ContractEnvironment):
             "not_passed": {name: status.value for name, status in list(guarded.not_passed.items())[:50]},
             "uncontrolled": list(controls.uncontrolled[:50]),
             "tests_in_tree": self._keeps_tests(work.row),
+            "declared_packages": list(graded.view.prepared.declared),
+            "narrowed": list(graded.view.prepared.narrowed[:50]),
             "patch": patch,
         }
         labels = [
@@ -356,17 +457,18 @@ class SweEnvironment(ContractEnvironment):
         were prepared. Raises `GraderError`."""
         work: ResolvedRow = rollout.task.data
         view = await self._graded_view(row, grading, without, restored)
+        row = view.prepared.row(row)
         started = time.monotonic()
         run = await self._run_named(view, work, row)
         seconds = time.monotonic() - started
         if run.timed_out:
-            return Graded(view, await self._again(view, work, row), seconds)
+            return Graded(view, row, await self._again(view, work, row), seconds)
         if needs_comparison(row, run):
             prepared = await self._prepared_run(rollout, grading, row.node_ids)
             run = compare(row, run, prepared, await self.repositories.list_files(work.row))
             if row.verdict(run).resolved:
                 view = await self._graded_view(row, grading, without, restored)
-        return Graded(view, run, seconds)
+        return Graded(view, row, run, seconds)
 
     async def _again(self, view: GradedView, work: ResolvedRow, row: SweRow) -> TestRun:
         """Repeat a session that timed out, within a few times the seconds that its tests take over the reference
@@ -423,6 +525,8 @@ class SweEnvironment(ContractEnvironment):
     async def _control(self, row: SweRow, work: ResolvedRow, graded: Graded) -> Controlled:
         """Run falsified tests over work that passes its tests."""
         view, earning = graded.view, graded.earning(row)
+        if row.recipe is not None:
+            return Controlled(uncontrolled=tuple(earning))
 
         async def on(shown: Shown, texts: Mapping[str, str]) -> TestRun:
             files, limit_s = sorted(texts), min(self.settings.test_timeout_s, enough_time(graded.seconds, 30))
@@ -442,6 +546,8 @@ class SweEnvironment(ContractEnvironment):
     async def _copied(self, row: SweRow, graded: Graded) -> list[Label]:
         """Return labels for answers of the tests in the agent's files."""
         view, place = graded.view, f"{REPOSITORY}/"
+        if row.recipe is not None:
+            return []
 
         async def known() -> list[str]:
             pristine, buggy = set(await self.repositories.list_files(row)), await agent_texts(self.repositories, row)
@@ -462,31 +568,34 @@ class SweEnvironment(ContractEnvironment):
         await restore_files(slot, self.repositories, row, REPOSITORY, restored)
         changed = work_paths(await grading.changes(), without, REPOSITORY)
         patch = await patch_of(slot, REPOSITORY, tests=tests_of(row))
-        return GradedView(slot, changed, patch, await add_tests(slot, self.repositories, row, REPOSITORY))
+        tests = await add_tests(slot, self.repositories, row, REPOSITORY)
+        return GradedView(slot, changed, patch, tests, await load_prepared(slot))
 
 
 @dataclass(frozen=True, slots=True)
 class GradedView:
     """A slot to grade in. `changed` are the agent's paths in the slot (see `work_paths`), `patch` is the agent's change
-    as a diff, and `tests` has the text of each test file."""
+    as a diff, `tests` has the text of each test file, and `prepared` tells how the row was made to run."""
 
     slot: Slot
     changed: Sequence[str]
     patch: str
     tests: Mapping[str, str]
+    prepared: Prepared
 
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A view, the run of the row's tests in it, and the seconds that the run took."""
+    """A view, the row that was judged, the run of its tests, and the seconds that the run took."""
 
     view: GradedView
+    row: SweRow
     run: TestRun
     seconds: float
 
     def earning(self, row: SweRow) -> list[str]:
         """Return the node ids of the passed tests that earn the reward."""
-        named = with_node_ids(row, self.run)
+        named = row if row.recipe is not None else with_node_ids(row, self.run)
         names = named.fail_to_pass or named.pass_to_pass
         return [name for name in names if self.run.statuses.get(name) is Status.PASSED]
 
@@ -512,7 +621,7 @@ class SweSmithOracleEnv(ListedEnv):
     async def load(self) -> Iterable[Item | TaskError]:
         if self.source == BUILT_IN:
             return await self._built()
-        found = list(self._read(self.source))
+        found = [self._runnable(row) for row in self._read(self.source)]
         rows = self._chosen([row for row in found if isinstance(row, SweRow)])
         return [*rows, *(error for error in found if isinstance(error, TaskError))]
 
@@ -530,6 +639,16 @@ class SweSmithOracleEnv(ListedEnv):
         rows = load_rows(source, split=config.dataset_split, fields=config.dataset_fields, repo_root=root)
         return (self._with_requirements(row) if isinstance(row, SweRow) else row for row in rows)
 
+    def _runnable(self, row: SweRow | TaskError) -> SweRow | TaskError:
+        """Return a row, or the reason why this machine cannot run its language."""
+        if isinstance(row, TaskError) or row.recipe is None:
+            return row
+        language, config = row.recipe.language, self.config
+        if language.name in config.roots or config.image_dir or config.images:
+            return row
+        missing = language.missing_programs()
+        return TaskError(missing_programs(language, missing, row.instance_id)) if missing else row
+
     def _with_requirements(self, row: SweRow) -> SweRow:
         """Return the row with the packages that the settings add to all rows and to the rows of this repository. A row
         whose repository is not installed is returned unchanged."""
@@ -541,7 +660,7 @@ class SweSmithOracleEnv(ListedEnv):
 
     def _chosen(self, rows: list[SweRow]) -> list[SweRow]:
         if self.config.python_only:
-            rows = [row for row in rows if all(path.endswith(".py") for path in row.test_files)]
+            rows = [row for row in rows if row.recipe is None and all(path.endswith(".py") for path in row.test_files)]
         if self.config.shuffle:
             random.Random(self.config.seed).shuffle(rows)
         return rows[: self.config.max_items] if self.config.max_items else rows
@@ -550,10 +669,11 @@ class SweSmithOracleEnv(ListedEnv):
         return str(item.instance_id)
 
     def format_prompt(self, item: Item) -> str:
-        problem = item.problem_statement
+        problem, recipe = item.problem_statement, item.recipe
         if self.config.prompt_mode == "problem_statement+text" and item.text and item.text != problem:
             problem = f"{problem}\n\n{item.text}"
-        return PROMPT.format(repository=REPOSITORY, problem=problem.strip())
+        language = "Python" if recipe is None else recipe.language.title
+        return PROMPT.format(repository=REPOSITORY, problem=problem.strip(), language=language)
 
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
         raise NotImplementedError("rollouts of this environment are graded by SweEnvironment.score")

@@ -9,6 +9,7 @@ history therefore does not contain the fix, and preparing twice gives the same c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 from palaestra.core.errors import TaskError
@@ -16,10 +17,12 @@ from palaestra.sandbox.slot import Change, Slot
 from palaestra.suites.grading.falsified import named_tests, parse, tests_in, without_tests
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.swe import apply_diff, unified_diff
+from palaestra.suites.swe.languages import Language
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.swe_row import RowKind, SweRow
 
 _DATE = "2000-01-01T00:00:00+0000"
+_LAST_PART = re.compile(r" - | > |::|/")
 _PATCH_BYTES = 100_000
 """The maximum number of bytes of an agent's patch that are recorded."""
 _IDENTITY = {
@@ -45,7 +48,8 @@ async def prepare_repository(
     await write_texts(slot, repo_dir, await _changed_by(row.bug_patch, cache, row))
     if not keep_tests and row.kind is not RowKind.BENCH:  # a BENCH row's commit does not have its tests
         await write_texts(slot, repo_dir, await _agent_tests(cache, row))
-    await start_history(slot, repo_dir)
+    products = sorted(row.recipe.language.products) if row.recipe is not None else []
+    await start_history(slot, repo_dir, without=products)
 
 
 async def unpack(slot: Slot, tree: bytes, repo_dir: str) -> None:
@@ -54,23 +58,26 @@ async def unpack(slot: Slot, tree: bytes, repo_dir: str) -> None:
         await check_execute(slot, argv, f"cannot unpack the repository: {argv[0]}", stdin=stdin)
 
 
-async def start_history(slot: Slot, repo_dir: str, *, tag: str | None = None) -> None:
+async def start_history(slot: Slot, repo_dir: str, *, tag: str | None = None, without: Sequence[str] = ()) -> None:
     """Commit everything as the only commit of a new repository. If the slot has no git, do nothing.
 
-    `tag` is for the installation of packages that take their version from git.
+    `tag` is for the installation of packages that take their version from git. `without` are names of directories that
+    an installation or a build makes: they are not committed, and git ignores them.
     """
     if not (await slot.execute(["git", "--version"], cwd="/")).success:
         return
     settings = ["-c", "core.logAllRefUpdates=false", "-c", "gc.auto=0", "-c", f"safe.directory={repo_dir}"]
     for command in (
         ["init", "--quiet", "--initial-branch=main", "--template="],
-        ["add", "--all", "--force"],
+        ["add", "--all", "--force", "--", ".", *(f":(exclude,glob)**/{name}/**" for name in without)],
         ["commit", "--quiet", "--no-verify", "--allow-empty", "--message=Start"],
         *([["tag", tag]] if tag else []),
     ):
         argv = ["git", *settings, *command]
         environment = {**_IDENTITY, "HOME": "/"}
         await check_execute(slot, argv, f"git {command[0]} in the slot failed", cwd=repo_dir, env=environment)
+    if without:
+        await slot.write_text(f"{repo_dir}/.git/info/exclude", "".join(f"{name}/\n" for name in without))
 
 
 async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
@@ -82,6 +89,8 @@ async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
         for path in row.test_files
         if path in known
     }
+    if row.recipe is not None and row.kind is not RowKind.BENCH:
+        texts |= await _language_tests(row.recipe.language, cache, row)
     if row.kind is RowKind.BENCH:
         changed = await _changed_by(row.test_patch, cache, row)
         texts |= {path: text for path, text in changed.items() if text is not None}
@@ -110,6 +119,10 @@ async def _agent_tests(cache: RepositoryCache, row: SweRow) -> dict[str, str | N
     """Return the test files that the agent gets in a different form, with their texts, or with None for files that it
     does not get."""
     found: dict[str, str | None] = {}
+    if row.recipe is not None:  # names in a log have no file, so a file that mentions a failing test is left out
+        words = [_LAST_PART.split(name)[-1].strip() for name in row.fail_to_pass]
+        texts = await test_texts(cache, row)
+        return {path: None for path, text in texts.items() if any(word and word in text for word in words)}
     failing = {name.partition("::")[0] for name in row.fail_to_pass}
     for path, text in (await test_texts(cache, row)).items():
         if path not in failing:
@@ -122,6 +135,14 @@ async def _agent_tests(cache: RepositoryCache, row: SweRow) -> dict[str, str | N
         others = [test for owner, test in tests_in(tree.body, "") if f"{owner}{test.name}" not in dropped]
         found[path] = without_tests(text, dropped) if others else None
     return found
+
+
+async def _language_tests(language: Language, cache: RepositoryCache, row: SweRow) -> dict[str, str]:
+    """Return the texts of all test files of a repository in another language than Python."""
+    paths = [
+        path for path in await cache.list_files(row) if path.endswith(language.suffixes) and language.is_test(path)
+    ]
+    return {path: (await cache.read_file(row, path)).decode("utf-8", "surrogateescape") for path in paths}
 
 
 async def restore_files(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, paths: Sequence[str]) -> None:

@@ -2,9 +2,8 @@
 repository.
 
 `DependencyCache` installs pinned requirements once, in a slot (`wheel_install.py`), and keeps the files on the host, in
-a folder named by its content. Slots mount it read-only, so no rollout can change it. `install_editable` makes a virtual
-environment with the repository in it, inside the preparation slot and outside the repository, for rows of the public
-data sets.
+a folder named by its content. Slots mount it read-only, so no rollout can change it. Rows of the public data sets are
+installed by `repository_venv.py` instead.
 
 Invariant: no installer and no code of a repository is executed on the host, and every requirement has passed
 `check_requirements`.
@@ -16,25 +15,20 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Mount, Slot
+from palaestra.sandbox.slot import Mount
 from palaestra.suites.build_once import build_once
-from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import RowFields
+from palaestra.suites.toolchain.interpreters import this_interpreter
 from palaestra.suites.toolchain.requirements import check_requirements
 from palaestra.suites.toolchain.wheel_install import install_wheels
 
 DEPENDENCIES_DIR = "/opt/palaestra/dependencies"
-VENV_DIR = "/opt/palaestra/venv"
-CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PUBLIC_TEST_REQUIREMENTS = ("pytest",)
-
-_SYSTEM = ("/usr", "/bin", "/lib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +81,7 @@ class Toolchain:
 
     `command` is the argv of the interpreter. `dependencies` are directories of the slot that go at the end of
     `sys.path`; `python_path` are directories relative to the repository. The slot's spec must contain `mounts`.
+    `variables` are environment variables of the tests and of the agent's commands.
     """
 
     command: tuple[str, ...]
@@ -95,22 +90,20 @@ class Toolchain:
     python_path: tuple[str, ...] = ()
     pytest_args: tuple[str, ...] = ()
     bin_dir: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self, repo_dir: str) -> dict[str, str]:
         """Return environment variables for an agent's commands, so that the agent uses the `python` and `pytest` that
         grade its work."""
         path = [f"{repo_dir}/{part}".removesuffix("/.") for part in self.python_path] + list(self.dependencies)
-        found = {"PATH": f"{self.bin_dir}:{DEFAULT_PATH}" if self.bin_dir else DEFAULT_PATH}
+        found = {"PATH": f"{self.bin_dir}:{DEFAULT_PATH}" if self.bin_dir else DEFAULT_PATH, **self.variables}
         return {**found, "PYTHONPATH": ":".join(path)} if path else found
 
 
 def interpreter() -> tuple[str, tuple[Mount, ...]]:
     """Return the path of this Python in slots, and the mount that it needs if it is outside the system directories."""
-    base = getattr(sys, "_base_executable", None) or sys.executable  # a virtual environment may have a copy of it
-    executable, prefix = Path(base).resolve(), Path(sys.base_prefix).resolve()
-    if str(prefix).startswith(_SYSTEM):
-        return str(executable), ()
-    return str(executable), (Mount(str(prefix), str(prefix)),)
+    own = this_interpreter()
+    return own.path, own.mounts
 
 
 class DependencyCache:
@@ -159,42 +152,3 @@ def _write_commands(bin_dir: Path, python: str) -> None:
         script = bin_dir / name
         script.write_text(f'#!/bin/sh\nexec "{python}"{tail} "$@"\n')
         script.chmod(0o755)
-
-
-async def install_editable(
-    slot: Slot, repo_dir: str, install: Install, *, timeout_s: float, env: Mapping[str, str] | None = None
-) -> Toolchain:
-    """Make a virtual environment with the repository and pytest, inside a preparation slot (network on).
-
-    `env` are environment variables for the installer, such as PIP_INDEX_URL. Raises `TaskError` for a text that is not
-    a requirement, and `PrepareError` with the end of the installer's output.
-    """
-    check_requirements(install.requirements, in_repository=True)
-    python, mounts = interpreter()
-    # Use the host's certificates if the slot has them, so that pip trusts an index with a privately signed certificate.
-    trust = {"PIP_CERT": CERTIFICATES} if await slot.stat(CERTIFICATES) else {}
-    variables = {"PIP_NO_CACHE_DIR": "1", **trust, **(env or {})}
-    await _in_slot(slot, [python, "-m", "venv", "--symlinks", VENV_DIR], "/", timeout_s, variables)
-    pip = [f"{VENV_DIR}/bin/python", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]
-    extras = [name[2:-1] for name in install.requirements if name.startswith(".[")]
-    repository = f"{repo_dir}[{','.join(extras)}]" if extras else repo_dir
-    files = [name for name in install.requirements if name.startswith("-r")]
-    requirements = [*PUBLIC_TEST_REQUIREMENTS, *(name for name in install.requirements if name[0] not in ".-")]
-    await _in_slot(slot, [*pip, "-e", repository, *files, "--", *requirements], repo_dir, timeout_s, variables)
-    return venv_toolchain(install, mounts)
-
-
-def venv_toolchain(install: Install, mounts: tuple[Mount, ...] | None = None) -> Toolchain:
-    """Return the toolchain of a slot over a snapshot in which `install_editable` ran."""
-    return Toolchain(
-        command=(f"{VENV_DIR}/bin/python", "-s", "-B"),
-        mounts=interpreter()[1] if mounts is None else mounts,
-        python_path=install.python_path,
-        pytest_args=install.pytest_args,
-        bin_dir=f"{VENV_DIR}/bin",
-    )
-
-
-async def _in_slot(slot: Slot, argv: Sequence[str], cwd: str, timeout_s: float, env: Mapping[str, str]) -> None:
-    problem = f"{' '.join(argv[:6])} … failed"
-    await check_execute(slot, list(argv), problem, cwd=cwd, timeout_s=timeout_s, env=env, shown=3000)

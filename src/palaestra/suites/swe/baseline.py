@@ -1,0 +1,145 @@
+"""Check a prepared row before its first rollout: its tests must run here, and must detect the bug.
+
+A row as it is published seldom lists the packages that its tests need. If tests cannot run, what the repository itself
+declares is installed, one place after the other (`declared.py`), until they do. With `narrow`, tests that do not hold
+here with the reference solution are left out, and recorded.
+
+Invariant: a row that cannot be graded here is refused before any rollout, and the message begins with the cause.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from palaestra.core.errors import PrepareError, TaskError
+from palaestra.core.exits import plural
+from palaestra.sandbox.slot import Slot
+from palaestra.suites.grading.harness import FAILED, Status, TestRun
+from palaestra.suites.swe.failure_cause import cause_of
+from palaestra.suites.swe.row_tests import before_the_fix, missing_packages, not_installed
+from palaestra.suites.swe.swe_row import RIGHT, SweRow
+
+_RECORD = "/opt/palaestra/prepared.json"
+_SHOWN = 1500
+Tries = Callable[[bool], Awaitable[TestRun]]
+"""Runs the row's tests over the prepared repository, with the reference solution if the argument is true."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """How a row was made to run: the places whose packages were installed, and the named tests that were left out."""
+
+    declared: tuple[str, ...] = ()
+    narrowed: tuple[str, ...] = ()
+
+    def row(self, row: SweRow) -> SweRow:
+        """Return the row without the tests that were left out."""
+        left_out = set(self.narrowed)
+        failing = tuple(name for name in row.fail_to_pass if name not in left_out)
+        passing = tuple(name for name in row.pass_to_pass if name not in left_out)
+        return replace(row, fail_to_pass=failing, pass_to_pass=passing) if left_out else row
+
+    async def save(self, slot: Slot) -> None:
+        """Write this into the prepared slot, outside the repository, where grading finds it."""
+        if self.declared or self.narrowed:
+            await slot.write_text(_RECORD, json.dumps(asdict(self)))
+
+
+async def load_prepared(slot: Slot) -> Prepared:
+    """Return how the row of a grading slot was made to run. The agent's changes outside the repository are not in such
+    a slot."""
+    values = json.loads(await slot.read_text(_RECORD, missing="{}"))
+    return Prepared(tuple(values.get("declared", ())), tuple(values.get("narrowed", ())))
+
+
+async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, narrow: bool) -> Prepared:
+    """Make a row's tests run, and return how.
+
+    `packages` installs the packages of one place of the repository for each step, and yields the place's name. Raises
+    `PrepareError` if the tests cannot run here, and `TaskError` if they do not detect the bug.
+    """
+    run = before_the_fix(row, await tries(False))
+    used: list[str] = []
+    if _lacks_packages(row, run):
+        async for place in packages:
+            used.append(place)
+            run = before_the_fix(row, await tries(False))
+            if not _lacks_packages(row, run):
+                break
+    made = Prepared(tuple(used))
+    solved: TestRun | None = None
+    if row.fix_patch and (narrow or row.recipe is not None):
+        solved = await tries(True)
+        made = replace(made, narrowed=tuple(_not_holding(row, run, solved))) if narrow else made
+    kept = made.row(row)
+    if not kept.fail_to_pass:
+        assert solved is not None
+        raise PrepareError(_complaint(row, solved, used, "no test that must start to pass does so here with the fix"))
+    if problem := _problem(kept, run, missing_packages(run, row)):
+        raise PrepareError(_complaint(row, run, used, problem))
+    if solved is not None and not kept.verdict(kept.expected(solved)).resolved:
+        raise PrepareError(_complaint(row, solved, used, _unsolved(kept, solved)))
+    if not set(kept.fail_to_pass) & set(kept.verdict(run).not_passed):
+        raise TaskError(f"{row.instance_id}: the tests that must detect the bug pass although it is present")
+    return made
+
+
+def _lacks_packages(row: SweRow, run: TestRun) -> bool:
+    """Return whether a test could not run for lack of something that a package may bring."""
+    bad = row.verdict(row.expected(run)).not_passed
+    if row.recipe is not None or not bad:
+        return False
+    if missing_packages(run, row) or any(name in bad for name in row.pass_to_pass):
+        return True
+    unclear = {Status.ERROR, Status.MISSING}
+    return any(bad.get(name) in unclear for name in row.fail_to_pass) and _cause(row, run).startswith("missing")
+
+
+def _not_holding(row: SweRow, run: TestRun, solved: TestRun) -> list[str]:
+    """Return the named tests that do not pass with the reference solution, or that must pass before it and do not."""
+    before = row.expected(run).statuses
+    after = row.expected(solved).statuses
+    bad = [name for name in row.node_ids if after.get(name) not in RIGHT]
+    return bad + [name for name in row.pass_to_pass if before.get(name) not in RIGHT and name not in bad]
+
+
+def _problem(row: SweRow, run: TestRun, missing: list[str]) -> str:
+    verdict = row.verdict(row.expected(run))
+    passing, total = verdict.pass_to_pass
+    if passing < total:
+        bad = [f"{name}: {verdict.not_passed[name]}" for name in row.pass_to_pass if name in verdict.not_passed]
+        return (
+            f"only {passing} of {total} tests that must pass before and after the fix pass now ({', '.join(bad[:3])}); "
+            "--env.narrow keeps those that hold here"
+        )
+    unseen = all(run.statuses.get(name, Status.MISSING) is Status.MISSING for name in row.fail_to_pass)
+    return "none of its tests could be collected" if missing and unseen else ""
+
+
+def _unsolved(row: SweRow, solved: TestRun) -> str:
+    bad = [f"{name}: {status}" for name, status in row.verdict(row.expected(solved)).not_passed.items()]
+    return f"{plural(len(bad), 'named test')} did not pass here with the reference solution ({', '.join(bad[:3])})"
+
+
+def _complaint(row: SweRow, run: TestRun, used: list[str], problem: str) -> str:
+    missing = missing_packages(run, row)
+    parts = [f"{row.instance_id}: {not_installed(missing)}" if missing else row.instance_id, problem]
+    parts += [f"tried {', '.join(used)}"] if used else []
+    return f"{_cause(row, run)}; {'; '.join(parts)}:\n{run.output[-_SHOWN:]}"
+
+
+def _cause(row: SweRow, run: TestRun) -> str:
+    if missing := missing_packages(run, row):
+        return f"missing package: {', '.join(missing)}"
+    errors: Mapping[str, str] = run.collect_errors
+    text = "\n".join([*errors.values(), *(failure.exception for failure in run.failures.values()), run.output])
+    found = cause_of(text, run.exit_status, timed_out=run.timed_out)
+    last = [line for text in errors.values() for line in text.strip().splitlines()[-1:]]
+    failed = sum(status in FAILED for status in run.statuses.values())
+    return (
+        found
+        or next(iter(last), "")
+        or (f"{plural(failed, 'test')} failed here" if failed else "no test ran: its environment is not the row's")
+    )

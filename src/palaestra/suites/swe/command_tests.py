@@ -1,0 +1,117 @@
+"""Install a repository in another language than Python, and run its tests with a command whose log lists them.
+
+Invariant: everything runs in a slot. Installation has a network; tests have the slot's network, which is off in
+grading.
+
+Not covered: forged log lines. The log is the output of code under test (see `grading/log_parsers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from palaestra.core.errors import PrepareError
+from palaestra.rollouts.grading.grader import Way, note_way
+from palaestra.sandbox.slot import Slot
+from palaestra.suites.grading.harness import Status, TestRun
+from palaestra.suites.grading.log_parsers import has_run
+from palaestra.suites.swe.failure_cause import cause_of_result
+from palaestra.suites.swe.languages import CACHE, Language
+from palaestra.suites.swe.row_recipe import quoted
+from palaestra.suites.swe.swe_row import SweRow
+from palaestra.suites.toolchain.repository_venv import CERTIFICATES
+from palaestra.suites.toolchain.toolchain import Toolchain
+
+_MOST_LOG_BYTES = 16 << 20
+_SHOWN = 3000
+_ENVIRONMENT = {"LC_ALL": "C.UTF-8", "TZ": "UTC"}
+_HOME = f"{CACHE}/home"
+_IMAGE_PROGRAMS = "/usr/local/go/bin:/usr/local/cargo/bin:/root/.cargo/bin"
+"""Where images of data sets have toolchains that are outside the usual directories."""
+
+
+def language_toolchain(language: Language, *, image: bool = False) -> Toolchain:
+    """Return the toolchain of a language, whose programs are those of the slot's root file system. The image of a row
+    has its packages in its own places, so none are named."""
+    if image:
+        return Toolchain(command=(), bin_dir=_IMAGE_PROGRAMS)
+    return Toolchain(command=(), variables=language.env)
+
+
+def _environment(toolchain: Toolchain, repo_dir: str) -> dict[str, str]:
+    home = {} if toolchain.bin_dir else {"HOME": _HOME}
+    return {**toolchain.environment(repo_dir), **_ENVIRONMENT, **home}
+
+
+async def check_programs(slot: Slot, language: Language, instance_id: str) -> None:
+    """Raise `PrepareError` if the slot lacks a program of the language."""
+    script = "for name; do command -v $name >/dev/null || echo $name; done"
+    found = await slot.execute(["sh", "-c", script, "programs", *language.programs], cwd="/")
+    if missing := found.output.split():
+        raise PrepareError(missing_programs(language, missing, instance_id))
+
+
+def missing_programs(language: Language, missing: Sequence[str], instance_id: str) -> str:
+    """Return the message for missing programs of a language."""
+    make = " ".join(f"--include {name}" for name in language.packages.split())
+    return (
+        f"missing program: {', '.join(missing)}; {instance_id}: install Debian's {language.packages}, or give a root "
+        f"file system with --env.roots {language.name}=PATH (palaestra images make debian:12 {make})"
+    )
+
+
+async def install_language(
+    slot: Slot, row: SweRow, toolchain: Toolchain, repo_dir: str, *, timeout_s: float, env: Mapping[str, str]
+) -> None:
+    """Run the row's installation in a preparation slot. Raises `PrepareError`, whose message begins with the cause."""
+    recipe = row.recipe
+    assert recipe is not None
+    await check_programs(slot, recipe.language, row.instance_id)
+    trust = {"NODE_EXTRA_CA_CERTS": CERTIFICATES, "SSL_CERT_FILE": CERTIFICATES, "CARGO_HTTP_CAINFO": CERTIFICATES}
+    trust = trust if await slot.stat(CERTIFICATES) else {}
+    variables = {**_environment(toolchain, repo_dir), **trust, **env}
+    await slot.execute(["mkdir", "-p", _HOME], cwd="/")
+    script = recipe.install_script()
+    result = await slot.execute(script, cwd=repo_dir, env=variables, timeout_s=timeout_s)
+    if not result.success:
+        cause = cause_of_result(result) or "the installation failed"
+        raise PrepareError(f"{cause}; {row.instance_id}: {result.error}\n{result.output[-_SHOWN:].strip()}")
+
+
+async def run_command(
+    slot: Slot, toolchain: Toolchain, row: SweRow, repo_dir: str, names: Sequence[str], *, timeout_s: float
+) -> TestRun:
+    """Run the test command of a row and read its log. The result lists each of the `names`; a name that the log lacks
+    is missing or, for a log that lists only failures, has passed if the log shows that tests ran."""
+    recipe = row.recipe
+    assert recipe is not None
+    note_way(Way.RUN_TESTS)
+    script = f"set -- {quoted(row.test_files)}\n{recipe.test_script(row.repo, repo_dir)}"
+    result = await slot.execute(
+        f"mkdir -p {_HOME}; {script}",
+        cwd=repo_dir,
+        env=_environment(toolchain, repo_dir),
+        timeout_s=timeout_s,
+        max_output_bytes=_MOST_LOG_BYTES,
+        spill=False,
+    )
+    found = recipe.read(result.output, row.instance_id)
+    unnamed = Status.PASSED if recipe.fail_only and has_run(result.output) else Status.MISSING
+    cut = {name: same for name in names if (same := _of_cut_name(name, found)) is not None}
+    timed_out = bool(result.metadata.get("timeout"))
+    return TestRun(
+        statuses={**dict.fromkeys(names, unnamed), **found, **cut},
+        complete=not timed_out,
+        timed_out=timed_out,
+        exit_status=result.exit_code,
+        output=result.output,
+    )
+
+
+def _of_cut_name(name: str, found: Mapping[str, Status]) -> Status | None:
+    """Return the status of the tests whose names begin with a name that was cut within its parameters, if they agree.
+    Source: `_resolve_case` of `swebench.harness.grading` (5.0.2)."""
+    if name in found or name.count("[") <= name.count("]"):
+        return None
+    statuses = {status for test, status in found.items() if test.startswith(name)}
+    return statuses.pop() if len(statuses) == 1 else None

@@ -1,0 +1,87 @@
+"""Find the cause of a failed installation or test session in its output, as a short sentence.
+
+A cause begins with a kind that a reader can act on: a missing package, a wrong Python, memory, the network, a missing
+program. Patterns are tried in order, from the most certain one to guesses.
+"""
+
+from __future__ import annotations
+
+import re
+
+from palaestra.sandbox.slot import ExecutionResult
+
+_CAUSES: tuple[tuple[str, str], ...] = tuple(
+    (sentence, pattern)
+    for sentence, patterns in (
+        (
+            "out of memory: raise the memory limit of the slots",
+            (r"JavaScript heap out of memory", r"\bMemoryError\b", r"Cannot allocate memory",
+             r"virtual memory exhausted", r"Java heap space", r"cc1plus: out of memory", r"No space left on device"),
+        ),
+        (
+            "no network: the tests or the installation need {}",
+            (r"Could not resolve host:? (\S+)", r"lookup (\S+)(?: on \S+)?:",
+             r"getaddrinfo (?:EAI_AGAIN|ENOTFOUND) (\S+)",
+             r"host='([\w.-]+)'.*?(?:NameResolutionError|Failed to (?:resolve|establish))",
+             r"Unknown host (\S+)", r"UnknownHostException: (\S+)"),
+        ),
+        (
+            "no network",
+            (r"\bECONNRESET\b|\bETIMEDOUT\b",
+             r"Temporary failure in name resolution", r"Name or service not known", r"Network is unreachable",
+             r"failed to (?:download|fetch) .*?registry", r"proxy\.golang\.org", r"download of config\.json failed"),
+        ),
+        (
+            "wrong Python: {}",
+            (r"requires a different Python: ([^\n]+)", r"(Package .* requires a different Python[^\n]*)",
+             r"because the current Python version \(([^)]+)\) does not satisfy",
+             r"(required field \"lineno\" missing)", r"(cannot import name '\w+' from 'collections')",
+             r"(module 'collections' has no attribute '\w+')",
+             r"(No module named '(?:distutils|imp|asyncore|cgi|pipes)')"),
+        ),
+        ("wrong version of Node: {}", (r"Unsupported engine[^\n]*?(\{[^\n]*\})",)),
+        (
+            "missing package: {}",
+            (r"No module named '([\w.]+)'", r"No module named ([\w.]+)$", r"Cannot find (?:module|package) '([^']+)'",
+             r"no required module provides package (\S+?);", r"cannot find package \"([^\"]+)\"",
+             r"unresolved import `([^`]+)`", r"no matching package named `([^`]+)`", r"package ([\w.]+) does not exist",
+             r"Unmet dependencies|cannot load such file -- (\S+)", r"Class \"([\w\\]+)\" not found"),
+        ),
+        ("missing header: {}", (r"fatal error: (\S+?\.h(?:pp)?): No such file",)),
+        ("missing pytest plugin: fixture {}", (r"fixture '(\w+)' not found",)),
+        ("missing pytest plugin: marker {}", (r"'(\w+)' not found in `markers`",)),
+        ("missing pytest plugin: option {}", (r"unrecognized arguments: (\S+)", r"no such option: (\S+)")),
+        (
+            "missing program: {}",
+            (r"(?:bash|sh): (?:line \d+: )?(?:\d+: )?([\w./-]+): (?:command )?not found",
+             r"error: command '([\w./+-]+)' failed: No such file", r"/usr/bin/env: ‘?'?([\w.-]+)"),
+        ),
+        (
+            "no such version: {}",
+            (r"No matching distribution found for ([^\n]+)", r"No solution found[^\n]*\n[^\n]*?Because ([^\n]+)"),
+        ),
+    )
+    for pattern in patterns
+)  # fmt: skip
+_KILLED = 137
+
+
+def cause_of(output: str, exit_code: int | None = None, *, timed_out: bool = False) -> str:
+    """Return the cause of a failure in one line, or an empty string if the output does not show it."""
+    if timed_out:
+        return "out of time: raise the time limit"
+    for sentence, pattern in _CAUSES:
+        if re.search(pattern, output, re.MULTILINE) is not None:
+            if "{}" not in sentence:
+                return sentence
+            names = [found for each in re.finditer(pattern, output, re.MULTILINE) for found in each.groups() if found]
+            first = list(dict.fromkeys(name.strip().rstrip(".,;:") for name in names))[:5]
+            return sentence.format(", ".join(first)[:300]) if first else sentence.partition(":")[0]
+    return "out of memory: raise the memory limit of the slots" if exit_code == _KILLED else ""
+
+
+def cause_of_result(result: ExecutionResult) -> str:
+    """Return the cause of a failed command, or an empty string."""
+    if result.metadata.get("oom"):
+        return "out of memory: raise the memory limit of the slots"
+    return cause_of(result.output, result.exit_code, timed_out=bool(result.metadata.get("timeout")))

@@ -1,0 +1,307 @@
+"""The languages of rows: how to recognise their tests, which programs they need, and how tests are installed and run if
+the row does not say it.
+
+One entry of `LANGUAGES` is all that a language needs. Commands are shell text that runs in a slot only. `install` runs
+once per commit with a network; `test` runs without one, with the test files as its arguments.
+
+Not covered: reading single test functions. Only Python has that (`falsified.py`); the tests of other languages are
+protected, removed and restored by file.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from palaestra.suites.toolchain.toolchain import DEFAULT_PATH
+
+CACHE = "/opt/palaestra/cache"
+"""Where package managers keep what they download, in the prepared slot and its forks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """One language. `suffixes` are the endings of its sources, and `tests` matches the names of test files.
+
+    `programs` must be in the slot, and `packages` are the Debian packages that have them. `products` are directories
+    and `product_suffixes` endings of files that an installation, a build or a cache makes: they are in no patch.
+    `settings` are files that can change which tests run. `parser` names a parser of `grading/log_parsers.py`.
+    """
+
+    name: str
+    title: str
+    suffixes: tuple[str, ...]
+    tests: str
+    programs: tuple[str, ...]
+    packages: str
+    parser: str
+    install: str
+    test: str
+    tests_share_package: bool = False
+    """Whether test files in one directory are built together, so that a new one can replace what runs the others."""
+    settings: frozenset[str] = frozenset()
+    products: frozenset[str] = frozenset()
+    product_suffixes: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def is_test(self, path: str) -> bool:
+        """Return whether a path looks like a test: by the file's name, or by a directory of tests above it."""
+        parts = PurePosixPath(path)
+        return re.fullmatch(self.tests, parts.name) is not None or bool(TEST_FOLDERS.intersection(parts.parts[:-1]))
+
+    def is_product(self, path: PurePosixPath) -> bool:
+        """Return whether an installation or a build makes this path."""
+        return not self.products.isdisjoint(path.parts) or path.name.endswith(self.product_suffixes or ("\0",))
+
+    def missing_programs(self) -> list[str]:
+        """Return the programs of this language that the system directories of this machine lack."""
+        return [name for name in self.programs if shutil.which(name, path=DEFAULT_PATH) is None]
+
+
+TEST_FOLDERS = frozenset({"test", "tests", "testing", "__tests__", "spec", "specs", "testdata", "__snapshots__", "t"})
+
+_NODE_TEST = """
+bin=node_modules/.bin
+if [ -x $bin/vitest ]; then $bin/vitest run --reporter=verbose "$@"
+elif [ -x $bin/jest ]; then $bin/jest --verbose "$@"
+elif [ -x $bin/mocha ]; then $bin/mocha --reporter spec "$@"
+elif [ -x $bin/ava ]; then $bin/ava --tap "$@"
+elif [ -x $bin/tape ]; then $bin/tape "$@"
+elif grep -qs '"test".*node --test' package.json; then node --test --test-reporter=tap "$@"
+else npm test --silent
+fi
+"""
+_NODE_INSTALL = """
+[ -f package.json ] || exit 0
+export npm_config_audit=false npm_config_fund=false npm_config_update_notifier=false
+if [ -f pnpm-lock.yaml ] && command -v pnpm; then pnpm install --frozen-lockfile
+elif [ -f yarn.lock ] && command -v yarn; then yarn install --frozen-lockfile
+elif [ -f package-lock.json ] || [ -f npm-shrinkwrap.json ]; then
+    npm ci || npm install --legacy-peer-deps
+else npm install --legacy-peer-deps
+fi
+"""
+_GO_TEST = """
+folders=$(for file in "$@"; do case $file in *.go) dirname "./$file" ;; esac; done | sort -u)
+go test -v ${folders:-./...}
+"""
+_C_TEST = """
+if [ -f CMakeLists.txt ]; then
+    cmake -S . -B build-palaestra -DCMAKE_BUILD_TYPE=Debug -DBUILD_TESTING=ON &&
+    cmake --build build-palaestra -j 2 && ctest --test-dir build-palaestra --output-on-failure
+elif [ -f meson.build ]; then meson setup build-palaestra && meson test -C build-palaestra
+else
+    if [ -x configure ] && [ ! -f Makefile ]; then ./configure; fi
+    make -j 2 check || make -j 2 test
+fi
+"""
+_MAVEN_TEST = """
+if [ -f pom.xml ]; then mvn -o -B test
+else ./gradlew --offline test --info
+fi
+"""
+_RUBY_TEST = """
+run=; if [ -f Gemfile ]; then run="bundle exec"; fi
+if [ -d spec ] && [ ! -d test ]; then $run rspec --format documentation "$@"
+else for file in "$@"; do case $file in *.rb) $run ruby -Ilib -Itest "$file" -v ;; esac; done
+fi
+"""
+_C_PRODUCTS = frozenset({"build-palaestra", "CMakeFiles", ".deps", ".libs", "autom4te.cache"})
+
+_NODE = Language(
+    name="javascript",
+    title="JavaScript",
+    suffixes=(".js", ".mjs", ".cjs", ".jsx"),
+    tests=r".*[._-](?:test|spec|tests|specs)\.[cm]?[jt]sx?(?:\.snap)?|(?:test|tests)\.[cm]?[jt]sx?",
+    programs=("node", "npm"),
+    packages="nodejs npm",
+    parser="node",
+    install=_NODE_INSTALL,
+    test=_NODE_TEST,
+    settings=frozenset({
+        "package.json", ".mocharc.js", ".mocharc.cjs", ".mocharc.json", ".mocharc.yml", ".mocharc.yaml", ".babelrc",
+        "babel.config.js", ".npmrc", ".taprc", "ava.config.js",
+        *(f"{tool}.config.{end}" for tool in ("jest", "vitest", "vite", "karma") for end in ("js", "cjs", "mjs", "ts")),
+    }),
+    products=frozenset({"node_modules", ".nyc_output", "coverage", ".vite", ".turbo"}),
+    env={"npm_config_cache": f"{CACHE}/npm", "CI": "1", "NO_COLOR": "1", "FORCE_COLOR": "0"},
+)  # fmt: skip
+
+_C = Language(
+    name="c",
+    title="C",
+    suffixes=(".c", ".h"),
+    tests=r"(?:test|check)[_-].*|.*[_-]tests?\.[ch]|tests?\.[ch]|unittest.*",
+    programs=("gcc", "make"),
+    packages="build-essential cmake",
+    parser="c",
+    install="true",
+    test=_C_TEST,
+    settings=frozenset({"CTestCustom.cmake", "CTestConfig.cmake"}),
+    products=_C_PRODUCTS,
+    product_suffixes=(".o", ".lo", ".a", ".la", ".so", ".gcda", ".gcno"),
+)
+
+LANGUAGES: Mapping[str, Language] = {
+    language.name: language
+    for language in (
+        _NODE,
+        Language(
+            name="typescript",
+            title="TypeScript",
+            suffixes=(".ts", ".tsx", ".mts", ".cts"),
+            tests=_NODE.tests,
+            programs=_NODE.programs,
+            packages=_NODE.packages,
+            parser=_NODE.parser,
+            install=_NODE.install,
+            test=_NODE.test,
+            settings=_NODE.settings | {"tsconfig.json", "tsconfig.test.json"},
+            products=_NODE.products,
+            env=_NODE.env,
+        ),
+        Language(
+            name="go",
+            title="Go",
+            suffixes=(".go",),
+            tests=r".*_test\.go",
+            programs=("go",),
+            packages="golang-go",
+            parser="gotest",
+            install="[ ! -f go.mod ] || [ -d vendor ] || go mod download",
+            test=_GO_TEST,
+            tests_share_package=True,
+            settings=frozenset({"go.mod", "go.sum", "go.work"}),
+            env={
+                "GOPATH": f"{CACHE}/go",
+                "GOCACHE": f"{CACHE}/go-build",
+                "GOTOOLCHAIN": "local",
+                "GOFLAGS": "-buildvcs=false",
+            },
+        ),
+        Language(
+            name="rust",
+            title="Rust",
+            suffixes=(".rs",),
+            tests=r".*_tests?\.rs|tests?\.rs",
+            programs=("cargo", "rustc"),
+            packages="cargo rustc",
+            parser="cargo",
+            install="cargo fetch || { [ -d vendor ] || ! grep -qs 'source = ' Cargo.lock; }",
+            test="cargo test --offline --no-fail-fast",
+            settings=frozenset({"Cargo.toml", "build.rs", "config.toml", "rust-toolchain", "rust-toolchain.toml"}),
+            products=frozenset({"target"}),
+            env={"CARGO_HOME": f"{CACHE}/cargo", "CARGO_TERM_COLOR": "never"},
+        ),
+        Language(
+            name="java",
+            title="Java",
+            suffixes=(".java", ".kt"),
+            tests=r"(?:Test.*|.*(?:Test|Tests|TestCase|IT))\.(?:java|kt)",
+            programs=("java", "javac"),
+            packages="default-jdk-headless maven junit4",
+            parser="java",
+            install="[ ! -f pom.xml ] || mvn -B -q dependency:go-offline",
+            test=_MAVEN_TEST,
+            settings=frozenset({"pom.xml", "build.gradle", "build.gradle.kts", "settings.gradle", "gradle.properties"}),
+            products=frozenset({"target", ".gradle"}),
+            product_suffixes=(".class",),
+            env={"MAVEN_OPTS": f"-Dmaven.repo.local={CACHE}/maven", "GRADLE_USER_HOME": f"{CACHE}/gradle"},
+        ),
+        _C,
+        Language(
+            name="c++",
+            title="C++",
+            suffixes=(".cc", ".cpp", ".cxx", ".hh", ".hpp", ".hxx"),
+            tests=r"(?:test|check)[_-].*|.*[_-](?:test|tests|unittest)\.(?:cc|cpp|cxx)|tests?\.(?:cc|cpp|cxx)",
+            programs=("g++", "make"),
+            packages=_C.packages,
+            parser="c",
+            install="true",
+            test=_C_TEST,
+            settings=_C.settings,
+            products=_C.products,
+            product_suffixes=_C.product_suffixes,
+        ),
+        Language(
+            name="ruby",
+            title="Ruby",
+            suffixes=(".rb",),
+            tests=r".*_(?:test|spec)\.rb|test_.*\.rb",
+            programs=("ruby",),
+            packages="ruby ruby-minitest ruby-rspec bundler",
+            parser="minitest",
+            install="[ ! -f Gemfile ] || bundle install",
+            test=_RUBY_TEST,
+            settings=frozenset({"Gemfile", "Gemfile.lock", "Rakefile", ".rspec", "spec_helper.rb", "test_helper.rb"}),
+            products=frozenset({".bundle"}),
+            env={"BUNDLE_PATH": f"{CACHE}/bundle"},
+        ),
+        Language(
+            name="php",
+            title="PHP",
+            suffixes=(".php",),
+            tests=r".*Test\.php",
+            programs=("php",),
+            packages="php-cli phpunit composer",
+            parser="phpunit",
+            install="[ ! -f composer.json ] || composer install --no-interaction",
+            test='run=vendor/bin/phpunit; [ -x $run ] || run=phpunit; $run --testdox "$@"',
+            settings=frozenset({"composer.json", "phpunit.xml", "phpunit.xml.dist"}),
+            products=frozenset({"vendor", ".phpunit.cache"}),
+            env={"COMPOSER_HOME": f"{CACHE}/composer"},
+        ),
+    )
+}
+
+_OTHER_NAMES = {
+    "js": "javascript", "node": "javascript", "nodejs": "javascript", "jsx": "javascript", "ts": "typescript",
+    "tsx": "typescript", "golang": "go", "cpp": "c++", "cxx": "c++", "rs": "rust", "kotlin": "java", "py": "python",
+    "rb": "ruby",
+}  # fmt: skip
+_PARSER_LANGUAGES = {
+    "javascript": ("jest", "jest_json", "vitest", "karma", "tap", "mocha", "node", "marked", "test_files", "calypso",
+                   "eslint", "chart_js", "carbon", "react_pdf", "grommet", "p5js", "prismjs", "lighthouse", "next",
+                   "openlayers", "quarto_cli", "bpmn_js", "highlightjs", "immutable_js", "lighthouse_mocha"),
+    "go": ("gotest", "gotest_json"),
+    "rust": ("cargo",),
+    "java": ("maven", "surefire", "gradle_custom", "ant", "java", "junit"),
+    "c": ("redis", "jq", "micropython_test", "ctest", "c"),
+    "c++": ("doctest", "googletest"),
+    "ruby": ("minitest", "cucumber", "ruby_unit", "rspec_transformed_json", "jekyll"),
+    "php": ("phpunit", "phpunit_lines"),
+}  # fmt: skip
+PYTHON = "python"
+
+
+def language_called(name: str) -> str:
+    """Return the name of a language here, for the name that a data set uses. It may be one that is not in
+    `LANGUAGES`."""
+    word = name.strip().lower()
+    return _OTHER_NAMES.get(word, word)
+
+
+def language_of_parser(parser: str) -> str:
+    """Return the language whose logs a parser reads (`short_name`), or an empty string."""
+    return next((language for language, names in _PARSER_LANGUAGES.items() if parser in names), "")
+
+
+def language_of_files(paths: Iterable[str]) -> str:
+    """Return the language of most of these files, or an empty string. Files that no language has do not count."""
+    endings = [PurePosixPath(path).suffix for path in paths]
+    known = [name for ending in endings for name in [_language_of(ending)] if name]
+    return max(dict.fromkeys(known), key=known.count, default="")
+
+
+def _language_of(ending: str) -> str:
+    if ending in (".py", ".pyx", ".pyi"):
+        return PYTHON
+    return next((language.name for language in LANGUAGES.values() if ending in language.suffixes), "")
+
+
+def language_names() -> Collection[str]:
+    """Return the languages whose rows run, Python first."""
+    return (PYTHON, *LANGUAGES)

@@ -1,0 +1,113 @@
+"""Log parsers: logs of many runners, and the same logs through SWE-bench's own parsers, if its package is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from palaestra.core.errors import TaskError
+from palaestra.suites.grading.harness import Status
+from palaestra.suites.grading.log_parsers import PARSERS, has_run, knows, parser
+
+P, F, S = Status.PASSED, Status.FAILED, Status.SKIPPED
+
+JUNIT = (
+    '<testsuite name="s"><testcase name="a" classname="T"/><testcase name="b" classname="T"><failure/></testcase>'
+    '<testcase name="c"><skipped/></testcase></testsuite>'
+)
+DOCTEST = (
+    '<doctest binary="t"><TestCase name="c"><SubCase name="x"><Expression success="true"/></SubCase>'
+    '<SubCase name="y"><Expression success="false"/></SubCase></TestCase></doctest>'
+)
+KARMA = "Starting browser Chrome\n  suite\n    ✔ first\n    ✖ second\n\nSUMMARY:\n  ✔ 1 test completed"
+
+LOGS: list[tuple[str, str, dict[str, Status]]] = [
+    ("parse_log_gotest", "=== RUN A\n--- PASS: TestA (0.00s)\n    --- FAIL: TestB/x_y (1.20s)\n--- SKIP: TestC (0s)",
+     {"TestA": P, "TestB/x_y": F, "TestC": S}),
+    ("parse_log_cargo", "test a::b ... ok\ntest c ... FAILED\ntest d ... ignored\ntest result: FAILED. 1 passed",
+     {"a::b": P, "c": F}),
+    ("parse_log_jest", "PASS a.test.js\n  suite\n    ✓ adds (3 ms)\n    ✕ takes (12ms)\n    ○ skipped later",
+     {"adds": P, "takes": F, "skipped later": S}),
+    ("parse_log_jest_json", "[PASSED] suite adds\n[FAILED] suite takes", {"suite adds": P, "suite takes": F}),
+    ("parse_log_vitest", " ✓ a.test.ts > s > adds 2ms\n × a.test.ts > s > takes\n ↓ a.test.ts > s > later [skipped]",
+     {"a.test.ts > s > adds": P, "a.test.ts > s > takes": F, "a.test.ts > s > later": S}),
+    ("parse_log_tap", "TAP version 13\n# a\nok 1 should be equal\nnot ok 2 - should match\n1..2",
+     {"should be equal": P, "- should match": F}),
+    ("parse_log_karma", KARMA, {"suite > first": P, "suite > second": F}),
+    ("parse_log_maven", "+ mvn -Dtest=A#a test\n[INFO] BUILD SUCCESS\n+ mvn -Dtest=B test\n[INFO] BUILD FAILURE",
+     {"A#a": P, "B": F}),
+    ("parse_log_gradle_custom", "a.T > one PASSED\na.T > two FAILED\na.T > three\n> Task :x\nPASSED",
+     {"a.T > one": P, "a.T > two": F, "a.T > three": P}),
+    ("parse_log_ant", "   [junit] [PASS] one\n   [junit] [FAIL] two\n   [junit] [ERR] three",
+     {"one": P, "two": F, "three": F}),
+    ("parse_log_redis", "[ok]: set works (3 ms)\n[err]: get fails in tests/a.tcl\n[skip]: slow one\n[ignore]: other",
+     {"set works": P, "get fails": F, "slow one": S, "other": S}),
+    ("parse_log_jq", "PASS: tests/jqtest\nFAIL: tests/optional", {"tests/jqtest": P, "tests/optional": F}),
+    ("parse_log_micropython_test", "pass  basics/a.py\nFAIL  basics/b.py\nskip  io/c.py",
+     {"basics/a.py": P, "basics/b.py": F, "io/c.py": S}),
+    ("parse_log_googletest", "[ RUN    ] A.b\n[       OK ] A.b (0 ms)\n[  FAILED  ] A.c (1 ms)", {"A.b": P, "A.c": F}),
+    ("parse_log_doctest", f"building\n{DOCTEST}\n", {"c > x": P, "c > y": F}),
+    ("parse_log_phpunit", "Calc (Tests\\Calc)\n ✔ Adds\n ✘ Takes\n ↩ Later",
+     {"Calc > Adds": P, "Calc > Takes": F, "Calc > Later": S}),
+    ("parse_log_minitest", "CalcTest#test_adds = 0.00 s = .\nCalc. x = 0.1 s = .", {"Calc": P}),
+    ("parse_log_cucumber", "features/a.feature ...\nfeatures/b.feature ..F", {"features/a.feature": P,
+                                                                             "features/b.feature": F}),
+    ("parse_log_ruby_unit", "  test: adds:\t.: (0.001)\n  takes:\tF\n  later:\tO", {"adds": P, "takes": F, "later": S}),
+    ("parse_log_rspec_transformed_json", "Calc adds - passed\nCalc takes - failed", {"Calc adds": P, "Calc takes": F}),
+    ("parse_log_carbon", "PASS a/b-test.js (3.2s)\nFAIL c-test.js", {"a/b-test.js": P, "c-test.js": F}),
+    ("parse_log_react_pdf", "PASS a.test.js\nFAIL b.test.js (1.2 s)", {"a.test.js": P, "b.test.js": F}),
+    ("parse_log_grommet", "PASS a.js (8 ms)\nFAIL b.js", {"a.js": P, "b.js": F}),
+    ("parse_log_marked", "Failures:\n1) Hello should parse\n  Message:", {"Hello should parse": F}),
+    ("parse_log_lighthouse_mocha", "running 2 test files\n  suite\n    inner\n      ✔ one (12ms)\n      1) two\n",
+     {"suite - inner - one": P, "suite - inner - two": F}),
+    ("ctest", "1/2 Test  #1: parse_tests ....   Passed    0.00 sec\n2/2 Test  #2: print ....***Failed    0.01 sec",
+     {"parse_tests": P, "print": F}),
+    ("junit", JUNIT, {"a (T)": P, "b (T)": F, "c": S}),
+    ("gotest_json", '{"Action":"pass","Package":"p","Test":"TestA"}\n{"Action":"fail","Package":"p"}', {"TestA": P}),
+    ("java_mvn", "[INFO] Tests run: 2, Failures: 0, Errors: 0, Skipped: 0, Time elapsed: 0.1 s - in a.T\n"
+     "[ERROR] Tests run: 1, Failures: 1, Errors: 0, Skipped: 0, Time elapsed: 0.1 s <<< FAILURE! -- in a.U",
+     {"a.T": P, "a.U": F}),
+    ("parse_log_js_4", "  suite\n    ✔ one (3ms)\n    ✖ two\n    1) three", {"one": P, "two": F, "three": F}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "log", "expected"), LOGS, ids=[name for name, *_ in LOGS])
+def test_a_log_is_read(name: str, log: str, expected: dict[str, Status]) -> None:
+    assert parser(name)(log) == expected
+
+
+@pytest.mark.parametrize(("name", "log", "expected"), LOGS, ids=[name for name, *_ in LOGS])
+def test_colours_and_other_line_ends_change_nothing(name: str, log: str, expected: dict[str, Status]) -> None:
+    coloured = log.replace("\n", "\x1b[0m\r\n\x1b[32m")
+    assert parser(name)(coloured) == expected
+
+
+@pytest.mark.skipif(importlib.util.find_spec("swebench") is None, reason="the package swebench is not installed")
+@pytest.mark.parametrize(("name", "log", "expected"), LOGS, ids=[name for name, *_ in LOGS])
+def test_a_published_parser_reads_the_same(name: str, log: str, expected: dict[str, Status]) -> None:
+    registry = importlib.import_module("swebench.harness.log_parsers").PARSER_REGISTRY
+    if name not in registry:
+        pytest.skip("not a parser of SWE-bench")
+    found = registry[name](log, SimpleNamespace(instance_id="o__n-1", version="1.0"))
+    assert found == {test: status.value.upper() for test, status in expected.items()}
+
+
+def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
+    assert not knows("parse_log_of_nothing")
+    with pytest.raises(TaskError, match=r"'parse_log_of_nothing' is unknown; known parsers: ant, c, carbon"):
+        parser("parse_log_of_nothing")
+
+
+def test_a_log_of_failures_needs_a_sign_that_tests_ran() -> None:
+    assert has_run("5 specs, 0 failures")
+    assert has_run("  12 passing (3s)")
+    assert not has_run("Executed 0 of 0")
+    assert not has_run("Error: Cannot find module 'mocha'")
+
+
+def test_xml_with_entities_is_not_read() -> None:
+    bomb = JUNIT.replace("<testcase", '<!DOCTYPE x [<!ENTITY a "b">]><testcase', 1)
+    assert PARSERS["junit"](bomb) == {}

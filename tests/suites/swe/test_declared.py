@@ -1,0 +1,101 @@
+"""What a repository declares for its tests, which Python it allows, and the causes of failures."""
+
+from __future__ import annotations
+
+import pytest
+
+from palaestra.suites.swe.declared import Declared, declared, required_python
+from palaestra.suites.swe.failure_cause import cause_of
+from palaestra.suites.toolchain.interpreters import allows, newest_date
+
+PYPROJECT = """
+[project]
+requires-python = ">=3.9"
+[project.optional-dependencies]
+docs = ["sphinx"]
+test = ["pytest-mock"]
+[dependency-groups]
+dev = ["ruff", {include-group = "tests"}]
+tests = ["hypothesis>=6", "evil @ https://example.org/x.zip", {include-group = "dev"}]
+[tool.poetry.group.test.dependencies]
+time-machine = "^2.1"
+[tool.hatch.envs.hatch-test]
+extra-dependencies = ["trustme"]
+"""
+TOX = "[testenv]\nextras = test\ndeps =\n    -r requirements/tox.txt\n    freezegun>=1\n    --pre\n"
+
+
+def test_places_are_tried_in_order_and_addresses_left_out() -> None:
+    paths = ["requirements.txt", "requirements-dev.txt", "tests/requirements.txt", "src/a.py"]
+    found = declared({"pyproject.toml": PYPROJECT, "tox.ini": TOX}, paths)
+    assert found == [
+        Declared("[dependency-groups] tests", ("hypothesis>=6", "ruff")),
+        Declared("[dependency-groups] dev", ("ruff", "hypothesis>=6")),
+        Declared("extra test", (".[test]",)),
+        Declared("poetry group test", ("time-machine>=2.1",)),
+        Declared("hatch environment hatch-test", ("trustme",)),
+        Declared("tests/requirements.txt", ("-rtests/requirements.txt",)),
+        Declared("requirements-dev.txt", ("-rrequirements-dev.txt",)),
+        Declared("tox.ini [testenv]", (".[test]", "-rrequirements/tox.txt", "freezegun>=1")),
+        Declared("requirements.txt", ("-rrequirements.txt",)),
+    ]
+
+
+def test_broken_files_declare_nothing() -> None:
+    assert declared({"pyproject.toml": "[", "setup.cfg": "x", "tox.ini": "x"}, []) == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ({"pyproject.toml": PYPROJECT}, ">=3.9"),
+        ({"pyproject.toml": '[tool.poetry.dependencies]\npython = "^3.8.1"'}, ">=3.8,<4"),
+        ({"setup.cfg": "[options]\npython_requires = >=3.7\n"}, ">=3.7"),
+        ({"setup.py": "setup(python_requires='>=3.6, <3.10')"}, ">=3.6, <3.10"),
+        ({}, ""),
+    ],
+)
+def test_the_required_python(texts: dict[str, str], expected: str) -> None:
+    assert required_python(texts) == expected
+
+
+@pytest.mark.parametrize(
+    ("requires", "version", "expected"),
+    [
+        (">=3.12", (3, 11, 7), False), (">=3.11", (3, 11, 0), True), (">=3.8,<3.11", (3, 11, 7), False),
+        ("!=3.11.*", (3, 11, 7), False), ("~=3.9", (3, 11, 7), True), ("~=3.9.1", (3, 11, 7), False),
+        ("==3.11.*", (3, 11, 7), True), (">3.11", (3, 11, 7), True), ("", (3, 11, 7), True),
+    ],
+)  # fmt: skip
+def test_versions_that_a_repository_allows(requires: str, version: tuple[int, ...], expected: bool) -> None:
+    assert allows(requires, version) is expected
+
+
+@pytest.mark.parametrize(
+    ("created_at", "expected"),
+    [("2024-05-27T10:00:00Z", "2024-05-27"), ("2018-01-01", "2023-04-24"), ("", ""), ("yesterday", "")],
+)
+def test_packages_are_not_older_than_the_interpreter(created_at: str, expected: str) -> None:
+    assert newest_date(created_at, (3, 11, 7)) == expected
+
+
+@pytest.mark.parametrize(
+    ("output", "exit_code", "cause"),
+    [
+        ("E  ModuleNotFoundError: No module named 'time_machine'", 2, "missing package: time_machine"),
+        ("Error: Cannot find module 'tape'\nRequire stack:", 1, "missing package: tape"),
+        ("E  fixture 'mocker' not found", 1, "missing pytest plugin: fixture mocker"),
+        ("'asyncio' not found in `markers` configuration option", 2, "missing pytest plugin: marker asyncio"),
+        ("ERROR: Package 'x' requires a different Python: 3.11.7 not in '>=3.12'", 1,
+         "wrong Python: 3.11.7 not in '>=3.12'"),
+        ("TypeError: required field \"lineno\" missing from alias", 1, 'wrong Python: required field "lineno" missing'),
+        ("Killed", 137, "out of memory: raise the memory limit of the slots"),
+        ("curl: (6) Could not resolve host: crates.io", 6, "no network: the tests or the installation need crates.io"),
+        ("main.c:1:10: fatal error: zlib.h: No such file or directory", 2, "missing header: zlib.h"),
+        ("bash: line 1: cargo: command not found", 127, "missing program: cargo"),
+        ("npm error code ECONNRESET", 1, "no network"),
+        ("E assert 1 == 2", 1, ""),
+    ],
+)  # fmt: skip
+def test_the_cause_of_a_failure(output: str, exit_code: int, cause: str) -> None:
+    assert cause_of(output, exit_code) == cause

@@ -1,0 +1,156 @@
+"""Rows in other languages than Python: how their columns are read, what is protected, and whole plays where the
+programs of a language are on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.errors import TaskError
+from palaestra.core.types import JSON
+from palaestra.sandbox.slot import Change
+from palaestra.suites.grading.harness import Status, TestRun
+from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe.languages import LANGUAGES
+from palaestra.suites.swe.protected import SETTINGS_CHANGED, TESTS_EDITED, protected
+from palaestra.suites.swe.swe_row import SweRow, TestNames, parse_row
+from palaestra.suites.toolchain.toolchain import DependencyCache
+from suites.swe.published import Source, roll_out
+
+FIX = apply_diff.between("calc.go", "bug\n", "fix\n")
+GO_TESTS = apply_diff.between("pkg/calc_test.go", "a\n", "b\n")
+ROW: dict[str, JSON] = {
+    "instance_id": "o__n-1", "repo": "o/n", "base_commit": "abc123", "problem_statement": "It is wrong.", "patch": FIX,
+    "test_patch": GO_TESTS, "FAIL_TO_PASS": ["TestAdd"], "PASS_TO_PASS": ["TestDouble"],
+}  # fmt: skip
+
+
+def row(**columns: JSON) -> SweRow:
+    return parse_row({**ROW, **columns})
+
+
+@pytest.mark.parametrize(
+    ("columns", "language", "parser"),
+    [
+        ({}, "go", "gotest"),
+        ({"test_patch": apply_diff.between("test/a.test.js", "a\n", "b\n")}, "javascript", "node"),
+        ({"test_patch": apply_diff.between("src/a.test.ts", "a\n", "b\n")}, "typescript", "node"),
+        ({"test_patch": apply_diff.between("tests/a.rs", "a\n", "b\n")}, "rust", "cargo"),
+        ({"log_parser": "parse_log_redis"}, "c", "parse_log_redis"),
+        ({"language": "cpp"}, "c++", "c"),
+        ({"repo_language": "ts"}, "typescript", "node"),
+        ({"install_config": {"test_cmd": "go test", "log_parser": "parse_log_gotest"}}, "go", "parse_log_gotest"),
+    ],
+)
+def test_the_language_of_a_row(columns: dict[str, JSON], language: str, parser: str) -> None:
+    made = row(**columns)
+    assert made.recipe is not None
+    assert (made.names, made.recipe.language.name, made.recipe.parser) == (TestNames.LOG, language, parser)
+
+
+def test_a_language_without_a_toolchain_is_refused_by_name() -> None:
+    with pytest.raises(TaskError, match="its tests are in haskell; rows run in python, javascript"):
+        row(language="haskell")
+
+
+def test_a_script_of_swe_bench_5_is_split_at_its_markers() -> None:
+    script = "\n".join((
+        "#!/bin/bash", "set -uxo pipefail", "cd /testbed", "git checkout abc pkg/calc_test.go",
+        "git apply -v - <<'EOF_1'", "+go generate ./evil", "EOF_1", "make tools", ": '>>>>> Start Test Output'",
+        "go test -v ./pkg && cd /testbed", ": '>>>>> End Test Output'", "git checkout abc pkg/calc_test.go",
+    ))  # fmt: skip
+    recipe = row(eval_script=script, log_parser="parse_log_gotest", eval_type="pass_and_fail").recipe
+    assert recipe is not None
+    assert (recipe.build, recipe.tests) == (("make tools",), ("go test -v ./pkg && cd /testbed",))
+    assert recipe.test_script("o/n", "/workspace") == "make tools\ngo test -v ./pkg && cd /workspace"
+
+
+def test_the_columns_of_swe_bench_pro() -> None:
+    columns: dict[str, JSON] = {
+        **{name: value for name, value in ROW.items() if not name.endswith("_TO_PASS")},
+        "fail_to_pass": "['TestAdd']", "pass_to_pass": "['TestDouble', \"TestIt's\"]", "repo_language": "go",
+        "before_repo_set_cmd": "git reset --hard", "dockerhub_tag": "o.n-1", "requirements": "Add must add.",
+        "selected_test_files_to_run": '["pkg/calc_test.go", "../x_test.go"]', "interface": "func Add",
+    }  # fmt: skip
+    made = parse_row(columns)
+    assert (made.fail_to_pass, made.pass_to_pass) == (("TestAdd",), ("TestDouble", "TestIt's"))
+    assert made.problem_statement == "It is wrong.\n\nRequirements:\nAdd must add.\n\nInterface:\nfunc Add"
+    assert made.test_files == ("pkg/calc_test.go",)
+    assert made.image_name == "o.n-1"
+
+
+def test_rows_of_nemo_gym_are_unwrapped_and_those_of_r2e_gym_refused() -> None:
+    metadata = {"instance_id": "o__n-1", "instance_dict": json.dumps(ROW)}
+    assert parse_row({"responses_create_params": {"input": [], "metadata": metadata}}).repo == "o/n"
+    with pytest.raises(TaskError, match="R2E-Gym rows are not read: they have no diff"):
+        parse_row({"repo_name": "sympy", "expected_output_json": "{}", "docker_image": "x"})
+
+
+@pytest.mark.parametrize(
+    ("statuses", "exit_status", "official"),
+    [
+        ({"TestAdd": Status.PASSED, "TestDouble": Status.SKIPPED}, 0, True),
+        ({"TestAdd": Status.SKIPPED, "TestDouble": Status.PASSED}, 0, False),
+        ({"TestAdd": Status.PASSED, "TestDouble": Status.PASSED}, 1, False),
+        ({"TestAdd": Status.PASSED, "TestDouble": Status.PASSED, "TestOther": Status.FAILED}, 1, True),
+        ({"TestAdd": Status.PASSED}, 0, False),
+    ],
+)
+def test_the_official_verdict_of_a_log(statuses: dict[str, Status], exit_status: int, official: bool) -> None:
+    run = TestRun(statuses, complete=True, exit_status=exit_status)
+    assert row().official(run).resolved is official
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("pkg/calc.go", None),
+        ("pkg/calc_test.go", TESTS_EDITED),
+        ("pkg/main_test.go", TESTS_EDITED),
+        ("other/own_test.go", None),
+        ("go.mod", SETTINGS_CHANGED),
+    ],
+)
+def test_protected_paths_of_a_language(path: str, label: str | None) -> None:
+    found = protected([Change(path, "file")], row(), ["go.mod", "pkg/calc.go", "pkg/calc_test.go"])
+    assert found.labelled.get(path) == label
+
+
+def test_products_are_in_no_view_unless_the_repository_has_them() -> None:
+    made = row(test_patch=apply_diff.between("test/a.test.js", "a\n", "b\n"))
+    changes = [Change("node_modules/x/index.js", "file"), Change("coverage/kept.js", "file")]
+    found = protected(changes, made, ["coverage/kept.js", "test/a.test.js"])
+    assert found.left_out == ("node_modules/x/index.js",)
+
+
+C_CODE = "int add(int a, int b) {{ return a {} b; }}\n"
+C_TESTS = (
+    "#include <stdio.h>\nint add(int, int);\nint main(void) {\n"
+    '    printf("%s: add\\n", add(1, 2) == 3 ? "PASS" : "FAIL");\n'
+    '    printf("%s: zero\\n", add(0, 0) == 0 ? "PASS" : "FAIL");\n    return add(1, 2) != 3;\n}\n'
+)
+
+
+@pytest.mark.slots
+@pytest.mark.slow
+@pytest.mark.skipif(bool(LANGUAGES["c"].missing_programs()), reason="gcc or make is not installed")
+@pytest.mark.parametrize(("policy", "reward"), [("oracle", 1.0), ("noop", 0.0)])
+def test_a_row_in_c(policy: str, reward: float, tmp_path: Path, installed_pytest: DependencyCache) -> None:
+    make = "test: calc.c test_calc.c\n\tgcc -o run_tests calc.c test_calc.c && ./run_tests\n"
+    source = Source.make(tmp_path / "source", {"calc.c": C_CODE.format("-"), "Makefile": make, "test_calc.c": "\n"})
+    columns = source.row(
+        patch=source.diff({"calc.c": C_CODE.format("+")}),
+        test_patch=source.diff({"test_calc.c": C_TESTS}),
+        FAIL_TO_PASS=["add"],
+        PASS_TO_PASS=["zero"],
+        language="c",
+        install_config={"install": [], "test_cmd": ["make -s test"], "log_parser": "parse_log_jq"},
+    )
+    del columns["install"]
+    (group,) = roll_out([columns], policy, tmp_path / "run", installed_pytest)
+    assert not group.error, group.error
+    (trajectory,) = group.trajectories
+    assert (trajectory.reward, trajectory.official) == (reward, reward), (trajectory.detail, trajectory.error)
+    assert trajectory.detail["uncontrolled"] == (["add"] if reward else [])
