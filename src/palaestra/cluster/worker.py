@@ -197,8 +197,8 @@ async def _opened_node(setup: Setup, outbox: Outbox) -> AsyncIterator[_Node]:
                 )
             recorded_tools = make_recorded_tools(config)
             stack.callback(recorded_tools.close)
-            environment.world = recorded_tools
-            workspaces = Workspaces(pool, make_prepared(config, pool.backend))
+            environment.use_recordings(recorded_tools)
+            workspaces = Workspaces(pool, make_prepared(config, pool.backend, _not_kept))
             stack.push_async_callback(workspaces.aclose)
             context = RunContext(
                 engine=engine,
@@ -209,6 +209,10 @@ async def _opened_node(setup: Setup, outbox: Outbox) -> AsyncIterator[_Node]:
                 recorded_tools=recorded_tools,
             )
             yield _Node(environment, context, pool, Places(pool.limit.slots, 1 << 60))
+
+
+def _not_kept(error: ConfigError) -> None:
+    logger.warning("a prepared workspace is not kept for other runs: %s", error)
 
 
 def _script_here(setup: Setup, scratch: Path) -> str:
