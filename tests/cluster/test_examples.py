@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_the_end_of_the_job_reaches_the_run(slurm: dict[str, str]) -> None:
     with subprocess.Popen([SCRIPT, "run", "x"], env=slurm, start_new_session=True) as running:
         try:
             told = Path(slurm["TOLD"])
-            while not told.exists() or "palaestra run" not in told.read_text():
+            while not told.exists() or not re.search("^palaestra run", told.read_text(), re.M):
                 assert running.poll() is None
             running.send_signal(signal.SIGTERM)
             assert running.wait(20) == 130

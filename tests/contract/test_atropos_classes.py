@@ -76,13 +76,13 @@ def test_the_settings_that_config_init_returns_are_the_classes_settings() -> Non
 
 def test_settings_of_other_releases_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        config = OwnConfig(mine=3, max_num_workerz=4, gone=5)
+        config = OwnConfig(mine=3, max_num_workerz=4, obsolete=5)
         server = APIServerConfig(model_name="m", weight=1.0)
-        OwnConfig(gone=5)
+        OwnConfig(obsolete=5)
         APIServerConfig(weight=1.0)
     assert (config.mine, server.model_name) == (3, "m")
     assert [record.getMessage() for record in caplog.records] == [
-        "OwnConfig ignores settings that it does not have: max_num_workerz (did you mean max_num_workers?), gone",
+        "OwnConfig ignores settings that it does not have: max_num_workerz (did you mean max_num_workers?), obsolete",
         "APIServerConfig ignores settings that it does not have: weight",
     ]
 

@@ -55,7 +55,6 @@ def test_a_group_in_the_shape_that_the_api_server_takes(line_of, trajectory):
         "tools_hash": "",
         "token_source": "engine",
         "spans": [[], []],
-        "versions": [[], []],
         "rollouts": line["rollouts"],
     }
 

@@ -44,8 +44,9 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
     """Return the group as one JSON object, or None if none of its rollouts was scored.
 
     It has `tokens[G][T]`, `masks[G][T]` (-100 for untrained tokens), `scores[G]`, `inference_logprobs[G][T]` if every
-    row has them, `spans[G]`, the `SequenceSpan`s of each row, and `versions[G]`, the (start, stop, policy version) of
-    each row's sampled spans. If `messages` is False, the list `messages` is empty.
+    row has them, and `spans[G]`, the `SequenceSpan`s of each row. If the model server names its weights, it has
+    `versions[G]`, the (start, stop, policy version) of each row's sampled spans. If `messages` is False, the list
+    `messages` is empty.
     A rollout whose history was rewritten has several rows, each with its score and messages; `rows` in `rollouts`
     counts them. Raises `ValueError` if a row's lists differ in length, a score is not finite, a message has no role or
     `group_overrides` is not a mapping.
@@ -81,7 +82,7 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
         "tools_hash": group.tools_hash,
         "token_source": _token_source(rows),
         "spans": [row.spans for row in rows],
-        "versions": [row.versions for row in rows],
+        **({"versions": [row.versions for row in rows]} if any(row.versions for row in rows) else {}),
         "rollouts": [line_rollout(trajectory) for trajectory in trajectories],
     }
 

@@ -58,7 +58,7 @@ def scored_data(
         )
     count = len(line["tokens"])
     overrides = line["group_overrides"] | ({"group_size": count} if count != group_size else {})
-    if any(line["versions"]):
+    if "versions" in line:
         overrides |= {VERSIONS: line["versions"]}
     sent = {name: line[name] for name in (*_SENT, *_SENT_TOO) if line.get(name)}
     return sent | ({"group_overrides": overrides} if overrides else {})
