@@ -33,10 +33,10 @@ from palaestra.cluster.messages import (
     FINISHED,
     KINDS,
     GroupWork,
-    Play,
+    PlayGroup,
     Ready,
-    Setup,
     StreamEnded,
+    WorkerSetup,
     framed,
     read_frame,
     this_process,
@@ -164,7 +164,7 @@ def killed(folder: Path, words: list[str], after: int, kill: Any) -> Path:
 
 async def instant(recorded: Path, slots: int) -> None:
     """Be a worker that plays each group at once, with the events of the recorded one."""
-    from palaestra.cluster.outbox import Outbox
+    from palaestra.cluster.event_outbox import EventOutbox
     from palaestra.cluster.worker import _unpickled, streams
 
     reader, writer = await streams()
@@ -176,14 +176,14 @@ async def instant(recorded: Path, slots: int) -> None:
 
     await send(this_process())
     setup = to_worker(await read_frame(reader))
-    assert isinstance(setup, Setup)
-    outbox = Outbox(send, setup.flush_s)
+    assert isinstance(setup, WorkerSetup)
+    outbox = EventOutbox(send, setup.flush_s)
     await send(Ready(3, slots))
     sending = asyncio.create_task(outbox.run())
     try:
         while True:
             message = to_worker(await read_frame(reader))
-            if isinstance(message, Play):
+            if isinstance(message, PlayGroup):
                 work: GroupWork = _unpickled(message.work)
                 name = f"{work.number:06d}-{work.task.id}".encode()
                 for kind, index, line in events:
@@ -233,7 +233,7 @@ async def driver(address: str, recorded: Path, groups: int, in_flight: int, node
 
     slots = -(-in_flight // nodes)
     launcher = RayLauncher(address, (str(Path(__file__).resolve()), "--instant", str(recorded), str(slots)))
-    cluster = Driver(launcher, Terms(Setup(reference="", script=None, folder="/", settings=b"", flush_s=0.1)))
+    cluster = Driver(launcher, Terms(WorkerSetup(reference="", script=None, folder="/", settings=b"", flush_s=0.1)))
     await cluster.open()
     with tempfile.TemporaryDirectory() as folder:
         journal = Counted(Path(folder, "journal.jsonl"))

@@ -18,10 +18,10 @@ from palaestra.cluster.launcher import NodeAddress, ProcessLauncher, ProcessLink
 from palaestra.cluster.messages import (
     FromWorker,
     Hello,
+    NodeRefused,
     Ready,
-    Refused,
-    Setup,
     StreamEnded,
+    WorkerSetup,
     framed,
     from_worker,
     read_frame,
@@ -31,7 +31,7 @@ from palaestra.cluster.nodes import Terms, table
 from palaestra.core.errors import ConfigError, IsolationUnavailable
 from palaestra.inference.config import APIServerConfig
 
-SETUP = Setup(reference="lines_env.py", script=None, folder="/", settings=b"", flush_s=0.1)
+SETUP = WorkerSetup(reference="lines_env.py", script=None, folder="/", settings=b"", flush_s=0.1)
 OWN = this_process()
 
 
@@ -102,7 +102,7 @@ async def test_levels_never_mix() -> None:
 
 @on_loop
 async def test_a_cluster_without_a_usable_node_says_why() -> None:
-    refused = Refused("the isolation level full is not available here", 5)
+    refused = NodeRefused("the isolation level full is not available here", 5)
     with pytest.raises(IsolationUnavailable, match="no node can be used") as raised:
         await Driver(Cluster(only=Said(OWN, refused)), Terms(SETUP)).open()
     assert "the isolation level full is not available here" in str(raised.value)
@@ -148,11 +148,11 @@ async def test_a_worker_tells_why_it_cannot_begin(tmp_path: Path) -> None:
     assert hello.python == sys.version.split()[0]
     await link.send(framed(broken))
     refused = from_worker(await read_frame(link.process.stdout))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, NodeRefused)
     assert "has no environment 'nothing'" in refused.reason
     await link.aclose()
     assert link.process.returncode == 0
 
 
-def replace_setup(reference: str, script: bytes) -> Setup:
+def replace_setup(reference: str, script: bytes) -> WorkerSetup:
     return msgspec.structs.replace(SETUP, reference=reference, script=script)

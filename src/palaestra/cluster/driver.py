@@ -16,7 +16,7 @@ from typing import Any
 
 from palaestra.cluster.group import COMMITTED, JOURNALLED, MOST_NODES, Playing, RemoteGroup, earlier_by_group
 from palaestra.cluster.launcher import Launcher, NodeAddress, NodeLost
-from palaestra.cluster.messages import FAILED, FINISHED, KINDS, Cancel, Happened, Play, Refused, Stop, framed
+from palaestra.cluster.messages import FAILED, FINISHED, KINDS, Cancel, Happened, NodeRefused, PlayGroup, Stop, framed
 from palaestra.cluster.nodes import Node, Terms, agree_on_level, greet, table, weaker
 from palaestra.cluster.placement import Placement, Room
 from palaestra.core.errors import ConfigError, InfraError, IsolationUnavailable, TaskError
@@ -58,7 +58,7 @@ class _Worker:
         self._outgoing: list[bytes] = []
         self._some = asyncio.Event()
 
-    def send(self, message: Play | Cancel | Stop) -> None:
+    def send(self, message: PlayGroup | Cancel | Stop) -> None:
         """Send a message soon. What is sent meanwhile goes with it."""
         self._outgoing.append(framed(message))
         self._some.set()
@@ -159,7 +159,7 @@ class Driver:
             if worker is None:
                 raise NodeLost("the node was lost before it got the group")
             worker.plays[key] = playing
-            worker.send(Play(key, work))
+            worker.send(PlayGroup(key, work))
             try:
                 await asyncio.shield(done)
             except asyncio.CancelledError:
@@ -214,7 +214,7 @@ class Driver:
             message = await worker.node.next_message()
             if isinstance(message, Happened):
                 await self._take(worker, message)
-            elif isinstance(message, Refused):
+            elif isinstance(message, NodeRefused):
                 raise NodeLost(message.reason)
 
     async def _take(self, worker: _Worker, happened: Happened) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from palaestra.cluster.launcher import NodeLost
-from palaestra.cluster.messages import KINDS, Entry, Failure, GroupWork
+from palaestra.cluster.messages import KINDS, Failure, GroupEntry, GroupWork
 from palaestra.cluster.placement import Room
 from palaestra.core.errors import ConfigError, PalaestraError, TaskError
 from palaestra.core.types import Blame, Task
@@ -143,7 +143,7 @@ class RemoteGroup:
         """Record a group that cannot be sent to any node."""
         await self._give_up(str(error), Blame.TASK)
 
-    def take(self, entry: Entry) -> JournalEvent | MemoryEvent | None:
+    def take(self, entry: GroupEntry) -> JournalEvent | MemoryEvent | None:
         """Take note of an entry, and return the event to announce, if anybody hears it. The caller writes its line."""
         kind, events = KINDS[entry.kind], self.run_context.events
         event: JournalEvent | MemoryEvent | None = None
@@ -173,7 +173,7 @@ class RemoteGroup:
             self._lines.setdefault(entry.index, []).append((entry.kind, entry.data))
         return event if event is not None and events.hears(kind) else None
 
-    def failure(self, entry: Entry) -> PalaestraError:
+    def failure(self, entry: GroupEntry) -> PalaestraError:
         """Return the error that ended the group on its node. `NodeLost` means that the node is to blame."""
         failure = _failures.decode(entry.data)
         if failure.disk:

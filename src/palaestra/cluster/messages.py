@@ -1,11 +1,12 @@
 """The messages between the driver of a run and the workers on its nodes, and how they are framed on a stream.
 
-A worker says `Hello`, gets `Setup` and answers `Ready` or `Refused`. Then it gets one `Play` per group, and returns
-everything that happens as `Happened`. A frame is its length (4 bytes, big-endian) and a message in MessagePack.
-Whatever starts a worker has to carry only two streams of bytes: `ray_launcher.py` carries them through an actor.
+A worker says `Hello`, gets `WorkerSetup` and answers `Ready` or `NodeRefused`. Then it gets one `PlayGroup` per group,
+and returns everything that happens as `Happened`. A frame is its length (4 bytes, big-endian) and a message in
+MessagePack. Whatever starts a worker has to carry only two streams of bytes: `ray_launcher.py` carries them through an
+actor.
 
-Whoever can write to a worker's stream starts programs there anyway, so `Setup` and `Play` may hold pickles. The driver
-unpickles nothing that a node sends.
+Whoever can write to a worker's stream starts programs there anyway, so `WorkerSetup` and `PlayGroup` may hold pickles.
+The driver unpickles nothing that a node sends.
 """
 
 from __future__ import annotations
@@ -76,15 +77,15 @@ class Ready(msgspec.Struct, tag=True):
     slots: int
 
 
-class Refused(msgspec.Struct, tag=True):
+class NodeRefused(msgspec.Struct, tag=True):
     """The worker cannot play groups, and ends. `exit_code` is that of the error."""
 
     reason: str
     exit_code: int = 1
 
 
-class Entry(msgspec.Struct, array_like=True, gc=False):
-    """One event of the play `key` (`Play`). `index` is the rollout's index in its group, -1 for the group itself.
+class GroupEntry(msgspec.Struct, array_like=True, gc=False):
+    """One event of the play `key` (`PlayGroup`). `index` is the rollout's index in its group, -1 for the group itself.
     `data` is the event in JSON; for a journal event, this is its line in the journal."""
 
     key: int
@@ -96,7 +97,7 @@ class Entry(msgspec.Struct, array_like=True, gc=False):
 class Happened(msgspec.Struct, tag=True):
     """What happened on a node since the last such message, in order."""
 
-    entries: list[Entry]
+    entries: list[GroupEntry]
 
 
 class Failure(msgspec.Struct):
@@ -107,7 +108,7 @@ class Failure(msgspec.Struct):
     disk: bool = False
 
 
-class Setup(msgspec.Struct, tag=True, kw_only=True):
+class WorkerSetup(msgspec.Struct, tag=True, kw_only=True):
     """What a worker needs before the first group. `settings` is a pickle of the settings that were set, of the
     environment and of each model server. `script` is the content of the environment's file, if it is one."""
 
@@ -118,7 +119,7 @@ class Setup(msgspec.Struct, tag=True, kw_only=True):
     flush_s: float
 
 
-class Play(msgspec.Struct, tag=True):
+class PlayGroup(msgspec.Struct, tag=True):
     """Play a group. `work` is a pickled `GroupWork`."""
 
     key: int
@@ -139,8 +140,8 @@ class Stop(msgspec.Struct, tag=True):
     spent: float
 
 
-FromWorker: TypeAlias = Hello | Ready | Refused | Happened
-ToWorker: TypeAlias = Setup | Play | Cancel | Stop
+FromWorker: TypeAlias = Hello | Ready | NodeRefused | Happened
+ToWorker: TypeAlias = WorkerSetup | PlayGroup | Cancel | Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from palaestra.cluster.launcher import Launcher, Link, NodeAddress, NodeLost
 from palaestra.cluster.messages import (
     FromWorker,
     Hello,
+    NodeRefused,
     Ready,
-    Refused,
-    Setup,
     StreamEnded,
+    WorkerSetup,
     framed,
     from_worker,
     this_process,
@@ -74,7 +74,7 @@ class Node:
 class Terms:
     """What every node of a run must meet: the driver's version, and the setup, which must work there."""
 
-    setup: Setup
+    setup: WorkerSetup
     servers: Sequence[APIServerConfig] = ()
     own: Hello = field(default_factory=this_process)
 
@@ -117,7 +117,7 @@ async def greet(launcher: Launcher, address: NodeAddress, terms: Terms) -> Node:
         if isinstance(answer, Ready):
             node.ready = answer
         else:
-            await node.refuse(answer.reason if isinstance(answer, Refused) else f"answered {type(answer).__name__}")
+            await node.refuse(answer.reason if isinstance(answer, NodeRefused) else f"answered {type(answer).__name__}")
     except TimeoutError:
         limit = READY_S if node.hello is not None else HELLO_S
         await node.refuse(f"its worker did not answer within {limit:.0f} seconds")

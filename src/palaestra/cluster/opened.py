@@ -9,7 +9,7 @@ from pathlib import Path
 
 from palaestra.cluster.driver import Driver
 from palaestra.cluster.launcher import Launcher, ProcessLauncher
-from palaestra.cluster.messages import Setup
+from palaestra.cluster.messages import WorkerSetup
 from palaestra.cluster.nodes import Terms
 from palaestra.core.errors import ConfigError
 from palaestra.core.extras import install_command
@@ -58,7 +58,7 @@ async def opened(launcher: Launcher, request: ClusterRequest) -> AsyncIterator[D
         await launcher.aclose()
 
 
-def setup_of(request: ClusterRequest, flush_s: float) -> Setup:
+def setup_of(request: ClusterRequest, flush_s: float) -> WorkerSetup:
     """Return what a worker needs to make the run's environment. Raises `ConfigError` for an environment that only this
     process has."""
     reference = request.form.reference
@@ -73,4 +73,4 @@ def setup_of(request: ClusterRequest, flush_s: float) -> Setup:
         pickled = pickle.dumps(settings)
     except Exception as error:
         raise ConfigError(f"the settings cannot be sent to a node: {told(error)}") from error
-    return Setup(reference=reference, script=script, folder=str(Path.cwd()), settings=pickled, flush_s=flush_s)
+    return WorkerSetup(reference=reference, script=script, folder=str(Path.cwd()), settings=pickled, flush_s=flush_s)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 
+from palaestra.cluster.event_outbox import EventOutbox, ForwardedJournal, Forwarding
 from palaestra.cluster.messages import (
     FAILED,
     FINISHED,
@@ -33,18 +34,17 @@ from palaestra.cluster.messages import (
     Failure,
     FromWorker,
     GroupWork,
-    Play,
+    NodeRefused,
+    PlayGroup,
     Ready,
-    Refused,
-    Setup,
     Stop,
     StreamEnded,
+    WorkerSetup,
     framed,
     read_frame,
     this_process,
     to_worker,
 )
-from palaestra.cluster.outbox import ForwardedJournal, Forwarding, Outbox
 from palaestra.core.errors import ConfigError, DiskError, PalaestraError
 from palaestra.core.types import JSON
 from palaestra.core.user_code import told
@@ -91,17 +91,17 @@ class Worker:
         await self._send(this_process())
         try:
             setup = to_worker(await read_frame(self._reader))
-            if not isinstance(setup, Setup):
+            if not isinstance(setup, WorkerSetup):
                 raise StreamEnded(f"{type(setup).__name__} came before the setup")
             await self._serve(setup)
         except StreamEnded as error:
             logger.info("the worker ends: %s", error)
         except PalaestraError as error:
-            await self._send(Refused(told_briefly(error), error.exit_code))
+            await self._send(NodeRefused(told_briefly(error), error.exit_code))
 
-    async def _serve(self, setup: Setup) -> None:
+    async def _serve(self, setup: WorkerSetup) -> None:
         async with AsyncExitStack() as stack:
-            outbox = Outbox(self._send, setup.flush_s)
+            outbox = EventOutbox(self._send, setup.flush_s)
             node = await stack.enter_async_context(_opened_node(setup, outbox))
             gc.freeze()  # modules and settings live as long as the worker
             await self._send(Ready(int(node.pool.rung), node.pool.limit.slots))
@@ -115,9 +115,9 @@ class Worker:
                 await asyncio.gather(*self._playing.values(), return_exceptions=True)
                 sending.cancel()
 
-    def _obey(self, message: Setup | Play | Cancel | Stop, node: _Node, outbox: Outbox) -> None:
+    def _obey(self, message: WorkerSetup | PlayGroup | Cancel | Stop, node: _Node, outbox: EventOutbox) -> None:
         match message:
-            case Play(key=key, work=work):
+            case PlayGroup(key=key, work=work):
                 task = asyncio.create_task(_play(node, outbox, key, work), name=f"play-{key}")
                 self._playing[key] = task
                 task.add_done_callback(lambda _: self._playing.pop(key, None))
@@ -142,7 +142,7 @@ def told_briefly(error: BaseException) -> str:
     return str(error) if isinstance(error, PalaestraError) else told(error)
 
 
-async def _play(node: _Node, outbox: Outbox, key: int, work: bytes) -> None:
+async def _play(node: _Node, outbox: EventOutbox, key: int, work: bytes) -> None:
     """Play one group, and report its end even if it failed."""
     try:
         group = _unpickled(work)
@@ -173,7 +173,7 @@ def _unpickled(work: bytes) -> GroupWork:
 
 
 @asynccontextmanager
-async def _opened_node(setup: Setup, outbox: Outbox) -> AsyncIterator[_Node]:
+async def _opened_node(setup: WorkerSetup, outbox: EventOutbox) -> AsyncIterator[_Node]:
     """Open the environment, the model client and the slots of this node. Raises the errors of a run's start."""
     with tempfile.TemporaryDirectory(prefix="palaestra-worker-") as scratch:
         folder = Path(setup.folder)
@@ -215,7 +215,7 @@ def _not_kept(error: ConfigError) -> None:
     logger.warning("a prepared workspace is not kept for other runs: %s", error)
 
 
-def _script_here(setup: Setup, scratch: Path) -> str:
+def _script_here(setup: WorkerSetup, scratch: Path) -> str:
     """Return the reference by which this node loads the environment. If this node lacks the driver's file, or has
     another one at its path, a copy is loaded."""
     if setup.script is None:
@@ -232,7 +232,7 @@ def _script_here(setup: Setup, scratch: Path) -> str:
     return f"{copy}{colon}{name}"
 
 
-def _settings(setup: Setup) -> tuple[dict[str, JSON], list[dict[str, JSON]]]:
+def _settings(setup: WorkerSetup) -> tuple[dict[str, JSON], list[dict[str, JSON]]]:
     try:
         env, servers = pickle.loads(setup.settings)  # noqa: S301 - from the driver, which started this process
     except Exception as error:

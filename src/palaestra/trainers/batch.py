@@ -21,7 +21,7 @@ from palaestra.rollouts.export.token_rows import PLACEHOLDER, ExportedRow, credi
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.trees import tree_advantages
 from palaestra.trainers.config import TrainingConfig
-from palaestra.trainers.importance import Mismatch, corrected
+from palaestra.trainers.importance import SamplerMismatch, corrected
 from palaestra.trainers.trainer import TrainedRow
 
 UNSCORED, EQUAL, FAILED = "unscored_rollouts", "equal_groups", "failed_groups"
@@ -148,7 +148,7 @@ class Batch:
         mean = sum(age * count for age, count in ages.items()) / max(1, ages.total())
         return {"staleness": mean, "most_staleness": max(ages)}
 
-    def weigh(self, own: Sequence[Sequence[float]], config: TrainingConfig, step: int) -> Mismatch:
+    def weigh(self, own: Sequence[Sequence[float]], config: TrainingConfig, step: int) -> SamplerMismatch:
         """Weigh the tokens of the rows by `own`, the trainer's log-probabilities, as `importance.corrected` does, and
         return the mismatch. Rows of which every token is masked are refused. Raises `TrainerError` if sampler and
         trainer differ too much on average."""

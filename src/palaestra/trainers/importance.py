@@ -17,7 +17,7 @@ from palaestra.trainers.trainer import TrainedRow
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class SamplerMismatch:
     """The difference between sampler and trainer over the sampled tokens of one step, in nats per token.
 
     `mean` is the mean of |log p - log q|, and `largest` the largest such mean of a row. `k1` and `k3` estimate
@@ -50,7 +50,7 @@ class Mismatch:
 
 def corrected(
     rows: Sequence[TrainedRow], own: Sequence[Sequence[float]], *, cap: float, limit: float
-) -> tuple[list[TrainedRow], Mismatch]:
+) -> tuple[list[TrainedRow], SamplerMismatch]:
     """Return the rows with the importance weights of their tokens and the trainer's log-probabilities `own`, and the
     mismatch. A masked token has the weight 0. Rows of which no token is left are dropped."""
     kept: list[TrainedRow] = []
@@ -81,7 +81,7 @@ def corrected(
         if any(weights):
             kept.append(replace(row, own=list(theirs), weights=weights))
     count = max(1, tokens)
-    return kept, Mismatch(
+    return kept, SamplerMismatch(
         tokens=tokens,
         mean=absolute / count,
         largest=largest,

@@ -32,5 +32,6 @@ def test_five_tasks_score_in_docker_as_here(try_tasks: Try, tmp_path: Path) -> N
             "docker_privileged": True,
         }  # fmt: skip
         lines = try_tasks(TASKS, base_image=root, task_filter=NAMES, **settings)
-    found = {name: (line.finding, line.noop, line.solution) for name, line in lines.items()}
-    assert found == dict.fromkeys(NAMES.split(","), (Finding.GOOD, 0.0, 1.0)), lines
+    names = NAMES.split(",")
+    found = {name: (lines[name].finding, lines[name].noop, lines[name].solution) for name in names}
+    assert found == dict.fromkeys(names, (Finding.GOOD, 0.0, 1.0)), {name: lines[name].reason for name in names}

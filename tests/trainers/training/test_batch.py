@@ -15,7 +15,7 @@ from recorded import one_segment, rollout, two_segments
 from palaestra import ConfigError, Group, Label, TrainerError, TrainingConfig, Trajectory
 from palaestra.trainers import batch as batches
 from palaestra.trainers.batch import Batch, advantages
-from palaestra.trainers.importance import Mismatch
+from palaestra.trainers.importance import SamplerMismatch
 from palaestra.trainers.trainer import TrainedRow
 
 
@@ -113,7 +113,7 @@ def long_rows(count: int, tokens: int = 400) -> Batch:
     return batch
 
 
-def weigh(batch: Batch, own: list[list[float]], **settings: Any) -> Mismatch:
+def weigh(batch: Batch, own: list[list[float]], **settings: Any) -> SamplerMismatch:
     return batch.weigh(own, TrainingConfig(**settings), step=1)
 
 

@@ -47,7 +47,7 @@ _MOST_BYTES_XML = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class LineParser:
     """A runner that prints one line for each test. Later lines replace earlier ones."""
 
     pattern: re.Pattern[str]
@@ -63,10 +63,10 @@ class Lines:
         return found
 
 
-def _lines(pattern: str, **words: str) -> Lines:
+def _lines(pattern: str, **words: str) -> LineParser:
     """`words` maps a status to the words that a runner prints for it, separated by spaces."""
     statuses = {word: Status(status) for status, text in words.items() for word in text.split()}
-    return Lines(re.compile(pattern), statuses)
+    return LineParser(re.compile(pattern), statuses)
 
 
 LINES: Mapping[str, Parser] = {

@@ -28,7 +28,7 @@ Tries = Callable[[bool], Awaitable[TestRun]]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRow:
     """How a row was made to run: the places whose packages were installed, and the named tests that were left out."""
 
     declared: tuple[str, ...] = ()
@@ -47,14 +47,14 @@ class Prepared:
             await slot.write_text(_RECORD, json.dumps(asdict(self)))
 
 
-async def load_prepared(slot: Slot) -> Prepared:
+async def load_prepared(slot: Slot) -> PreparedRow:
     """Return how the row of a grading slot was made to run. The agent's changes outside the repository are not in such
     a slot."""
     values = json.loads(await slot.read_text(_RECORD, missing="{}"))
-    return Prepared(tuple(values.get("declared", ())), tuple(values.get("narrowed", ())))
+    return PreparedRow(tuple(values.get("declared", ())), tuple(values.get("narrowed", ())))
 
 
-async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, narrow: bool) -> Prepared:
+async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, narrow: bool) -> PreparedRow:
     """Make a row's tests run, and return how.
 
     `packages` installs the packages of one place of the repository for each step, and yields the place's name. Raises
@@ -68,7 +68,7 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
             run = before_the_fix(row, await tries(False))
             if not _lacks_packages(row, run):
                 break
-    made = Prepared(tuple(used))
+    made = PreparedRow(tuple(used))
     solved: TestRun | None = None
     if row.fix_patch and (narrow or row.recipe is not None):
         solved = await tries(True)

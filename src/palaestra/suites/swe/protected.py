@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from palaestra.core.types import Label
 from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import unified_diff
-from palaestra.suites.swe.row_recipe import Recipe
+from palaestra.suites.swe.row_recipe import RowRecipe
 from palaestra.suites.swe.swe_row import RowKind, SweRow
 
 CONFIG_NAMES = frozenset(
@@ -139,7 +139,7 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
 
 
 def _language_label(
-    path: PurePosixPath, change: Change, *, row: SweRow, recipe: Recipe, tests: frozenset[str], pristine: _Pristine
+    path: PurePosixPath, change: Change, *, row: SweRow, recipe: RowRecipe, tests: frozenset[str], pristine: _Pristine
 ) -> str | None:
     """Return the label of a changed path in a repository of another language than Python, or None. Settings that the
     reference solution changes too are part of the work."""

@@ -44,7 +44,7 @@ _HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class RowRecipe:
     """How to run the tests of a row and read their log.
 
     `install` runs once per commit, with a network. `build` and `tests` run for each session of tests, without one. With
@@ -95,7 +95,7 @@ def parser_name(row: RowFields) -> str:
     return "" if "\n" in name or "(" in name else name
 
 
-def recipe_of(row: RowFields, language: str) -> Recipe:
+def recipe_of(row: RowFields, language: str) -> RowRecipe:
     """Return the recipe of a row in another language than Python. Raises `TaskError` for a language or a parser that is
     unknown."""
     found = LANGUAGES.get(language)
@@ -110,7 +110,7 @@ def recipe_of(row: RowFields, language: str) -> Recipe:
     build += _ours(_texts(row.values.get("rebuild_cmds")))
     tests += _texts(config.get("test_cmd")) or _texts(row.values.get("test_cmds"))
     install = _ours([*_texts(config.get("pre_install")), *_texts(config.get("install"))])
-    return Recipe(
+    return RowRecipe(
         language=found,
         parser=parser,
         install=tuple(install),

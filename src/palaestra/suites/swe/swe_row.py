@@ -30,7 +30,7 @@ from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.install_recipe import install_of
 from palaestra.suites.swe.languages import PYTHON, language_of_files
 from palaestra.suites.swe.published_columns import published
-from palaestra.suites.swe.row_recipe import Recipe, language_of, parser_name, recipe_of
+from palaestra.suites.swe.row_recipe import RowRecipe, language_of, parser_name, recipe_of
 from palaestra.suites.task_files import RowFields
 from palaestra.suites.toolchain.toolchain import Install
 
@@ -109,7 +109,7 @@ class SweRow:
     """Whether `base_commit` is a SWE-smith branch. If the tip of such a branch lacks the named tests, its parent is
     used."""
     install: Install = field(default_factory=Install)
-    recipe: Recipe | None = None
+    recipe: RowRecipe | None = None
     """How the tests of a row in another language run, or None for Python."""
     repo_path: str | None = None
     image_name: str = ""

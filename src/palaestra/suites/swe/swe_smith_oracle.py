@@ -43,7 +43,7 @@ from palaestra.suites.grading.harness import Status, TestRun, enough_time
 from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.swe.apply_diff import apply, solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
-from palaestra.suites.swe.baseline import Prepared, check_row, load_prepared
+from palaestra.suites.swe.baseline import PreparedRow, check_row, load_prepared
 from palaestra.suites.swe.command_tests import install_language, language_toolchain, missing_programs
 from palaestra.suites.swe.declared import FILES, declared, required_python
 from palaestra.suites.swe.failure_cause import cause_of
@@ -581,7 +581,7 @@ class GradedView:
     changed: Sequence[str]
     patch: str
     tests: Mapping[str, str]
-    prepared: Prepared
+    prepared: PreparedRow
 
 
 @dataclass(frozen=True, slots=True)

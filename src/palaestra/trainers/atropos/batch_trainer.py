@@ -27,7 +27,7 @@ from palaestra.trainers.atropos.wire import RequestRefusal, ScoredData, checked
 from palaestra.trainers.batch import EQUAL, TOO_LONG, WITHOUT_TOKENS, Batch, advantages
 from palaestra.trainers.checkpoints import STEP, TrainingFiles, TrainingState
 from palaestra.trainers.config import TrainingConfig
-from palaestra.trainers.importance import Mismatch
+from palaestra.trainers.importance import SamplerMismatch
 from palaestra.trainers.trainer import TrainedRow, Trainer
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class BatchTrainer:
         return self._batches / f"{step:06d}.json"
 
     async def _step(self, state: TrainingState, groups: Sequence[ScoredData]) -> None:
-        config, mismatch = self.config, Mismatch()
+        config, mismatch = self.config, SamplerMismatch()
         batch = scored_batch(
             groups,
             most_tokens=self._most_tokens,

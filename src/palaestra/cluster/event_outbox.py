@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.cluster.messages import KINDS, Entry, Happened
+from palaestra.cluster.messages import KINDS, GroupEntry, Happened
 from palaestra.rollouts.events import (
     Alive,
     Graded,
@@ -35,13 +35,13 @@ _KIND = {kind: place for place, kind in enumerate(KINDS)}
 _encoder = msgspec.json.Encoder()
 
 
-class Outbox:
+class EventOutbox:
     """The entries that wait to be sent with `send`, at most `flush_s` seconds after they happened."""
 
     def __init__(self, send: Callable[[Happened], Awaitable[None]], flush_s: float) -> None:
         self._send = send
         self._flush_s = flush_s
-        self._entries: list[Entry] = []
+        self._entries: list[GroupEntry] = []
         self._signs: dict[str, tuple[int, int, Alive]] = {}
         self._bytes = 0
         self._some, self._full, self._room = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -49,7 +49,7 @@ class Outbox:
 
     def put(self, key: int, kind: int, index: int, data: bytes) -> None:
         """Add an entry."""
-        self._entries.append(Entry(key, kind, index, data))
+        self._entries.append(GroupEntry(key, kind, index, data))
         self._bytes += len(data) + 8
         self._some.set()
         if self._bytes >= FULL_BATCH:
@@ -84,7 +84,7 @@ class Outbox:
         self._entries, self._signs, self._bytes = [], {}, 0
         self._some.clear()
         self._full.clear()
-        entries += [Entry(key, _KIND[Alive], index, _encoder.encode(each)) for key, index, each in signs.values()]
+        entries += [GroupEntry(key, _KIND[Alive], index, _encoder.encode(each)) for key, index, each in signs.values()]
         if entries:
             await self._send(Happened(entries))
         if self._bytes < MOST_WAITING:
@@ -92,9 +92,9 @@ class Outbox:
 
 
 class ForwardedJournal(Journal):
-    """The journal of a play (`Play`): its lines go to the driver, which writes them."""
+    """The journal of a play (`PlayGroup`): its lines go to the driver, which writes them."""
 
-    def __init__(self, outbox: Outbox, key: int) -> None:
+    def __init__(self, outbox: EventOutbox, key: int) -> None:
         self.path = Path("journal.jsonl")
         self._outbox = outbox
         self._key = key
@@ -118,7 +118,7 @@ class ForwardedJournal(Journal):
 class Forwarding:
     """Subscribes to the events of a play that are not in the journal, and forwards them."""
 
-    def __init__(self, outbox: Outbox, key: int) -> None:
+    def __init__(self, outbox: EventOutbox, key: int) -> None:
         self._outbox = outbox
         self._key = key
 
