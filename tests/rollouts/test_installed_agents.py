@@ -21,7 +21,7 @@ from palaestra.agent.programs import NpmProgram, PipProgram
 pytestmark = [pytest.mark.slow, pytest.mark.slots, pytest.mark.network, pytest.mark.timeout(600)]
 
 
-FIRST = ("opencode", "codex", "pi", "claude-code", "mini-swe-agent")
+FIRST = ("opencode", "codex", "pi", "claude-code")
 """The agents that every CI installs; `make agents` tries all."""
 AGENTS = [
     pytest.param(name, marks=() if name in FIRST else (pytest.mark.interop, pytest.mark.timeout(1500)))

@@ -88,7 +88,7 @@ async def train(
             folder=named,
             stream=stream,
             tinker_url=tinker_url,
-            reference=None if "resume" in settings else lambda: _reference_reward(env),
+            reference=None if settings.get("resume") is not None else lambda: _reference_reward(env),
         )
 
 
