@@ -387,7 +387,7 @@ def mixed(tokens: int, rows: int = 8) -> tuple[list[Any], Any, Any]:
     )  # fmt: skip
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(4.0 if weight.ndim > 1 else 1.0)  # as sure of its tokens as a trained model
+            weight.mul_(16.0 if weight.ndim > 1 else 1.0)  # as sure of its tokens as a trained model
     sampler = copy.deepcopy(model).to(torch.bfloat16)
     ids = torch.randint(0, 512, (rows, 4))
     with torch.no_grad():
