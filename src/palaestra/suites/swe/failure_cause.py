@@ -10,11 +10,12 @@ import re
 
 from palaestra.sandbox.slot import ExecutionResult
 
+_OUT_OF_MEMORY = "out of memory: raise the memory limit of the slots"
 _CAUSES: tuple[tuple[str, str], ...] = tuple(
     (sentence, pattern)
     for sentence, patterns in (
         (
-            "out of memory: raise the memory limit of the slots",
+            _OUT_OF_MEMORY,
             (r"JavaScript heap out of memory", r"\bMemoryError\b", r"Cannot allocate memory",
              r"virtual memory exhausted", r"Java heap space", r"cc1plus: out of memory", r"No space left on device"),
         ),
@@ -77,11 +78,11 @@ def cause_of(output: str, exit_code: int | None = None, *, timed_out: bool = Fal
             names = [found for each in re.finditer(pattern, output, re.MULTILINE) for found in each.groups() if found]
             first = list(dict.fromkeys(name.strip().rstrip(".,;:") for name in names))[:5]
             return sentence.format(", ".join(first)[:300]) if first else sentence.partition(":")[0]
-    return "out of memory: raise the memory limit of the slots" if exit_code == _KILLED else ""
+    return _OUT_OF_MEMORY if exit_code == _KILLED else ""
 
 
 def cause_of_result(result: ExecutionResult) -> str:
     """Return the cause of a failed command, or an empty string."""
     if result.metadata.get("oom"):
-        return "out of memory: raise the memory limit of the slots"
+        return _OUT_OF_MEMORY
     return cause_of(result.output, result.exit_code, timed_out=bool(result.metadata.get("timeout")))

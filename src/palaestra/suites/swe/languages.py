@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
 from palaestra.suites.toolchain.toolchain import DEFAULT_PATH
@@ -109,7 +109,6 @@ if [ -d spec ] && [ ! -d test ]; then $run rspec --format documentation "$@"
 else for file in "$@"; do case $file in *.rb) $run ruby -Ilib -Itest "$file" -v ;; esac; done
 fi
 """
-_C_PRODUCTS = frozenset({"build-palaestra", "CMakeFiles", ".deps", ".libs", "autom4te.cache"})
 
 _NODE = Language(
     name="javascript",
@@ -141,7 +140,7 @@ _C = Language(
     install="true",
     test=_C_TEST,
     settings=frozenset({"CTestCustom.cmake", "CTestConfig.cmake"}),
-    products=_C_PRODUCTS,
+    products=frozenset({"build-palaestra", "CMakeFiles", ".deps", ".libs", "autom4te.cache"}),
     product_suffixes=(".o", ".lo", ".a", ".la", ".so", ".gcda", ".gcno"),
 )
 
@@ -149,19 +148,12 @@ LANGUAGES: Mapping[str, Language] = {
     language.name: language
     for language in (
         _NODE,
-        Language(
+        replace(
+            _NODE,
             name="typescript",
             title="TypeScript",
             suffixes=(".ts", ".tsx", ".mts", ".cts"),
-            tests=_NODE.tests,
-            programs=_NODE.programs,
-            packages=_NODE.packages,
-            parser=_NODE.parser,
-            install=_NODE.install,
-            test=_NODE.test,
             settings=_NODE.settings | {"tsconfig.json", "tsconfig.test.json"},
-            products=_NODE.products,
-            env=_NODE.env,
         ),
         Language(
             name="go",
@@ -212,19 +204,13 @@ LANGUAGES: Mapping[str, Language] = {
             env={"MAVEN_OPTS": f"-Dmaven.repo.local={CACHE}/maven", "GRADLE_USER_HOME": f"{CACHE}/gradle"},
         ),
         _C,
-        Language(
+        replace(
+            _C,
             name="c++",
             title="C++",
             suffixes=(".cc", ".cpp", ".cxx", ".hh", ".hpp", ".hxx"),
             tests=r"(?:test|check)[_-].*|.*[_-](?:test|tests|unittest)\.(?:cc|cpp|cxx)|tests?\.(?:cc|cpp|cxx)",
             programs=("g++", "make"),
-            packages=_C.packages,
-            parser="c",
-            install="true",
-            test=_C_TEST,
-            settings=_C.settings,
-            products=_C.products,
-            product_suffixes=_C.product_suffixes,
         ),
         Language(
             name="ruby",

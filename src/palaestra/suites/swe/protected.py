@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from palaestra.core.types import Label
 from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import unified_diff
-from palaestra.suites.swe.row_recipe import RowRecipe
+from palaestra.suites.swe.languages import Language
 from palaestra.suites.swe.swe_row import RowKind, SweRow
 
 CONFIG_NAMES = frozenset(
@@ -119,7 +119,10 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
             _label, tests=tests, guarded=_test_directories(tests, pristine_paths), pristine=pristine
         )
     else:
-        label_of = functools.partial(_language_label, row=row, recipe=row.recipe, tests=tests, pristine=pristine)
+        fixed = frozenset(file.path for file in unified_diff.parse(row.fix_patch)) if row.fix_patch else frozenset()
+        label_of = functools.partial(
+            _language_label, language=row.recipe.language, fixed=fixed, tests=tests, pristine=pristine
+        )
     prefix = PurePosixPath("/", repo_dir or "/")
     found: dict[str, str] = {}
     written = set(tests)  # in any view
@@ -139,18 +142,23 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
 
 
 def _language_label(
-    path: PurePosixPath, change: Change, *, row: SweRow, recipe: RowRecipe, tests: frozenset[str], pristine: _Pristine
+    path: PurePosixPath,
+    change: Change,
+    *,
+    language: Language,
+    fixed: frozenset[str],
+    tests: frozenset[str],
+    pristine: _Pristine,
 ) -> str | None:
     """Return the label of a changed path in a repository of another language than Python, or None. Settings that the
-    reference solution changes too are part of the work."""
-    language, name = recipe.language, str(path)
+    reference solution changes too (`fixed`) are part of the work."""
+    name = str(path)
     if _CONTROL_FOLDERS.intersection(path.parts) or (language.is_product(path) and name not in pristine.all):
         return _NOT_IN_PATCH
     if change.kind == "dir" and not change.opaque:
         return None
     if name in tests or _hides_tests(path, change, tests, tests):
         return TESTS_EDITED
-    fixed = {file.path for file in unified_diff.parse(row.fix_patch)} if row.fix_patch else set()
     if path.name in language.settings and name not in fixed:
         return SETTINGS_CHANGED
     if not (name.endswith(language.suffixes) or language.is_test(name)) or name in fixed:
