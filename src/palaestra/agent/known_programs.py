@@ -34,10 +34,6 @@ NODE = "22.23.3"
 """The Node.js for agents that need a newer one than 20."""
 
 
-def _bearer(assignment: AgentAssignment) -> Mapping[str, str]:
-    return {"Authorization": f"Bearer {assignment.key}"}
-
-
 def _codex(assignment: AgentAssignment) -> Mapping[str, str]:
     return {
         f"{HOME}/.codex/config.toml": f"""\
@@ -79,7 +75,7 @@ def _opencode(assignment: AgentAssignment) -> Mapping[str, str]:
         "share": "disabled",
     }
     if assignment.tools_url:
-        remote = {"type": "remote", "url": assignment.tools_url, "headers": _bearer(assignment), "enabled": True}
+        remote = {"type": "remote", "url": assignment.tools_url, "headers": assignment.headers, "enabled": True}
         settings["mcp"] = {TOOL_SERVER: {**remote, "oauth": False, "timeout": TOOL_S * 1000}}
     return {f"{HOME}/.config/opencode/opencode.json": json.dumps(settings)}
 
@@ -106,7 +102,7 @@ def _qwen_code(assignment: AgentAssignment) -> Mapping[str, str]:
         "tools": {"approvalMode": "yolo", "toolSearch": {"enabled": False}},  # the model sees every tool
     }
     if assignment.tools_url:
-        server = {"httpUrl": assignment.tools_url, "headers": _bearer(assignment), "timeout": TOOL_S * 1000}
+        server = {"httpUrl": assignment.tools_url, "headers": assignment.headers, "timeout": TOOL_S * 1000}
         settings["mcpServers"] = {TOOL_SERVER: {**server, "trust": True}}
     return {f"{HOME}/.qwen/settings.json": json.dumps(settings)}
 
@@ -118,7 +114,7 @@ def _cline(assignment: AgentAssignment) -> Mapping[str, str]:
     providers: JSON = {"version": 1, "lastUsedProvider": provider, "modes": {}, "providers": {provider: entry}}
     files = {f"{HOME}/.cline/data/settings/providers.json": json.dumps(providers)}
     if assignment.tools_url:
-        transport = {"type": "streamableHttp", "url": assignment.tools_url, "headers": _bearer(assignment)}
+        transport = {"type": "streamableHttp", "url": assignment.tools_url, "headers": assignment.headers}
         servers: JSON = {"mcpServers": {TOOL_SERVER: {"transport": transport, "timeout": TOOL_S}}}
         files[f"{HOME}/.cline/data/settings/cline_mcp_settings.json"] = json.dumps(servers)
     return files
@@ -130,7 +126,7 @@ def _continue(assignment: AgentAssignment) -> Mapping[str, str]:
     config: JSON = {"name": "palaestra", "version": "1.0.0", "schema": "v1", "models": [capable]}
     if assignment.tools_url:
         server = {"name": TOOL_SERVER, "type": "streamable-http", "url": assignment.tools_url}
-        config["mcpServers"] = [{**server, "requestOptions": {"headers": _bearer(assignment)}}]
+        config["mcpServers"] = [{**server, "requestOptions": {"headers": assignment.headers}}]
     return {_CONTINUE: json.dumps(config)}  # YAML contains JSON
 
 
@@ -140,7 +136,7 @@ _CONTINUE = f"{HOME}/continue.yaml"
 def _copilot(assignment: AgentAssignment) -> Mapping[str, str]:
     if not assignment.tools_url:
         return {}
-    server = {"type": "http", "url": assignment.tools_url, "headers": _bearer(assignment), "tools": ["*"]}
+    server = {"type": "http", "url": assignment.tools_url, "headers": assignment.headers, "tools": ["*"]}
     return {f"{HOME}/.copilot/mcp-config.json": json.dumps({"mcpServers": {TOOL_SERVER: server}})}
 
 
@@ -149,7 +145,7 @@ def _nanocoder(assignment: AgentAssignment) -> Mapping[str, str]:
     config: JSON = {"nanocoder": {"providers": [provider]}}
     files = {f"{_NANOCODER}/agents.config.json": json.dumps(config)}
     if assignment.tools_url:
-        server = {"transport": "http", "url": assignment.tools_url, "headers": _bearer(assignment)}
+        server = {"transport": "http", "url": assignment.tools_url, "headers": assignment.headers}
         servers: JSON = {"mcpServers": {TOOL_SERVER: {**server, "alwaysAllow": ["*"]}}}
         files[f"{_NANOCODER}/.mcp.json"] = json.dumps(servers)
     return files
@@ -158,18 +154,13 @@ def _nanocoder(assignment: AgentAssignment) -> Mapping[str, str]:
 _NANOCODER = f"{HOME}/nanocoder"
 
 
-def _grok_cli(assignment: AgentAssignment) -> Mapping[str, str]:
-    settings: JSON = {"apiKey": assignment.key, "baseURL": assignment.openai_url, "defaultModel": MODEL}
-    return {f"{HOME}/.grok/user-settings.json": json.dumps({**settings, "models": [MODEL]})}
-
-
 def _kimi_code(assignment: AgentAssignment) -> Mapping[str, str]:
     provider = f'type = "openai"\nbase_url = "{assignment.openai_url}"\napi_key = "{assignment.key}"\n'
     model = f'provider = "palaestra"\nmodel = "{MODEL}"\nmax_context_size = {CONTEXT_TOKENS}\n'
     config = f'default_model = "{MODEL}"\n[providers.palaestra]\n{provider}[models.{MODEL}]\n{model}'
     files = {f"{_KIMI}/config.toml": config}
     if assignment.tools_url:
-        server = {"url": assignment.tools_url, "headers": _bearer(assignment)}
+        server = {"url": assignment.tools_url, "headers": assignment.headers}
         files[f"{_KIMI}/mcp.json"] = json.dumps({"mcpServers": {TOOL_SERVER: server}})
     return files
 
@@ -264,7 +255,6 @@ PROGRAMS: Mapping[str, AgentProgram] = {
         ["--plain", "--trust-directory", "--mode", "yolo", "run", "{prompt}"],
         _nanocoder,
         {
-            "NANOCODER_CONFIG_DIR": _NANOCODER,
             "NANOCODER_PROVIDERS_FILE": f"{_NANOCODER}/agents.config.json",
             "NANOCODER_MCPSERVERS_FILE": f"{_NANOCODER}/.mcp.json",
             "NANOCODER_CONTEXT_LIMIT": str(CONTEXT_TOKENS),
@@ -276,8 +266,7 @@ PROGRAMS: Mapping[str, AgentProgram] = {
         "@vibe-kit/grok-cli",
         "0.0.34",
         ["--prompt", "{prompt}"],
-        _grok_cli,
-        {"GROK_API_KEY": "{key}", "GROK_BASE_URL": "{openai_url}", "GROK_MODEL": MODEL},
+        env={"GROK_API_KEY": "{key}", "GROK_BASE_URL": "{openai_url}", "GROK_MODEL": MODEL},
         program="grok",
         tools_by_command=True,
     ),

@@ -23,8 +23,8 @@ import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,6 +59,11 @@ class AgentAssignment:
     openai_url: str
     key: str
     tools_url: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of a request to any of the addresses."""
+        return {"Authorization": f"Bearer {self.key}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +110,7 @@ def mcp_file(assignment: AgentAssignment) -> dict[str, str]:
     empty if there are no tools."""
     if not assignment.tools_url:
         return {}
-    headers = {"Authorization": f"Bearer {assignment.key}"}
-    server: JSON = {"type": "http", "url": assignment.tools_url, "headers": headers}
+    server: JSON = {"type": "http", "url": assignment.tools_url, "headers": assignment.headers}
     return {MCP_FILE: json.dumps({"mcpServers": {TOOL_SERVER: server}})}
 
 
@@ -131,11 +135,11 @@ Settings = Callable[[AgentAssignment], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class InstalledProgram:
+class InstalledProgram(ABC):
     """An agent that is installed on this machine at one version. Its executable `program` (by default `name`) runs with
-    `arguments` and `env`, in which `{prompt}`, `{url}`, `{openai_url}`, `{key}` and `{tools_url}` stand for the values
-    of the assignment. `files` returns its settings files, by path. If the environment has tools, `tool_arguments` are
-    added; if `tools_by_command`, the prompt explains a command that calls them."""
+    `arguments` and `env`, in which `{prompt}`, `{openai_url}` and `{key}` stand for the values of the assignment.
+    `files` returns its settings files, by path. If the environment has tools, `tool_arguments` are added; if
+    `tools_by_command`, the prompt explains a command that calls them."""
 
     name: str
     package: str
@@ -164,9 +168,12 @@ class InstalledProgram:
         return Launch(command, files, {**model_variables(assignment), **self.path(), **env})
 
     @property
+    @abstractmethod
     def binary(self) -> Path:
         """The agent's executable."""
-        raise NotImplementedError
+
+    @abstractmethod
+    async def install(self) -> Sequence[Mount]: ...
 
     def path(self) -> Mapping[str, str]:
         """Return the search path that the agent needs, as a variable; empty if the slot's own is enough."""
@@ -175,7 +182,7 @@ class InstalledProgram:
 
 def _filled(text: str, assignment: AgentAssignment) -> str:
     """Replace the placeholders of a known program's argument or variable; the prompt itself is taken as it is."""
-    values = {each: getattr(assignment, each) for each in ("prompt", "url", "openai_url", "key", "tools_url")}
+    values = {each: getattr(assignment, each) for each in ("prompt", "openai_url", "key")}
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
 
 
@@ -216,40 +223,21 @@ class NpmProgram(InstalledProgram):
 
 @dataclass(frozen=True)
 class PipProgram(InstalledProgram):
-    """An agent from PyPI, in a virtual environment of its own. `also` lists requirements that the package does not
-    declare, with versions. `pythons` are the versions of Python that the package runs on; this Python is the first
-    choice, then one on the search path."""
+    """An agent from PyPI, in a virtual environment made with this Python. `also` lists requirements that the package
+    does not declare, with versions."""
 
     also: Sequence[str] = ()
-    pythons: Sequence[str] = ()
 
     @property
     def binary(self) -> Path:
         return self.folder / "bin" / (self.program or self.name)
 
-    def python(self) -> str:
-        """Return the interpreter for the virtual environment. Raises `ConfigError` if there is none that fits."""
-        here = f"{sys.version_info.major}.{sys.version_info.minor}"
-        if not self.pythons or here in self.pythons:
-            return sys.executable
-        for version in self.pythons:
-            if (found := shutil.which(f"python{version}")) and _runs(found):
-                return found
-        names = " or ".join(f"python{version}" for version in self.pythons)
-        raise ConfigError(f"agent {self.name} needs {names} on this machine's search path")
-
     async def install(self) -> Sequence[Mount]:
-        if not self.binary.exists():
-            venv = self.python(), "-m", "venv", str(self.folder)
-            python, target = str(self.folder / "bin/python"), f"{self.package}=={self.version}"
-            pip = python, "-m", "pip", "install", "--quiet", *self.also, target
-            await _installed(self.name, self.folder, self.binary, [venv, pip])
-        return _mounts(self.folder, (self.folder / "bin/python").resolve().parent)
-
-
-def _runs(python: str) -> bool:
-    """Return whether an interpreter starts; a shim of pyenv may stand for a version that is not chosen."""
-    return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
+        venv = sys.executable, "-m", "venv", str(self.folder)
+        python, target = str(self.folder / "bin/python"), f"{self.package}=={self.version}"
+        pip = python, "-m", "pip", "install", "--quiet", *self.also, target
+        await _installed(self.name, self.folder, self.binary, [venv, pip])
+        return _mounts(self.folder, Path(sys.base_prefix).resolve() / "bin")
 
 
 _TOOLS_BY_COMMAND = f"""
