@@ -222,7 +222,8 @@ class TinkerTrainer:
         import tinker
 
         config, count = self._config, sum(row.sampled for row in rows)
-        penalties, numbers = await self._reference(rows) if config.kl_weight else ([[0.0]] * len(rows), {})
+        none = [[0.0] * len(row.importance) for row in rows]
+        penalties, numbers = await self._reference(rows) if config.kl_weight else (none, {})
         data = [
             tinker.Datum(model_input=tinker.ModelInput.from_ints(row.tokens[:-1]), loss_fn_inputs=inputs)
             for row, inputs in (
@@ -333,8 +334,7 @@ def _loss_inputs(
     compares with the trainer's own before the step, because the truncated weights are part of the advantages."""
     clips = config.loss != "importance_sampling"
     weights = [float(each > 0) if clips else each for each in row.importance]
-    penalties = penalty if len(penalty) == len(weights) else [0.0] * len(weights)
-    gains = [(row.advantage - less) / count * weight for weight, less in zip(weights, penalties, strict=True)]
+    gains = [(row.advantage - less) / count * weight for weight, less in zip(weights, penalty, strict=True)]
     found: dict[str, Sequence[float]] = {
         "logprobs": _shifted(row, row.logprobs if clips else row.own or row.logprobs),
         "advantages": _shifted(row, gains),

@@ -3,11 +3,10 @@ trained model itself.
 
 TRL trains in a thread. Its `rollout_func` waits for the rows of the next step, so that `Training` decides when TRL
 takes a step. The model's weights change only while nothing samples; if rollouts are ahead of the steps, a copy of the
-model samples. TRL subtracts the mean of a batch from its
-rewards. One added row without trained tokens makes the mean 0, so that the advantages stay as they are. TRL accepts one
-advantage per token from subclasses, so each token's advantage is multiplied by its importance weight. The loss types
-`dapo` and `cispo` give all sampled tokens of a step the same weight. Losses that clip compare the new probabilities
-with the sampler's.
+model samples. TRL subtracts the mean of a batch from its rewards. One added row without trained tokens makes the mean
+0, so that the advantages stay as they are. TRL accepts one advantage per token from subclasses, so each token's
+advantage is multiplied by its importance weight. The loss types `dapo` and `cispo` give all sampled tokens of a step
+the same weight. Losses that clip compare the new probabilities with the sampler's.
 
 Needs the extra `trl`. Source: `GRPOTrainer` of TRL 1.16.
 """
@@ -27,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from palaestra.core.errors import ConfigError, DiskError, TrainerError
 from palaestra.core.extras import install_command
@@ -35,7 +34,7 @@ from palaestra.core.types import JSON
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
-from palaestra.inference.engines.token_engine import SGLangEngine, VLLMEngine
+from palaestra.inference.engines.token_engine import SGLangEngine, TokenChat, VLLMEngine
 from palaestra.inference.engines.torch_decoder import quiet_loading
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.trainers.busy import BusyClock
@@ -58,34 +57,32 @@ _SPARE = 1.1
 history changed."""
 
 
-class _SamplingEngine(TransformersEngine):
-    """The trained model as an engine. The time in which it samples counts as busy."""
+class _TrainedEngine(TokenChat):
+    """An engine that samples with the trained weights. The time in which it samples counts as busy."""
 
     busy: BusyClock
-
-    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        with self.busy.working():  # the trainer also applies the temperature
-            return await super().generate(input_ids, {**sampling, "logprobs_mode": "processed_logprobs"})
-
-
-class _ServedSGLang(SGLangEngine):
-    """An SGLang server that samples with the trained weights."""
-
-    busy: BusyClock
+    settings: ClassVar[Mapping[str, JSON]] = {}
+    """Settings of every call."""
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         with self.busy.working():
-            return await super().generate(input_ids, sampling)
+            return await super().generate(input_ids, {**sampling, **self.settings})
 
 
-class _ServedVLLM(VLLMEngine):
-    """A vLLM server that samples with the trained weights."""
+class _SamplingEngine(_TrainedEngine, TransformersEngine):
+    """The trained model itself, or its copy."""
 
-    busy: BusyClock
+    settings: ClassVar[Mapping[str, JSON]] = {
+        "logprobs_mode": "processed_logprobs"
+    }  # the trainer also applies the temperature
 
-    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        with self.busy.working():
-            return await super().generate(input_ids, sampling)
+
+class _ServedSGLang(_TrainedEngine, SGLangEngine):
+    """An SGLang server."""
+
+
+class _ServedVLLM(_TrainedEngine, VLLMEngine):
+    """A vLLM server."""
 
 
 _SERVED: Mapping[str, type[_ServedSGLang | _ServedVLLM]] = {"sglang": _ServedSGLang, "vllm": _ServedVLLM}
