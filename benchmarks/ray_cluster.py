@@ -258,6 +258,7 @@ async def driver(address: str, recorded: Path, groups: int, in_flight: int, node
         journal_cpu = time.process_time() - cpu
         alone.close()
     await cluster.aclose()
+    await launcher.aclose()
     rollouts = groups * GROUP
     return {
         "driver_us": used / rollouts * 1e6, "journal_us": journal_cpu / rollouts * 1e6,

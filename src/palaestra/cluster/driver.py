@@ -117,7 +117,7 @@ class Driver:
         return shown
 
     async def aclose(self) -> None:
-        """End all workers. Their groups have ended."""
+        """End all workers, whose groups have ended. Whoever made the launcher closes it."""
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -126,7 +126,6 @@ class Driver:
             for task in worker.tasks:
                 task.cancel()
         await asyncio.gather(*(self._end(worker) for worker in workers), return_exceptions=True)
-        await self._launcher.aclose()
 
     def group(self, env: Environment, run: RunContext, number: int, task: Task, places: Places | None) -> RemoteGroup:
         """Return what plays the group on a node."""
