@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import io
 import json
 import subprocess
@@ -29,15 +28,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
+from _row_plays import Rewards, play
+
 from palaestra.core.config import local_path
 from palaestra.core.errors import PalaestraError, TaskError
-from palaestra.core.types import JSON, Network, Task
-from palaestra.envs.cheats.proof import PolicyRuns, first_tasks, parse_settings, policy_runs
-from palaestra.envs.config.build import make_pool
-from palaestra.envs.discovery import load_environment
-from palaestra.envs.run.run import opened
-from palaestra.inference.engines.scripted import NoopPolicy, OraclePolicy, Policy
-from palaestra.inference.server_group import ServerGroup
+from palaestra.core.types import JSON, Network
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec
@@ -232,37 +227,19 @@ def suffixes(package: Package) -> tuple[str, ...]:
     return LANGUAGES[package.language].suffixes
 
 
-async def play(file: Path, repositories: Path, packages: Sequence[Package], workers: int) -> list[Played]:
+async def play_rows(file: Path, repositories: Path, packages: Sequence[Package], workers: int) -> list[Played]:
     """Play both policies over a file with the rows of these packages."""
     settings = ["--env.dataset_name", str(file), "--env.shuffle", "false", "--env.repo_base_url"]
     settings += [f"file://{repositories}", "--env.test_timeout_s", str(TEST_S)]
-    form, width = load_environment("swe_smith_oracle", Path.cwd()), asyncio.Semaphore(workers)
-    parsed = parse_settings("published rows", settings, env_type=form.config_type())
     refused = [str(error) for error in load_rows(file) if isinstance(error, TaskError)]
-    engine = ServerGroup(parsed.server_configs)
+    found = await play("published rows", settings, [package.id for package in packages], workers)
 
-    async def reward(runs: PolicyRuns, policy: Policy, task: Task) -> tuple[float | None, str]:
-        group = await runs.play(policy, task)
-        played = group.trajectories[0] if group.trajectories else None
-        return (played.reward, played.error or str(played.detail)) if played else (None, str(group.error))
+    def played(package: Package) -> Played:
+        reason = next((text for text in refused if package.id in text), "the environment skipped this row")
+        got = found.get(package.id) or Rewards(None, None, reason)
+        return Played(package.name, package.language, package.schema, got.oracle, got.noop, got.reason)
 
-    async def both(runs: PolicyRuns, package: Package, task: Task | None) -> Played:
-        if task is None:
-            reason = next((text for text in refused if package.id in text), "the environment skipped this row")
-            return Played(package.name, package.language, package.schema, None, None, reason)
-        async with width:
-            oracle, error = await reward(runs, OraclePolicy(), task)
-            noop, other = await reward(runs, NoopPolicy(), task) if oracle is not None else (None, "")
-        reason = "" if (oracle, noop) == (1.0, 0.0) else error if oracle != 1.0 else other
-        print(f"{package.name}: oracle {oracle}, noop {noop} {reason[:600]}", file=sys.stderr, flush=True)
-        return Played(package.name, package.language, package.schema, oracle, noop, reason)
-
-    async with contextlib.aclosing(engine), make_pool(parsed.env_config, local=True) as pool:
-        await engine.start()
-        environment = form.build(parsed.env_config, parsed.server_configs, engine)
-        async with opened(environment), policy_runs(environment, pool) as runs:
-            tasks = {task.id: task for task in await first_tasks(environment, len(packages))}
-            return await asyncio.gather(*(both(runs, package, tasks.get(package.id)) for package in packages))
+    return [played(package) for package in packages]
 
 
 async def measure(package: Package, cache: Path) -> Package:
@@ -342,7 +319,7 @@ async def play_all(packages: Sequence[Package], cache: Path, workers: int) -> li
         rows = [await row_of(package, repositories, cache) for package in packages]
         file = repositories / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return await play(file, repositories, packages, workers)
+        return await play_rows(file, repositories, packages, workers)
 
 
 def main() -> int:

@@ -12,25 +12,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 
 import _measure as measure
+from _row_plays import Rewards, play
 
-from palaestra.core.types import JSON, Task
-from palaestra.envs.cheats.proof import PolicyRuns, first_tasks, parse_settings, policy_runs
-from palaestra.envs.config.build import make_pool
-from palaestra.envs.discovery import load_environment
-from palaestra.envs.run.run import opened
-from palaestra.inference.engines.scripted import NoopPolicy, OraclePolicy, Policy
-from palaestra.inference.server_group import ServerGroup
+from palaestra.core.types import JSON
 
 FIXES = Path(__file__).with_suffix(".jsonl")
 TEST_FOLDERS = {"test", "tests", "testing", "test_data"}
@@ -138,37 +131,16 @@ def mirror(fix: Fix, clone: Path, patch: str, mirrors: Path) -> str:
     return f"{mirrors.name}/{fix.name}"
 
 
-async def play(rows: Path, repositories: Path, fixes: Sequence[Fix], workers: int) -> list[Played]:
+async def play_fixes(rows: Path, repositories: Path, fixes: Sequence[Fix], workers: int) -> list[Played]:
     """Play both policies over a file with the rows of these fixes."""
     packages = {fix.repository: fix.requirements for fix in fixes if fix.schema == "SWE-bench"}
     packages |= {f"swesmith/{fix.name}": fix.requirements for fix in fixes if fix.schema == "SWE-smith"}
     settings = ["--env.dataset_name", str(rows), "--env.shuffle", "false"]
     settings += ["--env.repo_base_url", f"file://{repositories}", "--env.repo_requirements", json.dumps(packages)]
-    form, width = load_environment("swe_smith_oracle", Path.cwd()), asyncio.Semaphore(workers)
-    parsed = parse_settings("real fixes", settings, env_type=form.config_type())
-    engine = ServerGroup(parsed.server_configs)
-
-    async def reward(runs: PolicyRuns, policy: Policy, task: Task) -> tuple[float | None, str]:
-        group = await runs.play(policy, task)
-        played = group.trajectories[0] if group.trajectories else None
-        return (played.reward, played.error or str(played.detail)) if played else (None, str(group.error))
-
-    async def both(runs: PolicyRuns, fix: Fix, task: Task | None) -> Played:
-        if task is None:
-            return Played(fix.name, fix.schema, None, None, "the environment skipped this row")
-        async with width:
-            noop, noop_error = await reward(runs, NoopPolicy(), task)
-            oracle, oracle_error = await reward(runs, OraclePolicy(), task)
-        played = Played(fix.name, fix.schema, oracle, noop, oracle_error if oracle != 1.0 else noop_error)
-        print(f"{fix.name}: oracle {oracle}, noop {noop}", file=sys.stderr, flush=True)
-        return played
-
-    async with contextlib.aclosing(engine), make_pool(parsed.env_config, local=True) as pool:
-        await engine.start()
-        environment = form.build(parsed.env_config, parsed.server_configs, engine)
-        async with opened(environment), policy_runs(environment, pool) as runs:
-            tasks = {task.id: task for task in await first_tasks(environment, len(fixes))}
-            return await asyncio.gather(*(both(runs, fix, tasks.get(fix.name)) for fix in fixes))
+    found = await play("real fixes", settings, [fix.name for fix in fixes], workers)
+    skipped = Rewards(None, None, "the environment skipped this row")
+    table = [(fix, found.get(fix.name, skipped)) for fix in fixes]
+    return [Played(fix.name, fix.schema, got.oracle, got.noop, got.reason) for fix, got in table]
 
 
 def chosen(wanted: Sequence[str], quick: bool) -> list[Fix]:
@@ -197,7 +169,7 @@ def main() -> int:
         rows = [row_of(fix, repositories / fix.repository, repositories / "swesmith") for fix in fixes]
         file = repositories / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        table = asyncio.run(play(file, repositories, fixes, options.workers))
+        table = asyncio.run(play_fixes(file, repositories, fixes, options.workers))
     return report("Real fixes", table, options.json)
 
 
