@@ -8,7 +8,7 @@ import pytest
 from toy import tell
 
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.events import Alive, GroupFinished, GroupsPlanned, Note, RolloutEnded
+from palaestra.rollouts.events import GroupFinished, GroupsPlanned, Note, RolloutEnded, TurnTaken
 from palaestra.rollouts.observe.console import (
     Console,
     LiveConsole,
@@ -93,9 +93,9 @@ def test_a_log_gets_a_status_line_every_ten_seconds_at_most(log, clock):
     progress = PlainConsole(log, clock)
     tell(progress, GroupsPlanned(10, 4))
     progress.in_flight["r1"] = "tool", 0.0
-    for _ in range(100):
+    for number in range(100):
         clock.now += 0.3
-        tell(progress, Alive(name="r0", stage="tool"))
+        tell(progress, TurnTaken(rollout_id="r0", turn=number, messages=[]))
     assert len(log.getvalue().splitlines()) == 2, "thirty seconds, the first of them silent"
     clock.now += 10
     tell(progress, RolloutEnded(trajectory=rollout(0)))

@@ -16,14 +16,15 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.exits import plural
 from palaestra.core.printable import one_line, printable
 from palaestra.rollouts.events import (
-    Alive,
     GroupFinished,
     GroupsPlanned,
+    GroupStarted,
     Handlers,
     InFlight,
     Note,
     RolloutEnded,
     RolloutKept,
+    TurnTaken,
 )
 from palaestra.rollouts.observe.failures import Cause, Failures
 from palaestra.rollouts.observe.verdicts import OFFICIAL, official_words
@@ -160,9 +161,9 @@ class PlainConsole(Console):
         self._write_kept()
 
     def handlers(self) -> Handlers:
-        return {**super().handlers(), Alive: self._on_progress}
+        return {**super().handlers(), GroupStarted: self._on_progress, TurnTaken: self._on_progress}
 
-    def _on_progress(self, event: Alive) -> None:
+    def _on_progress(self, event: object) -> None:
         self._status()
 
     def on_rollout(self, event: RolloutEnded | RolloutKept) -> None:
