@@ -65,8 +65,8 @@ LINES = 5
 """The lines of a journal for each rollout, at least."""
 MARK = "PALAESTRA_CLUSTER_BENCHMARK"
 """The variable that tells this benchmark's processes from those of others on the machine."""
-SHARED = "palaestra-gates-"
-"""The folder that all runs of a user share."""
+SHARED = ("palaestra-gates-", "ray")
+"""The folders that all runs of a user share, and that of the Ray cluster, which outlives its runs."""
 RECORDED = "000000-lines-0"
 DRIVER_TARGET, THROUGHPUT_TARGET = 3.0, 0.9
 
