@@ -344,7 +344,7 @@ def test_a_full_conversation_is_compacted_and_its_advice_works(tmp_path: Path) -
         seen(child, "/undo removes the last message, /compact replaces")
         seen(child, PROMPT)
         child.send("/undo\r")
-        seen(child, "undone; files stay")
+        seen(child, "undone")
         seen(child, PROMPT)
         child.send("/compact\r")
         seen(child, "the summary")

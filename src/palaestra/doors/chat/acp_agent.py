@@ -75,7 +75,7 @@ _ANSWERS = {
 
 _COMMANDS = {
     "compact": "Replace the history with a summary",
-    "undo": "Remove the last message and its answer; files stay as they are",
+    "undo": "Remove the last message and its answer, and restore the files of the time before it",
 }
 """The commands that the editor offers, which are sent as prompts such as `/undo`."""
 
@@ -83,7 +83,7 @@ _COMMANDS = {
 async def serve_acp(options: ChatOptions) -> None:
     """Serve one editor until it closes this process's standard input."""
     with open_store(options.config) as store:
-        async with chat_service(options, store) as (service, _):
+        async with chat_service(options, store) as service:
             await acp.run_agent(ChatAgent(service, options), use_unstable_protocol=True)  # type: ignore[arg-type]
 
 
@@ -94,7 +94,6 @@ class ChatAgent:
         self._service = service
         self._options = options
         self._client: acp.Client
-        self._folders: dict[str, WorkFolder] = {}
         self._calls = 0
         self._call_ids: dict[str, str] = {}
         self._told: set[asyncio.Task[None]] = set()
@@ -160,7 +159,7 @@ class ChatAgent:
         """Fork a conversation: return a new conversation that begins with the same history."""
         people: list[str] = []
         other = await self._conversation(session_id).fork(people=self._people(people))
-        self._join(other, self._folder(cwd), people)
+        self._join(other, None, people)  # the fork has the folder of the session
         self._offer_commands(other.id)
         return schema.ForkSessionResponse(session_id=other.id)
 
@@ -179,7 +178,6 @@ class ChatAgent:
 
     async def close_session(self, session_id: str, **_: Any) -> None:
         """Close a conversation, but keep it in the store."""
-        self._folders.pop(session_id, None)
         await self._conversation(session_id).close()
 
     async def set_session_mode(self, mode_id: str, session_id: str, **_: Any) -> None:
@@ -286,7 +284,7 @@ class ChatAgent:
             await self._client.session_update(session_id, self._update(ended))
 
     async def _write_back(self, conversation: Conversation) -> None:
-        folder, slot = self._folders.get(conversation.id), conversation.seat.slot
+        folder, slot = conversation.slots.folder, conversation.seat.slot
         mode = self._options.config.write
         if folder is None or slot is None or mode == "no":
             return
@@ -380,8 +378,7 @@ class ChatAgent:
     def _join(self, conversation: Conversation, folder: WorkFolder | None, people: list[str]) -> None:
         people.append(conversation.id)
         if folder is not None:
-            self._folders[conversation.id] = folder
-            conversation.slots.fill_with(folder.fill)
+            conversation.slots.share(folder)
 
     def _conversation(self, session_id: str) -> Conversation:
         found = self._service.conversations.get(session_id)

@@ -48,6 +48,9 @@ class ChatConfig(HermesAgentEnvConfig):
         "ask", "Whether the agent's changes are written back to the shared folder after each turn."
     )
     store: str | None = host_path(None, "The file that stores conversations. Default: one in your state folder.")
+    checkpoints: int = setting(
+        100, "The maximum number of turns whose files /undo, /rewind and /fork can restore; 0 keeps none.", ge=0
+    )
     context_tokens: int | None = setting(
         None, "The size of the model's context window in tokens. Default: what the server reports.", gt=0
     )
@@ -84,10 +87,8 @@ def open_store(config: ChatConfig) -> ConversationStore:
 
 
 @asynccontextmanager
-async def chat_service(
-    options: ChatOptions, store: ConversationStore
-) -> AsyncIterator[tuple[ChatService, WorkFolder | None]]:
-    """Yield the service for these settings, and the shared folder if there is one. The MCP servers run until the block
+async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncIterator[ChatService]:
+    """Yield the service for these settings. The MCP servers run until the block
     ends. Raises `ConfigError`, and `ToolServerError` for a required MCP server that does not start."""
     config = options.config
     folder = None if config.workdir is None else WorkFolder(Path(config.workdir).expanduser())
@@ -108,11 +109,11 @@ async def chat_service(
             prices=prices(config),
             spec=spec(config),
             memory=Path(config.memory_dir) if config.memory_dir else state_folder() / "memory",
-            prepare=None if folder is None else folder.fill,
+            workdir=None if folder is None else folder.root,
+            checkpoints=config.checkpoints,
         )
         one = options.servers[0] if len(options.servers) == 1 else options.servers
-        service = await stack.enter_async_context(ChatService(one, store, settings, pool=make_pool(config)))
-        yield service, folder
+        yield await stack.enter_async_context(ChatService(one, store, settings, pool=make_pool(config)))
 
 
 def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:

@@ -25,12 +25,12 @@ import asyncio
 import fcntl
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self, cast
+from typing import Self
 
 from palaestra.agent.budget import Budget
 from palaestra.agent.loop import LoopSettings
@@ -40,14 +40,15 @@ from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, InfraError, PalaestraError, SandboxError
 from palaestra.core.types import JSON
 from palaestra.doors.chat.context_window import ContextWindow
+from palaestra.doors.chat.conversation_files import Checkpoint, Checkpoints, ConversationSlots, Undone
 from palaestra.doors.chat.history import ChatHistory, turn_ended
 from palaestra.doors.chat.model_session import ModelSession
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.store import ConversationRecord, ConversationStore, StoredTurn
-from palaestra.doors.chat.turn import RunningTurn, WatchedSlot
+from palaestra.doors.chat.turn import RunningTurn
 from palaestra.doors.chat.turn_events import Event, Notice, TextDelta
 from palaestra.processes.session import ProcessSession
-from palaestra.sandbox.slot import Slot, Snapshot
+from palaestra.sandbox.slot import Snapshot
 from palaestra.tools.builtin.clarify import Ask as Answer
 from palaestra.tools.builtin.clarify import User
 from palaestra.tools.builtin.memory import Notes
@@ -59,9 +60,12 @@ from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import ToolOutcome
 
 NEW_SANDBOX = "The sandbox is new: the earlier one is gone with its processes and all files that were not copied out."
-COPIED_SANDBOX = (
-    "The sandbox is a copy: it has the current files, even after a fork from an earlier turn, but no processes."
+COPIED_SANDBOX = "The sandbox is a copy: it has the files after the last turn of this history, but no processes."
+CURRENT_FILES = (
+    "The sandbox is a copy: it has the current files, although this history ends earlier, because no checkpoint of "
+    "that time was kept. It has no processes."
 )
+ENDED_PROCESSES = "The user undid messages, so the files of that time were restored, and all processes were ended."
 
 _BEYOND = frozenset({"memory", "session_search"})
 _CLOSE_S = 5.0
@@ -76,49 +80,6 @@ class People:
     approve: Approve | None = None
     answer: Answer | None = None
     notice: Callable[[Notice], None] | None = None
-
-
-class ConversationSlots:
-    """The place of a conversation's seat: slots of the service, whose output `emit` gets. `leased` is called when the
-    conversation has a slot."""
-
-    def __init__(
-        self, service: ChatService, conversation: str, emit: Callable[[Event], None], leased: Callable[[], None]
-    ) -> None:
-        self._service = service
-        self._id = conversation
-        self._emit = emit
-        self._leased = leased
-        self._prepare = service.settings.prepare
-        self._snapshot: Snapshot | None = None
-
-    def fill_with(self, prepare: Callable[[Slot], Awaitable[None]]) -> None:
-        """Call `prepare` with each new slot, to put files into it."""
-        self._prepare = prepare
-
-    def start_from(self, snapshot: Snapshot) -> None:
-        """Make new slots from this snapshot."""
-        self._snapshot = snapshot
-
-    async def lease(self) -> Slot:
-        """Lease a slot, or take over the one that the conversation had in an earlier service."""
-        slot, kept = await self._service.lease(self._id, self._snapshot)
-        if not kept and self._prepare is not None:
-            await self._prepare(slot)
-        self._leased()
-        return cast("Slot", WatchedSlot(slot, self._emit))
-
-    async def release(self, slot: Slot) -> None:
-        """End the slot and its processes."""
-        await self._service.release(_own(slot))
-
-    async def copy(self, slot: Slot) -> Snapshot:
-        """Return a snapshot of the files in the slot. Raises `SandboxError` if it cannot be copied."""
-        return await self._service.pool.checkpoint(_own(slot))
-
-
-def _own(slot: Slot) -> Slot:
-    return cast("WatchedSlot", slot).slot
 
 
 class Conversation:
@@ -160,6 +121,7 @@ class Conversation:
             ),
             session_key=record.key or record.id,
         )
+        self.checkpoints = Checkpoints(service, self.seat, self.slots)
         self.history = ChatHistory(self._store, record)
         self._notices: list[Notice] = []
         if record.settings.get("sandbox") and not service.lasting:
@@ -261,14 +223,34 @@ class Conversation:
         return self._turn is not None and self._turn.interrupt()
 
     async def undo(self) -> JSON:
-        """Remove the last turn from the history; returns its message, or None. Files are not changed."""
+        """Undo the last turn, and restore the files of the time before it; returns its message, or None if there is no
+        turn. `rewind` reports more."""
+        turns = self._messages()
+        return (await self.rewind(before=turns[-1].number)).content if turns else None
+
+    async def rewind(self, *, before: int) -> Undone:
+        """Remove the turn `before` and all later ones from the history, and restore the files of that time. Raises
+        `ConfigError` for an unknown turn, and `SandboxError` if the files cannot be restored; then the history stays as
+        it is."""
         async with self._busy:
-            turn = self._store.undo_last(self.id)
-            if turn is None:
-                return None
+            numbers = [turn.number for turn in self._messages()]
+            if before not in numbers:
+                raise ConfigError(f"{self.id} has no turn {before}; its turns are {numbers}")
+            running = any(session.running for session in self._service.processes.sessions(self.id))
+            files, left = await self.checkpoints.restore(before)
+            count, content = 0, None
+            while (last := self._messages()) and last[-1].number >= before:
+                undone = self._store.undo_last(self.id)
+                assert undone is not None
+                count, content = count + 1, undone.content
             self.history.reload()
             self.context.restore()
-            return turn.content
+            if running and self.seat.slot is not None:
+                self.history.note(ENDED_PROCESSES)
+            return Undone(count, content, files, left)
+
+    def _messages(self) -> list[StoredTurn]:
+        return [turn for turn in self.history.turns(every=True) if turn.kind == "message"]
 
     async def retry(self) -> AsyncGenerator[Event, None]:
         """Undo the last turn and send its message again. Raises `ConfigError` if there is no turn."""
@@ -281,20 +263,45 @@ class Conversation:
 
     async def fork(self, turn: int | None = None, people: People | None = None) -> Self:
         """Return a new conversation with the history up to `turn`, or with the whole history if `turn` is None. If the
-        slot can be checkpointed, the new conversation gets a copy of the current files. Raises `ConfigError` for an
-        unknown turn."""
+        slot can be copied, the new conversation gets a copy of the files after that turn. This conversation stays open.
+        Raises `ConfigError` for an unknown turn."""
         record = self._store.fork(self.id, turn, title=self.history.record.title)
         other = self._opened(self._service, record, people or self.people)
-        if self.seat.slot is not None:
-            try:
-                other.slots.start_from(await self.slots.copy(self.seat.slot))
-            except SandboxError:
-                note = NEW_SANDBOX
-            else:
-                note = COPIED_SANDBOX
-            other.history.note(note, alone=True)
-            other._notices = [Notice(text=note, kind="sandbox")]
+        kept = [each.number for each in self._messages() if turn is None or each.number <= turn]
+        later = [each.number for each in self._messages() if turn is not None and each.number > turn]
+        point = self.checkpoints.before(later[0]) if later else None
+        if self.slots.folder is not None:
+            other.slots.share(self.slots.folder.copy(None if point is None else point.written))
+        copied = [each.number for each in other._messages()]
+        other.checkpoints.inherit(self.checkpoints, dict(zip(kept[::-1], copied[::-1], strict=False)))
+        note = await self._copy_files(other, point, behind=bool(later))
+        other.history.note(note, alone=True)
+        other._notices = [Notice(text=note, kind="sandbox")] if note else []
         return other
+
+    async def _copy_files(self, other: Self, point: Checkpoint | None, *, behind: bool) -> str:
+        """Give `other` a slot with the files of this checkpoint or, without one, with the current files, although its
+        history may be `behind` them. Returns a note about its sandbox, or nothing if there was no sandbox."""
+        slot = self.seat.slot
+        note = NEW_SANDBOX if self.history.record.settings.get("sandbox") else ""
+        try:
+            if point is not None and point.snapshot is not None:
+                await other._begin_with(point.snapshot)
+                note = COPIED_SANDBOX
+            elif point is not None and not point.problem:
+                note = ""
+            elif slot is not None:
+                snapshot = await self.slots.copy(slot)
+                await other._begin_with(snapshot)
+                await self._service.pool.forget(snapshot)
+                note = CURRENT_FILES if behind else COPIED_SANDBOX
+        except SandboxError:
+            other.slots.start_from(None)
+        return note
+
+    async def _begin_with(self, snapshot: Snapshot) -> None:
+        self.slots.start_from(snapshot)
+        await self.seat.sandbox()
 
     def take_notices(self) -> list[Notice]:
         """Remove and return the notices about what happened before this conversation was opened. If nobody takes them,
@@ -356,6 +363,7 @@ class Conversation:
         if keep_slot:
             await self.seat.leave()
         await self.seat.aclose()
+        await self.checkpoints.clear()
         os.close(self._lock)
 
     def on_process(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
@@ -376,6 +384,7 @@ class Conversation:
         self.failure = None
         for notice in self.take_notices():
             self._notice(notice, in_turn=True)
+        await self.checkpoints.take(turn.number)
         started_s = time.monotonic()
         try:
             async with aclosing(running.events(self._work(running, turn), f"turn of {self.id}")) as events:

@@ -64,8 +64,9 @@ class ChatHistory:
         return turns[-1] if turns and turns[-1].state == "open" else None
 
     def note(self, text: str, *, alone: bool = False) -> None:
-        """Put this note in front of the user's next message, in place of earlier notes if `alone`."""
-        self._notes = [text] if alone else [*self._notes, text]
+        """Put this note in front of the user's next message, in place of earlier notes if `alone`. An empty note only
+        replaces them."""
+        self._notes = [*(() if alone else self._notes), *([text] if text else ())]
 
     def begin(self, content: JSON, message_id: str | None) -> StoredTurn:
         """Store the user's message, with the notes since the previous one, as the begin of a turn."""

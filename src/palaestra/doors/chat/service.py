@@ -62,7 +62,9 @@ class ChatSettings:
 
     `max_turns` is the maximum number of model calls for one message, and `budget` limits tokens and cost for one
     message. `context_tokens` is the size of the model's context window, or None for what the server reports. `spec`
-    describes the slots, and `prepare` puts files into each new slot. `tools` are added to the tools of every toolset;
+    describes the slots, and `prepare` puts files into each new slot; `workdir` is a folder of this machine that each
+    new slot gets a copy of, instead. `checkpoints` is the maximum number of turns of a conversation whose files can be
+    restored. `tools` are added to the tools of every toolset;
     `provided` replace built-in tools of the same name; `build_tools` replaces `build_tool_registry`. `memory` is the
     folder of the `memory` tool's notes. `shared` are objects that tools find by type (`ToolRun.state`).
     """
@@ -84,6 +86,8 @@ class ChatSettings:
     spec: SlotSpec = field(default_factory=SlotSpec)
     memory: Path | None = None
     prepare: Callable[[Slot], Awaitable[None]] | None = None
+    workdir: Path | None = None
+    checkpoints: int = 0
     shared: Sequence[object] = ()
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from palaestra.doors.chat.service import ChatService
     from palaestra.doors.chat.store import ConversationStore
     from palaestra.doors.chat.turn_events import Event, Notice, TurnEnded
-    from palaestra.doors.chat.workdir import FolderChange, WorkFolder
+    from palaestra.doors.chat.workdir import FolderChange
     from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 
 T = TypeVar("T")
@@ -113,7 +113,6 @@ class ChatTerminal:
         self._options: ChatOptions
         self._store: ConversationStore
         self._service: ChatService
-        self._folder: WorkFolder | None = None
         self._left_out: set[tuple[str, str]] = set()
         self._talk: Conversation | None = None
 
@@ -183,7 +182,7 @@ class ChatTerminal:
         from palaestra.doors.chat.config import chat_service, open_store
 
         self._store = self._stack.enter_context(open_store(self._options.config))
-        self._service, self._folder = await self._stack.enter_async_context(chat_service(self._options, self._store))
+        self._service = await self._stack.enter_async_context(chat_service(self._options, self._store))
         self._talk = self._which(self._own).opened(self._service, self._people())
         for notice in self._options.notices:
             self._above(f"{YELLOW}note: {printable(notice)}{PLAIN}")
@@ -339,7 +338,7 @@ class ChatTerminal:
         if mode != "no":
             self._report_left([change for change in changes if change.problem])
         changes = [change for change in changes if not change.problem]
-        if not changes or self._folder is None:
+        if not changes or self._conversation.slots.folder is None:
             return
         names = ", ".join(f"{change.kind} {change.path}" for change in changes[:10])
         more = f" and {len(changes) - 10} more" if len(changes) > 10 else ""
@@ -348,7 +347,9 @@ class ChatTerminal:
         if mode == "ask":
             for change in changes[:10]:
                 self._screen.diff(change.diff())
-            answer = await self._line(f"Write to {self._folder.root}: {names}{more}? y: yes, n: not now [n] ")
+            answer = await self._line(
+                f"Write to {self._conversation.slots.folder.root}: {names}{more}? y: yes, n: not now [n] "
+            )
             if answer.lower() not in ("y", "yes"):
                 self._screen.line(f"{DIM}not written; /sandbox write does it later{PLAIN}")
                 return
@@ -356,12 +357,18 @@ class ChatTerminal:
 
     async def _changes(self) -> list[FolderChange]:
         slot = self._conversation.seat.slot
-        return [] if slot is None or self._folder is None else await self._folder.changes(slot)
+        return (
+            []
+            if slot is None or self._conversation.slots.folder is None
+            else await self._conversation.slots.folder.changes(slot)
+        )
 
     def _write_back(self, changes: Sequence[FolderChange]) -> None:
-        assert self._folder is not None
-        left = self._folder.apply(changes)
-        self._screen.line(f"{GREEN}wrote {plural(len(changes) - len(left), 'file')} to {self._folder.root}{PLAIN}")
+        assert self._conversation.slots.folder is not None
+        left = self._conversation.slots.folder.apply(changes)
+        self._screen.line(
+            f"{GREEN}wrote {plural(len(changes) - len(left), 'file')} to {self._conversation.slots.folder.root}{PLAIN}"
+        )
         self._left_out.clear()
         self._report_left(left)
 
@@ -470,10 +477,14 @@ class ChatTerminal:
         self._show_notices(other)
 
     async def _do_undo(self, rest: str) -> None:
-        undone = await self._conversation.undo()
-        self._screen.line(
-            "there is nothing to undo" if undone is None else f"{DIM}undone; files stay as they are{PLAIN}"
-        )
+        talk = self._conversation
+        turns = [turn for turn in talk.history.turns(every=True) if turn.kind == "message"]
+        if not turns:
+            self._screen.line("there is nothing to undo")
+            return
+        undone = await talk.rewind(before=turns[-1].number)
+        self._screen.line(f"{DIM}undone; {printable(undone.files)}{PLAIN}")
+        self._report_left(undone.left)
 
     async def _do_retry(self, rest: str) -> None:
         await self._show_turn(self._conversation.retry())
@@ -514,7 +525,7 @@ class ChatTerminal:
             await talk.drop_slot()
             self._screen.line("the next command gets a new sandbox")
         elif rest in ("diff", "write"):
-            if self._folder is None:
+            if self._conversation.slots.folder is None:
                 raise ConfigError(
                     f"/sandbox {rest} compares with the folder that the sandbox has a copy of, and there is none; "
                     "start the chat with --workdir DIR"
@@ -526,7 +537,7 @@ class ChatTerminal:
             for change in changes:
                 self._screen.diff(change.diff())
             verb = "differs" if len(changes) == 1 else "differ"
-            self._screen.line(f"{plural(len(changes), 'file')} {verb} from {self._folder.root}")
+            self._screen.line(f"{plural(len(changes), 'file')} {verb} from {self._conversation.slots.folder.root}")
         elif rest:
             raise ConfigError(
                 f"unknown command /sandbox {rest}; use /sandbox, /sandbox diff, /sandbox write or /sandbox new"
