@@ -18,7 +18,7 @@ from doors.chat.chat_process import environment
 from palaestra.core.io.threads import LoopThread
 from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.store import ConversationStore
-from palaestra.doors.chat.terminal import Screen
+from palaestra.doors.chat.terminal.screen import Screen
 from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
 
 pytestmark = pytest.mark.slow

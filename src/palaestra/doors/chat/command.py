@@ -95,7 +95,7 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
 
 def _talk(own: Mapping[str, str], words: Sequence[str]) -> int:
     """Talk in the terminal; returns the exit code."""
-    from palaestra.doors.chat.terminal import run_terminal
+    from palaestra.doors.chat.terminal.chat_terminal import run_terminal
 
     return run_terminal(which, own, words)
 

@@ -43,6 +43,7 @@ from palaestra.doors.chat.context_window import ContextWindow
 from palaestra.doors.chat.conversation_files import Checkpoint, Checkpoints, ConversationSlots, Undone
 from palaestra.doors.chat.history import ChatHistory, turn_ended
 from palaestra.doors.chat.model_session import ModelSession
+from palaestra.doors.chat.permissions import PLAN_ENDED, PLAN_NOTE, Mode, Permissions
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.store import ConversationRecord, ConversationStore, StoredTurn
 from palaestra.doors.chat.turn import RunningTurn
@@ -74,12 +75,14 @@ _CLOSE_S = 5.0
 @dataclass(frozen=True, slots=True)
 class People:
     """Callbacks to the person. `approve` decides on dangerous commands and on calls that act outside the sandbox (if it
-    is None, they run), `answer` answers
-    questions of the `clarify` tool, and `notice` receives notices at any time, also between turns."""
+    is None, they run), `answer` answers questions of the `clarify` tool, and `notice` receives notices at any time,
+    also between turns. `waiting` takes the messages that the person has sent while a turn runs, each as text and as
+    content: they are delivered after the turn's next tool calls."""
 
     approve: Approve | None = None
     answer: Answer | None = None
     notice: Callable[[Notice], None] | None = None
+    waiting: Callable[[], Sequence[tuple[str, JSON]]] | None = None
 
 
 class Conversation:
@@ -103,8 +106,10 @@ class Conversation:
         self.slots = ConversationSlots(
             service, record.id, self._emit, lambda: self.history.change_settings(sandbox=True)
         )
-        approvals = Approvals(None if people.approve is None else _remembered(people.approve, self._store, record.user))
-        approvals.allowed |= self._store.allowed(record.user)
+        rules = rules_of(record, service.settings.rules_folder)
+        approvals = Approvals(None if people.approve is None else _remembered(people.approve, self._store, rules))
+        approvals.allowed |= self._store.allowed(record.user) | self._store.allowed(rules)
+        self.permissions = Permissions(approvals, Mode(str(record.settings.get("mode") or service.settings.mode)))
         self.seat = Seat(
             record.id,
             Kit(ToolRegistry()),
@@ -123,6 +128,8 @@ class Conversation:
         )
         self.checkpoints = Checkpoints(service, self.seat, self.slots)
         self.history = ChatHistory(self._store, record)
+        if self.permissions.mode is Mode.PLAN:
+            self.history.note(PLAN_NOTE)
         self._notices: list[Notice] = []
         if record.settings.get("sandbox") and not service.lasting:
             self.history.note(NEW_SANDBOX)
@@ -317,19 +324,20 @@ class Conversation:
             return await self.context.compact()
 
     async def use_model(self, model: str) -> bool:
-        """Switch to another model of the service's server; a resumed conversation keeps that model. Returns True if the
-        server lists the model, and False if the server has no list. Raises `ConfigError` if the list lacks the
-        model."""
+        """Switch to a model of the settings (`ChatSettings.models`), or to another model of the service's server; a
+        resumed conversation keeps that model. Returns True if the settings or the server list the model, and False if
+        the server has no list. Raises `ConfigError` if the list lacks the model."""
         server = self._service.server_for(model)
-        listed = await self._service.models()
-        if listed and model not in listed:
-            known = f"it lists {', '.join(listed[:20])}.{nearest(model, listed)}"
+        named = list(self._service.settings.models)
+        listed = [*named, *([] if model in named else await self._service.models())]
+        if len(listed) > len(named) and model not in listed:
+            known = f"it lists {', '.join(listed[len(named) :][:20])}.{nearest(model, listed)}"
             raise ConfigError(
                 f"the model server does not list {model!r}; {known} The model is still {self.model.name}."
             )
         self.model.use(server)
         self.history.change_settings(model=model)
-        return bool(listed)
+        return model in listed
 
     async def use_toolsets(self, toolsets: Sequence[str]) -> None:
         """Change the model's toolsets from the next message on. Raises `ConfigError` for an unknown toolset."""
@@ -338,6 +346,14 @@ class Conversation:
             self.toolsets = tuple(toolsets)
             self.history.change_settings(toolsets=list(toolsets))
             await self.seat.end_tools()
+
+    def use_mode(self, mode: Mode) -> None:
+        """Switch the permission mode, from the next tool call on. The model gets a note about plan mode with the next
+        message."""
+        before, self.permissions.mode = self.permissions.mode, mode
+        self.history.change_settings(mode=mode.value)
+        if Mode.PLAN in (before, mode) and before is not mode:
+            self.history.note(PLAN_NOTE if mode is Mode.PLAN else PLAN_ENDED)
 
     async def drop_slot(self) -> None:
         """End the slot and its processes; the next command gets a new slot."""
@@ -380,7 +396,9 @@ class Conversation:
 
     async def _play(self, turn: StoredTurn) -> AsyncGenerator[Event, None]:
         """Run a turn and yield its events. Notices that nobody has taken come first."""
-        running = self._turn = RunningTurn(turn, self._store, self.history, self.model, self.context)
+        running = self._turn = RunningTurn(
+            turn, self._store, self.history, self.model, self.context, self.people.waiting
+        )
         self.failure = None
         for notice in self.take_notices():
             self._notice(notice, in_turn=True)
@@ -417,7 +435,10 @@ class Conversation:
         return await running.work(self.seat, limits)
 
     async def _called(self, call: CheckedCall, then: Next) -> ToolOutcome:
-        return await (then(call) if self._turn is None else self._turn.called(call, then))
+        async def permitted(call: CheckedCall) -> ToolOutcome:
+            return await self.permissions.call(call, then, self.id)
+
+        return await (permitted(call) if self._turn is None else self._turn.called(call, permitted))
 
     def _emit(self, event: Event) -> None:
         if self._turn is not None:
@@ -431,13 +452,20 @@ class Conversation:
             self._emit(notice)
 
 
-def _remembered(approve: Approve, store: ConversationStore, user: str) -> Approve:
-    """Return `approve`, but what it allows for ever is stored for this user."""
+def rules_of(record: ConversationRecord, folder: Path | None) -> str:
+    """Return under which name the store keeps what is always allowed in a conversation: its user, or the user and the
+    folder that it is about."""
+    where = str(record.settings.get("cwd") or folder or "")
+    return f"{record.user}\0{where}" if where else record.user
+
+
+def _remembered(approve: Approve, store: ConversationStore, rules: str) -> Approve:
+    """Return `approve`, but what it allows for always is stored under the name `rules`."""
 
     async def ask(request: ApprovalRequest) -> ApprovalAnswer:
         answer = await approve(request)
-        if answer is ApprovalAnswer.ALWAYS:
-            store.allow(user, request.covers)
+        if answer in (ApprovalAnswer.ALWAYS, ApprovalAnswer.SERVER):
+            store.allow(rules, request.covers(answer))
         return answer
 
     return ask
