@@ -40,16 +40,15 @@ from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, InfraError, PalaestraError, SandboxError
 from palaestra.core.types import JSON
 from palaestra.doors.chat.context_window import ContextWindow
-from palaestra.doors.chat.conversation_files import Checkpoint, Checkpoints, ConversationSlots, Undone
+from palaestra.doors.chat.conversation_files import Checkpoints, ConversationSlots, Undone
 from palaestra.doors.chat.history import ChatHistory, turn_ended
 from palaestra.doors.chat.model_session import ModelSession
-from palaestra.doors.chat.permissions import PLAN_ENDED, PLAN_NOTE, Mode, Permissions
+from palaestra.doors.chat.permissions import Mode, Permissions
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.store import ConversationRecord, ConversationStore, StoredTurn
 from palaestra.doors.chat.turn import RunningTurn
 from palaestra.doors.chat.turn_events import Event, Notice, TextDelta
 from palaestra.processes.session import ProcessSession
-from palaestra.sandbox.slot import Snapshot
 from palaestra.tools.builtin.clarify import Ask as Answer
 from palaestra.tools.builtin.clarify import User
 from palaestra.tools.builtin.memory import Notes
@@ -61,11 +60,6 @@ from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import ToolOutcome
 
 NEW_SANDBOX = "The sandbox is new: the earlier one is gone with its processes and all files that were not copied out."
-COPIED_SANDBOX = "The sandbox is a copy: it has the files after the last turn of this history, but no processes."
-CURRENT_FILES = (
-    "The sandbox is a copy: it has the current files, although this history ends earlier, because no checkpoint of "
-    "that time was kept. It has no processes."
-)
 ENDED_PROCESSES = "The user undid messages, so the files of that time were restored, and all processes were ended."
 
 _BEYOND = frozenset({"memory", "session_search"})
@@ -109,7 +103,6 @@ class Conversation:
         rules = rules_of(record, service.settings.rules_folder)
         approvals = Approvals(None if people.approve is None else _remembered(people.approve, self._store, rules))
         approvals.allowed |= self._store.allowed(record.user) | self._store.allowed(rules)
-        self.permissions = Permissions(approvals, Mode(str(record.settings.get("mode") or service.settings.mode)))
         self.seat = Seat(
             record.id,
             Kit(ToolRegistry()),
@@ -128,8 +121,7 @@ class Conversation:
         )
         self.checkpoints = Checkpoints(service, self.seat, self.slots)
         self.history = ChatHistory(self._store, record)
-        if self.permissions.mode is Mode.PLAN:
-            self.history.note(PLAN_NOTE)
+        self.permissions = Permissions(approvals, self.history, Mode(service.settings.mode))
         self._notices: list[Notice] = []
         if record.settings.get("sandbox") and not service.lasting:
             self.history.note(NEW_SANDBOX)
@@ -232,7 +224,7 @@ class Conversation:
     async def undo(self) -> JSON:
         """Undo the last turn, and restore the files of the time before it; returns its message, or None if there is no
         turn. `rewind` reports more."""
-        turns = self._messages()
+        turns = self.history.messages_sent()
         return (await self.rewind(before=turns[-1].number)).content if turns else None
 
     async def rewind(self, *, before: int) -> Undone:
@@ -240,13 +232,13 @@ class Conversation:
         `ConfigError` for an unknown turn, and `SandboxError` if the files cannot be restored; then the history stays as
         it is."""
         async with self._busy:
-            numbers = [turn.number for turn in self._messages()]
+            numbers = [turn.number for turn in self.history.messages_sent()]
             if before not in numbers:
                 raise ConfigError(f"{self.id} has no turn {before}; its turns are {numbers}")
             running = any(session.running for session in self._service.processes.sessions(self.id))
             files, left = await self.checkpoints.restore(before)
             count, content = 0, None
-            while (last := self._messages()) and last[-1].number >= before:
+            while (last := self.history.messages_sent()) and last[-1].number >= before:
                 undone = self._store.undo_last(self.id)
                 assert undone is not None
                 count, content = count + 1, undone.content
@@ -255,9 +247,6 @@ class Conversation:
             if running and self.seat.slot is not None:
                 self.history.note(ENDED_PROCESSES)
             return Undone(count, content, files, left)
-
-    def _messages(self) -> list[StoredTurn]:
-        return [turn for turn in self.history.turns(every=True) if turn.kind == "message"]
 
     async def retry(self) -> AsyncGenerator[Event, None]:
         """Undo the last turn and send its message again. Raises `ConfigError` if there is no turn."""
@@ -274,41 +263,18 @@ class Conversation:
         Raises `ConfigError` for an unknown turn."""
         record = self._store.fork(self.id, turn, title=self.history.record.title)
         other = self._opened(self._service, record, people or self.people)
-        kept = [each.number for each in self._messages() if turn is None or each.number <= turn]
-        later = [each.number for each in self._messages() if turn is not None and each.number > turn]
+        kept = [each.number for each in self.history.messages_sent() if turn is None or each.number <= turn]
+        later = [each.number for each in self.history.messages_sent() if turn is not None and each.number > turn]
         point = self.checkpoints.before(later[0]) if later else None
         if self.slots.folder is not None:
             other.slots.share(self.slots.folder.copy(None if point is None else point.written))
-        copied = [each.number for each in other._messages()]
+        copied = [each.number for each in other.history.messages_sent()]
         other.checkpoints.inherit(self.checkpoints, dict(zip(kept[::-1], copied[::-1], strict=False)))
-        note = await self._copy_files(other, point, behind=bool(later))
+        lost = NEW_SANDBOX if self.history.record.settings.get("sandbox") else ""
+        note = await self.checkpoints.copy_to(other.checkpoints, point, lost, behind=bool(later))
         other.history.note(note, alone=True)
         other._notices = [Notice(text=note, kind="sandbox")] if note else []
         return other
-
-    async def _copy_files(self, other: Self, point: Checkpoint | None, *, behind: bool) -> str:
-        """Give `other` a slot with the files of this checkpoint or, without one, with the current files, although its
-        history may be `behind` them. Returns a note about its sandbox, or nothing if there was no sandbox."""
-        slot = self.seat.slot
-        note = NEW_SANDBOX if self.history.record.settings.get("sandbox") else ""
-        try:
-            if point is not None and point.snapshot is not None:
-                await other._begin_with(point.snapshot)
-                note = COPIED_SANDBOX
-            elif point is not None and not point.problem:
-                note = ""
-            elif slot is not None:
-                snapshot = await self.slots.copy(slot)
-                await other._begin_with(snapshot)
-                await self._service.pool.forget(snapshot)
-                note = CURRENT_FILES if behind else COPIED_SANDBOX
-        except SandboxError:
-            other.slots.start_from(None)
-        return note
-
-    async def _begin_with(self, snapshot: Snapshot) -> None:
-        self.slots.start_from(snapshot)
-        await self.seat.sandbox()
 
     def take_notices(self) -> list[Notice]:
         """Remove and return the notices about what happened before this conversation was opened. If nobody takes them,
@@ -346,14 +312,6 @@ class Conversation:
             self.toolsets = tuple(toolsets)
             self.history.change_settings(toolsets=list(toolsets))
             await self.seat.end_tools()
-
-    def use_mode(self, mode: Mode) -> None:
-        """Switch the permission mode, from the next tool call on. The model gets a note about plan mode with the next
-        message."""
-        before, self.permissions.mode = self.permissions.mode, mode
-        self.history.change_settings(mode=mode.value)
-        if Mode.PLAN in (before, mode) and before is not mode:
-            self.history.note(PLAN_NOTE if mode is Mode.PLAN else PLAN_ENDED)
 
     async def drop_slot(self) -> None:
         """End the slot and its processes; the next command gets a new slot."""

@@ -25,6 +25,12 @@ from palaestra.sandbox.slot import Slot, Snapshot
 MANY_LAYERS = 32
 """The number of layers from which on a restored slot copies its topmost layer, so that undoing for hours adds none."""
 
+COPIED_SANDBOX = "The sandbox is a copy: it has the files after the last turn of this history, but no processes."
+CURRENT_FILES = (
+    "The sandbox is a copy: it has the current files, although this history ends earlier, because no checkpoint of "
+    "that time was kept. It has no processes."
+)
+
 _NO_CHECKPOINT = "no checkpoint of the files was kept"
 _NOT_HERE = "this isolation level cannot copy files"
 
@@ -146,6 +152,26 @@ class Checkpoints:
                 point.users += 1
                 self._points[own] = point
 
+    async def copy_to(self, other: Checkpoints, point: Checkpoint | None, lost: str, *, behind: bool) -> str:
+        """Give another conversation a slot with the files of this checkpoint or, without one, with the current files,
+        although its history may be `behind` them. Returns a note about its sandbox: `lost` if nothing can be copied,
+        and nothing if there was no sandbox at that time."""
+        slot = self._seat.slot
+        try:
+            if point is not None and point.snapshot is not None:
+                await other._begin_with(point.snapshot)
+                return COPIED_SANDBOX
+            if point is not None and not point.problem:
+                return ""
+            if slot is not None:
+                snapshot = await self._slots.copy(slot)
+                await other._begin_with(snapshot)
+                await self._service.pool.forget(snapshot)
+                return CURRENT_FILES if behind else COPIED_SANDBOX
+        except SandboxError:
+            other._slots.start_from(None)
+        return lost
+
     async def restore(self, turn: int) -> tuple[str, list[FolderChange]]:
         """Let the files be as they were before this turn, and drop the later checkpoints. Returns a sentence about the
         files for the person, and the files of the shared folder that were not restored. Raises `SandboxError` if no
@@ -178,9 +204,12 @@ class Checkpoints:
         """Replace the slot with one that starts from this snapshot, or with none."""
         await self._seat.aclose()
         if snapshot is not None:
-            deep = len(snapshot.layers) > MANY_LAYERS
-            self._slots.start_from(self._service.pool.continued(snapshot) if deep else snapshot)
-            await self._seat.sandbox()
+            await self._begin_with(snapshot)
+
+    async def _begin_with(self, snapshot: Snapshot) -> None:
+        deep = len(snapshot.layers) > MANY_LAYERS
+        self._slots.start_from(self._service.pool.continued(snapshot) if deep else snapshot)
+        await self._seat.sandbox()
 
     async def clear(self) -> None:
         """Drop all checkpoints."""

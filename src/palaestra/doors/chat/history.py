@@ -58,6 +58,10 @@ class ChatHistory:
         summarize. With `every`, return all turns that are not undone."""
         return self._store.turns(self._id, every=every)
 
+    def messages_sent(self) -> list[StoredTurn]:
+        """Return the turns that are not undone and not compactions: one for each message of the user."""
+        return [turn for turn in self.turns(every=True) if turn.kind == "message"]
+
     def open_turn(self) -> StoredTurn | None:
         """Return the last turn, if it has not ended."""
         turns = [turn for turn in self.turns() if turn.kind == "message"]

@@ -11,9 +11,9 @@ state folder, for one folder each: nothing in a project's folder can add one.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 
+from palaestra.doors.chat.history import ChatHistory
 from palaestra.tools.human.approval import Approvals, Permit, dangers
 from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import Tool, ToolOutcome
@@ -53,12 +53,23 @@ _SIMPLE = re.compile(r"[\w./-]+(?:[ \t][^;&|<>$`(){}\n\\]*)?")
 """A command line that runs one program: it has no operator, substitution or second line."""
 
 
-@dataclass(slots=True)
 class Permissions:
-    """The mode of one conversation, and the rules in `approvals`."""
+    """The mode of one conversation, and the rules in `approvals`. The mode is `first` unless the conversation has
+    another one in its `history`."""
 
-    approvals: Approvals
-    mode: Mode = Mode.AUTO
+    def __init__(self, approvals: Approvals, history: ChatHistory, first: Mode = Mode.AUTO) -> None:
+        self.approvals = approvals
+        self.mode = Mode(str(history.record.settings.get("mode") or first))
+        self._history = history
+        if self.mode is Mode.PLAN:
+            history.note(PLAN_NOTE)
+
+    def switch(self, mode: Mode) -> None:
+        """Switch the mode, from the next tool call on. The model gets a note about plan mode with the next message."""
+        before, self.mode = self.mode, mode
+        self._history.change_settings(mode=mode.value)
+        if Mode.PLAN in (before, mode) and before is not mode:
+            self._history.note(PLAN_NOTE if mode is Mode.PLAN else PLAN_ENDED)
 
     async def call(self, call: CheckedCall, then: Next, task_id: str) -> ToolOutcome:
         """Answer a tool call with `then` if the mode or the person allows it."""

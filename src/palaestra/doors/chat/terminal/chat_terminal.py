@@ -12,13 +12,12 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ConfigError, ContextExceeded, PalaestraError
-from palaestra.core.exits import DONE, plural
+from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.exits import DONE
 from palaestra.core.printable import printable
 
 try:
@@ -26,26 +25,19 @@ try:
 except ImportError:
     raise ConfigError("palaestra chat in a terminal needs prompt-toolkit: pip install 'palaestra[chat]'") from None
 
+from palaestra.doors.chat.terminal.desk import Desk, Opened
 from palaestra.doors.chat.terminal.live_line import LiveLine, fitted
 from palaestra.doors.chat.terminal.message_queue import MessageQueue
-from palaestra.doors.chat.terminal.people import FolderChanges, TerminalPeople
+from palaestra.doors.chat.terminal.people import TerminalPeople
 from palaestra.doors.chat.terminal.screen import Screen
 from palaestra.doors.chat.terminal.scrollback import Scrollback
-from palaestra.doors.chat.terminal.slash_commands import COMMANDS
+from palaestra.doors.chat.terminal.slash_commands import COMMANDS, described
 from palaestra.doors.chat.terminal.styles import DIM, PLAIN, RED, YELLOW
 
 if TYPE_CHECKING:
     from palaestra.doors.chat.config import ChatOptions
-    from palaestra.doors.chat.conversation import Conversation
     from palaestra.doors.chat.one_shot import Which
-    from palaestra.doors.chat.project import Project
-    from palaestra.doors.chat.service import ChatService
-    from palaestra.doors.chat.store import ConversationStore
-    from palaestra.doors.chat.turn_events import Event
 
-CONTEXT_ADVICE = (
-    "/undo removes the last message, /compact replaces the history with a summary, /new begins a new conversation"
-)
 _DRAW_S = 0.12
 """How often the live line is drawn while a turn runs, in seconds."""
 
@@ -63,17 +55,6 @@ def run_terminal(which: Callable[[Mapping[str, str]], Which], own: Mapping[str, 
     return asyncio.run(ChatTerminal(lambda: which(own), own, words).run())
 
 
-@dataclass(slots=True)
-class _Opened:
-    """What there is once the chat is loaded."""
-
-    options: ChatOptions
-    store: ConversationStore
-    service: ChatService
-    project: Project
-    talk: Conversation
-
-
 class ChatTerminal:
     """One run of the interactive chat."""
 
@@ -81,24 +62,23 @@ class ChatTerminal:
         self._which, self._words = which, words
         self._shows_last = any(name in own for name in ("-c", "--resume", "--fork"))
         raw = getattr(sys.stdout, "raw", sys.stdout)
-        self.screen = Screen(Scrollback(raw), LiveLine())
-        self.prompt = Prompt(raw, self._head, self.described, self.stop, self._next_mode)
+        self._screen = Screen(Scrollback(raw), LiveLine())
+        self._prompt = Prompt(raw, self._head, lambda: described(self._desk), self._stop, self._next_mode)
         self._queue = MessageQueue()
-        self.people = TerminalPeople(self.screen, self.prompt, self._queue, self.stop)
-        self.changes = FolderChanges(self.screen, self.people)
+        people = TerminalPeople(self._screen, self._prompt, self._queue, self._stop)
+        self._desk = Desk(self._screen, people, self._stop, self._finish)
         self._stack = AsyncExitStack()
         self._ready: asyncio.Task[None] | None = None
         self._work: asyncio.Task[None] | None = None
-        self._ended = False
+        self._ended = self._stop_soon = False
         self._fault: BaseException | None = None
-        self._opened: _Opened | None = None
 
     async def run(self) -> int:
         """Read and handle messages and commands until the chat ends; returns the exit code."""
         loop = asyncio.get_running_loop()
         async with self._stack:
             # Between two prompts the terminal sends a signal for Ctrl-C, which must not end the chat.
-            loop.add_signal_handler(signal.SIGINT, self.stop)
+            loop.add_signal_handler(signal.SIGINT, self._stop)
             try:
                 await self._read_and_handle()
             finally:
@@ -108,13 +88,14 @@ class ChatTerminal:
     async def _read_and_handle(self) -> None:
         self._ready = asyncio.create_task(self._load())
         self._ready.add_done_callback(self._loaded)
-        self.screen.line(f"{DIM}palaestra chat · /help · Ctrl-D ends{PLAIN}")
+        self._screen.line(f"{DIM}palaestra chat · /help · Ctrl-D ends{PLAIN}")
         if self._shows_last:
             self._start(self._resumed())
         drawing = asyncio.create_task(self._draw())
         try:
             while not self._ended:
-                text = await self.prompt.read()
+                self._stop_soon = False
+                text = await self._prompt.read()
                 if text is None:
                     await self._end_of_input()
                 elif text.strip():
@@ -126,7 +107,7 @@ class ChatTerminal:
                 await asyncio.wait([self._work])
         if self._fault is not None:
             raise self._fault
-        self.screen.line(f"{DIM}{self._farewell()}{PLAIN}")
+        self._screen.line(f"{DIM}{self._farewell()}{PLAIN}")
 
     async def _end_of_input(self) -> None:
         """End the chat, after the running turn and what was typed before. A second Ctrl-D does not wait."""
@@ -135,26 +116,27 @@ class ChatTerminal:
         else:
             self._queue.add("/exit")
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """End the chat."""
         self._ended = True
-        self.prompt.end()
+        self._prompt.end()
 
-    def stop(self) -> bool:
+    def _stop(self) -> bool:
         """Stop the running turn, or the command or message that is handled. What was typed meanwhile is put back into
         the prompt. Return False if nothing is running."""
         if self._work is None or self._work.done():
+            self._stop_soon = not self._prompt.shown  # then the entered message is not handled yet
             return False
         if waiting := self._queue.take_all():
-            self.prompt.put(waiting)
-        if not (self.screen.live.running and self.talk.interrupt()):
+            self._prompt.put(waiting)
+        if not (self._screen.live.running and self._desk.talk.interrupt()):
             self._work.cancel()
         return True
 
     def _farewell(self) -> str:
-        if self._opened is None or not self.talk.history.turns():
+        if not self._desk.ready or not self._desk.talk.history.turns():
             return ""
-        return f"continue with: palaestra chat --resume {self.talk.id}"
+        return f"continue with: palaestra chat --resume {self._desk.talk.id}"
 
     # Start
 
@@ -168,11 +150,12 @@ class ChatTerminal:
 
         store = self._stack.enter_context(open_store(options.config))
         service = await self._stack.enter_async_context(chat_service(options, store))
-        talk = self._which().opened(service, self.people.people())
-        self._opened = _Opened(options, store, service, project(talk.slots.folder), talk)
+        talk = self._which().opened(service, self._desk.people.people())
+        opened = Opened(options, store, service, project(talk.slots.folder), talk)
+        self._desk.open(opened)
         for notice in options.notices:
-            self.screen.line(f"{YELLOW}note: {printable(notice)}{PLAIN}")
-        self.prompt.redraw()
+            self._screen.line(f"{YELLOW}note: {printable(notice)}{PLAIN}")
+        self._prompt.redraw(whole=True)
 
     def _loaded(self, task: asyncio.Task[None]) -> None:
         """End the prompt if loading failed."""
@@ -181,89 +164,32 @@ class ChatTerminal:
 
     def _fail(self, error: BaseException) -> None:
         self._fault, self._ended = error, True
-        self.prompt.end()
+        self._prompt.end()
 
     async def _resumed(self) -> None:
         assert self._ready is not None
         await asyncio.shield(self._ready)
-        await self.show_last()
-
-    async def show_last(self) -> None:
-        """Show the end of a resumed conversation, and continue a turn that was cut off."""
-        from palaestra.tools.builtin.session_search import message_text
-
-        talk = self.talk
-        turns = talk.history.turns()
-        self.screen.line(f"{DIM}continues {talk.id}, {plural(len(turns), 'turn')}{PLAIN}")
-        for turn in turns[-2:]:
-            self.screen.said(message_text(turn.content))
-            if turn.answer:
-                self.screen.markdown(turn.answer)
-        if talk.unfinished:
-            self.screen.line(f"{YELLOW}note: this turn was cut off and is continued; Ctrl-C stops it{PLAIN}")
-        for notice in talk.take_notices():
-            self.people.notice(notice)
-        if talk.unfinished:
-            await self.show_turn(talk.resume())
-
-    # What is open
-
-    @property
-    def _loaded_parts(self) -> _Opened:
-        assert self._opened is not None
-        return self._opened
-
-    @property
-    def talk(self) -> Conversation:
-        """The conversation that is shown."""
-        return self._loaded_parts.talk
-
-    @property
-    def service(self) -> ChatService:
-        """The service of the conversations."""
-        return self._loaded_parts.service
-
-    @property
-    def store(self) -> ConversationStore:
-        """The store of the conversations."""
-        return self._loaded_parts.store
-
-    @property
-    def project(self) -> Project:
-        """The project that the chat is about."""
-        return self._loaded_parts.project
-
-    def use(self, talk: Conversation) -> None:
-        """Show this conversation from now on."""
-        self._loaded_parts.talk = talk
+        await self._desk.show_last()
 
     # Messages and commands
-
-    def described(self) -> dict[str, str]:
-        """Return the descriptions of the commands, also of those of the person and the project."""
-        found = {name: command.description for name, command in COMMANDS.items()}
-        if self._opened is not None:
-            from palaestra.doors.chat.project import command_description
-
-            for name, path in self.project.commands().items():
-                found.setdefault(name, command_description(path))
-        return found
 
     def _entered(self, text: str) -> None:
         """Handle what was typed, or let it wait until the running turn has ended."""
         command = COMMANDS.get(text.split()[0])
         if self._work is None:
             self._start(self._handle(text))
-        elif command is not None and command.at_once and self._opened is not None:
+        elif command is not None and command.at_once and self._desk.ready:
             self._at_once(text)
         else:
             self._queue.add(text)
-            self.prompt.redraw()
+            self._prompt.redraw()
 
     def _start(self, work: object) -> None:
         assert asyncio.iscoroutine(work)
         self._work = asyncio.create_task(work)
         self._work.add_done_callback(self._handled)
+        if self._stop_soon:
+            self._work.cancel()
 
     def _at_once(self, text: str) -> None:
         task = asyncio.create_task(self._handle(text))
@@ -276,25 +202,25 @@ class ChatTerminal:
         self._report(task)
         if not self._ended and (text := self._queue.next()) is not None:
             self._start(self._handle(text))
-        self.prompt.redraw()
+        self._prompt.redraw(whole=True)
 
     def _report(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            self.screen.line(f"{YELLOW}interrupted{PLAIN}")
+            self._screen.line(f"{YELLOW}interrupted{PLAIN}")
         elif (error := task.exception()) is not None:
-            if isinstance(error, PalaestraError) and self._opened is not None:
-                self.screen.line(f"{RED}{printable(str(error))}{PLAIN}")
+            if isinstance(error, PalaestraError) and self._desk.ready:
+                self._screen.line(f"{RED}{printable(str(error))}{PLAIN}")
             else:  # a fault, or loading failed
                 self._fail(error)
 
     async def _handle(self, text: str) -> None:
-        self.screen.said(text)
+        self._screen.said(text)
         assert self._ready is not None
         await asyncio.shield(self._ready)
         sent = text
         if text.startswith("/"):
             word, _, rest = text.strip().partition(" ")
-            own = self.project.commands()
+            own = self._desk.project.commands()
             names = [*COMMANDS, *own]
             near = [word] if word in names else [name for name in names if name.startswith(word)]
             if len(near) == 1 and near[0] in COMMANDS:
@@ -315,57 +241,40 @@ class ChatTerminal:
         from palaestra.doors.chat.attachments import missing_files, with_files
 
         for path in missing_files(named):
-            self.screen.line(f"{YELLOW}note: there is no file {printable(str(path))}; its name is sent as text{PLAIN}")
+            self._screen.line(f"{YELLOW}note: there is no file {printable(str(path))}; its name is sent as text{PLAIN}")
         content = with_files(named)
         if named is not text:
             parts = [] if isinstance(content, str) else [part for part in content if part.get("type") != "text"]
             added = (content if isinstance(content, str) else content[0]["text"])[len(named) :]
             content = [{"type": "text", "text": text + added}, *parts] if parts else text + added
-        await self.show_turn(self.talk.send(content))
+        await self._desk.show_turn(self._desk.talk.send(content))
 
     async def _do(self, name: str, rest: str) -> None:
         command = COMMANDS[name]
         if rest and not command.arguments:
             raise ConfigError(f"{name} takes no argument, but got {rest!r}; nothing was done")
-        await command.run(self, rest)
-
-    async def show_turn(self, events: AsyncGenerator[Event, None]) -> None:
-        """Show a turn as it happens, then offer to write the agent's changes back to the shared folder."""
-        from palaestra.doors.chat.turn_events import Notice
-
-        self.screen.live.begin()
-        try:
-            async with aclosing(events):
-                async for event in events:
-                    if not isinstance(event, Notice):  # `People.notice` already shows them
-                        self.screen.show(event)
-        finally:
-            self.screen.live.end()
-            self.screen.settle()
-        if isinstance(self.talk.failure, ContextExceeded):
-            self.screen.line(f"{YELLOW}{CONTEXT_ADVICE}{PLAIN}")
-        await self.changes.offer(self.talk, self._loaded_parts.options.config.write)
+        await command.run(self._desk, rest)
 
     # Above the prompt
 
     async def _draw(self) -> None:
         while True:
             await asyncio.sleep(_DRAW_S)
-            if self.screen.live.running:
-                self.prompt.redraw()
+            if self._screen.live.running:
+                self._prompt.redraw()
 
     def _head(self) -> str:
         """Return the lines above the prompt: the running turn, or where the conversation stands."""
-        columns = self.screen.scrollback.columns
-        if self._opened is None:
+        columns = self._screen.scrollback.columns
+        if not self._desk.ready:
             return f"{DIM}starting …{PLAIN}"
-        context = self.talk.context
-        live = self.screen.live.lines(columns, self.screen.pending, context.tokens, context.size, self._queue.waiting)
+        context = self._desk.talk.context
+        live = self._screen.live.lines(columns, self._screen.pending, context.tokens, context.size, self._queue.waiting)
         return "\n".join(live) or f"{DIM}{fitted(printable(self._status()), columns)}{PLAIN}"
 
     def _status(self) -> str:
-        talk = self.talk
-        running = sum(session.running for session in self.service.processes.sessions(talk.id))
+        talk = self._desk.talk
+        running = sum(session.running for session in self._desk.service.processes.sessions(talk.id))
         window = "" if talk.context.size is None else f" of {talk.context.size}"
         parts = [talk.permissions.mode.value, talk.model.name, f"{talk.context.tokens}{window} tokens"]
         if running:
@@ -375,14 +284,14 @@ class ChatTerminal:
         return " · ".join(parts)
 
     def _next_mode(self) -> None:
-        if self._opened is None:
+        if not self._desk.ready:
             return
         from palaestra.doors.chat.permissions import Mode
 
         modes = list(Mode)
-        mode = modes[(modes.index(self.talk.permissions.mode) + 1) % len(modes)]
-        self.talk.use_mode(mode)
-        self.prompt.redraw()
+        mode = modes[(modes.index(self._desk.talk.permissions.mode) + 1) % len(modes)]
+        self._desk.talk.permissions.switch(mode)
+        self._prompt.redraw()
 
 
 def _read_options(words: Sequence[str]) -> ChatOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import ClassVar
 
 from markdown_it import MarkdownIt
@@ -11,6 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown
 from rich.syntax import Syntax
 
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 CODE_THEME = "ansi_dark"
 """A theme of the terminal's own sixteen colours, readable on dark and on light backgrounds."""
 
@@ -60,7 +62,11 @@ def rendered(text: str, columns: int) -> str:
         file=target, width=max(20, columns), force_terminal=True, color_system="standard", highlight=False, emoji=False
     )
     console.print(_ChatMarkdown(text))
-    return "".join(f"{line.rstrip()}\n" for line in target.getvalue().strip("\n").split("\n"))
+    lines = [line.rstrip() for line in target.getvalue().split("\n")]
+    blank = [not _STYLE.sub("", line).strip() for line in lines]
+    first = next((place for place, empty in enumerate(blank) if not empty), len(lines))
+    last = next((place for place, empty in enumerate(reversed(blank)) if not empty), 0)
+    return "".join(f"{line}\n" for line in lines[first : len(lines) - last])
 
 
 class MarkdownStream:

@@ -61,9 +61,11 @@ class Prompt:
         """Whether the prompt is on the screen."""
         return self._session.app.is_running
 
-    def redraw(self) -> None:
-        """Draw the prompt and the lines above it again."""
+    def redraw(self, *, whole: bool = False) -> None:
+        """Draw the prompt and the lines above it again: what has changed, or the `whole`."""
         if self.shown:
+            if whole:
+                self._session.app.renderer.erase()
             self._session.app.invalidate()
 
     def put(self, text: str) -> None:

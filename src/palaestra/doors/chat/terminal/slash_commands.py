@@ -1,4 +1,4 @@
-"""The commands of the chat, each a function of the terminal and the words after the command's name."""
+"""The commands of the chat, each a function of the desk and the words after the command's name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, TypeAlias
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import plural
 from palaestra.core.printable import one_line, printable
+from palaestra.doors.chat.terminal.desk import Desk
 from palaestra.doors.chat.terminal.styles import BOLD, CYAN, DIM, GREEN, PLAIN, YELLOW
 
 if TYPE_CHECKING:
     from palaestra.doors.chat.store import StoredTurn
-    from palaestra.doors.chat.terminal.chat_terminal import ChatTerminal
 
-Run: TypeAlias = "Callable[[ChatTerminal, str], Awaitable[None]]"
+Run: TypeAlias = Callable[[Desk, str], Awaitable[None]]
 
 KEYS = (
     "Enter sends; Alt-Enter, or \\ at the end, begins a new line. @FILE adds a text file or an image.\n"
@@ -41,178 +41,176 @@ class SlashCommand:
         return f"{self.arguments}  {self.about}" if self.arguments else self.about
 
 
-async def _help(chat: ChatTerminal, rest: str) -> None:
-    for name, about in chat.described().items():
-        chat.screen.line(f"{CYAN}{name:<12}{PLAIN} {printable(about)}")
-    chat.screen.line(KEYS)
+async def _help(desk: Desk, rest: str) -> None:
+    for name, about in described(desk).items():
+        desk.screen.line(f"{CYAN}{name:<12}{PLAIN} {printable(about)}")
+    desk.screen.line(KEYS)
 
 
-async def _exit(chat: ChatTerminal, rest: str) -> None:
-    chat.finish()
+async def _exit(desk: Desk, rest: str) -> None:
+    desk.finish()
 
 
-async def _new(chat: ChatTerminal, rest: str) -> None:
+async def _new(desk: Desk, rest: str) -> None:
     from palaestra.doors.chat.conversation import Conversation
 
-    await chat.talk.close()
-    chat.use(Conversation.begin(chat.service, chat.people.people(), title=rest))
-    chat.screen.line(f"{DIM}a new conversation: {chat.talk.id}{PLAIN}")
+    await desk.talk.close()
+    desk.use(Conversation.begin(desk.service, desk.people.people(), title=rest))
+    desk.screen.line(f"{DIM}a new conversation: {desk.talk.id}{PLAIN}")
 
 
-async def _resume(chat: ChatTerminal, rest: str) -> None:
+async def _resume(desk: Desk, rest: str) -> None:
     from palaestra.doors.chat.conversation import Conversation
     from palaestra.doors.chat.one_shot import list_conversations
 
     if not rest:
-        chat.screen.line(printable(list_conversations(chat.store, as_json=False)))
+        desk.screen.line(printable(list_conversations(desk.store, as_json=False)))
         return
-    record = chat.store.find(rest)
-    if record.id == chat.talk.id:
-        chat.screen.line(f"{DIM}{record.id} is this conversation{PLAIN}")
+    record = desk.store.find(rest)
+    if record.id == desk.talk.id:
+        desk.screen.line(f"{DIM}{record.id} is this conversation{PLAIN}")
         return
-    known = chat.service.conversations.get(record.id)  # its sandbox is still open
+    known = desk.service.conversations.get(record.id)  # its sandbox is still open
     if isinstance(known, Conversation):
-        chat.use(known)
+        desk.use(known)
     else:
-        other = Conversation.open(chat.service, record.id, chat.people.people())
-        await chat.talk.close()
-        chat.use(other)
-    await chat.show_last()
+        other = Conversation.open(desk.service, record.id, desk.people.people())
+        await desk.talk.close()
+        desk.use(other)
+    await desk.show_last()
 
 
-async def _fork(chat: ChatTerminal, rest: str) -> None:
-    before = chat.talk
-    chat.use(await before.fork(_number(rest) if rest else None))
-    turns = len(_messages(chat))
-    chat.screen.line(
-        f"{DIM}forked as {chat.talk.id}, with {plural(turns, 'turn')}; /resume {before.id} goes back{PLAIN}"
+async def _fork(desk: Desk, rest: str) -> None:
+    before = desk.talk
+    desk.use(await before.fork(_number(rest) if rest else None))
+    turns = len(desk.talk.history.messages_sent())
+    desk.screen.line(
+        f"{DIM}forked as {desk.talk.id}, with {plural(turns, 'turn')}; /resume {before.id} goes back{PLAIN}"
     )
-    for notice in chat.talk.take_notices():
-        chat.people.notice(notice)
+    for notice in desk.talk.take_notices():
+        desk.people.notice(notice)
 
 
-async def _undo(chat: ChatTerminal, rest: str) -> None:
-    turns = _messages(chat)
+async def _undo(desk: Desk, rest: str) -> None:
+    turns = desk.talk.history.messages_sent()
     if not turns:
-        chat.screen.line("there is nothing to undo")
+        desk.screen.line("there is nothing to undo")
         return
-    await _rewound(chat, turns[-1].number)
+    await _rewound(desk, turns[-1].number)
 
 
-async def _rewind(chat: ChatTerminal, rest: str) -> None:
-    turns = _messages(chat)
+async def _rewind(desk: Desk, rest: str) -> None:
+    turns = desk.talk.history.messages_sent()
     if not rest:
         for turn in turns:
-            chat.screen.line(
-                f"{CYAN}{turn.number:>4}{PLAIN} {one_line(_words(turn), chat.screen.scrollback.columns - 8)}"
+            desk.screen.line(
+                f"{CYAN}{turn.number:>4}{PLAIN} {one_line(_words(turn), desk.screen.scrollback.columns - 8)}"
             )
-        chat.screen.line("/rewind N goes back to the end of turn N, /rewind 0 to the beginning")
+        desk.screen.line("/rewind N goes back to the end of turn N, /rewind 0 to the beginning")
         return
     to = _number(rest)
     later = [turn.number for turn in turns if turn.number > to]
     if to and to not in [turn.number for turn in turns]:
         raise ConfigError(f"there is no turn {to}; /rewind lists the turns")
     if not later:
-        chat.screen.line(f"turn {to} is the last one")
+        desk.screen.line(f"turn {to} is the last one")
         return
-    await _rewound(chat, later[0])
+    await _rewound(desk, later[0])
 
 
-async def _rewound(chat: ChatTerminal, before: int) -> None:
-    undone = await chat.talk.rewind(before=before)
+async def _rewound(desk: Desk, before: int) -> None:
+    undone = await desk.talk.rewind(before=before)
     what = "undone" if undone.turns == 1 else f"{undone.turns} turns undone"
-    chat.screen.line(f"{DIM}{what}{'; ' if undone.files else ''}{printable(undone.files)}{PLAIN}")
+    desk.screen.line(f"{DIM}{what}{'; ' if undone.files else ''}{printable(undone.files)}{PLAIN}")
     for change in undone.left:
-        chat.screen.line(f"{YELLOW}not restored: {printable(change.path)}: {printable(change.problem)}{PLAIN}")
-    if isinstance(undone.content, str):
-        chat.prompt.put(undone.content)
+        desk.screen.line(f"{YELLOW}not restored: {printable(change.path)}: {printable(change.problem)}{PLAIN}")
 
 
-async def _retry(chat: ChatTerminal, rest: str) -> None:
-    await chat.show_turn(chat.talk.retry())
+async def _retry(desk: Desk, rest: str) -> None:
+    await desk.show_turn(desk.talk.retry())
 
 
-async def _stop(chat: ChatTerminal, rest: str) -> None:
-    talk = chat.talk
-    if not rest and chat.screen.live.running:
-        chat.stop()
+async def _stop(desk: Desk, rest: str) -> None:
+    talk = desk.talk
+    if not rest and desk.screen.live.running:
+        desk.stop()
         return
     if rest != "processes":
-        running = sum(session.running for session in chat.service.processes.sessions(talk.id))
+        running = sum(session.running for session in desk.service.processes.sessions(talk.id))
         more = f"; background processes running: {running}; /stop processes ends them" if running else ""
         raise ConfigError(
             f"unknown command /stop {rest}; use /stop or /stop processes" if rest else f"no turn is running{more}"
         )
-    ended = await chat.service.processes.kill_all(talk.id)
-    chat.screen.line(f"ended {ended} background process{'' if ended == 1 else 'es'}")
+    ended = await desk.service.processes.kill_all(talk.id)
+    desk.screen.line(f"ended {ended} background process{'' if ended == 1 else 'es'}")
 
 
-async def _mode(chat: ChatTerminal, rest: str) -> None:
+async def _mode(desk: Desk, rest: str) -> None:
     from palaestra.doors.chat.permissions import ABOUT, Mode
 
     if rest:
         if rest not in list(Mode):
             raise ConfigError(f"unknown mode {rest!r}; the modes are {', '.join(Mode)}")
-        chat.talk.use_mode(Mode(rest))
+        desk.talk.permissions.switch(Mode(rest))
     for mode, about in ABOUT.items():
-        mark = f"{GREEN}▸" if mode is chat.talk.permissions.mode else " "
-        chat.screen.line(f"{mark} {mode.value:<5}{PLAIN} {about}")
+        mark = f"{GREEN}▸" if mode is desk.talk.permissions.mode else " "
+        desk.screen.line(f"{mark} {mode.value:<5}{PLAIN} {about}")
 
 
-async def _permissions(chat: ChatTerminal, rest: str) -> None:
+async def _permissions(desk: Desk, rest: str) -> None:
     from palaestra.doors.chat.conversation import rules_of
 
-    name = rules_of(chat.talk.history.record, chat.service.settings.rules_folder)
-    rules = sorted(chat.store.allowed(name))
+    name = rules_of(desk.talk.history.record, desk.service.settings.rules_folder)
+    rules = sorted(desk.store.allowed(name))
     word, _, number = rest.partition(" ")
     if word == "forget":
         place = _number(number.strip())
         if not 1 <= place <= len(rules):
             raise ConfigError(f"there is no rule {place}; /permissions lists the rules")
-        chat.store.disallow(name, [rules[place - 1]])
-        chat.talk.permissions.approvals.allowed.discard(rules[place - 1])
-        chat.screen.line(f"forgotten: {printable(rules[place - 1])}")
+        desk.store.disallow(name, [rules[place - 1]])
+        desk.talk.permissions.approvals.allowed.discard(rules[place - 1])
+        desk.screen.line(f"forgotten: {printable(rules[place - 1])}")
         return
     if rest:
         raise ConfigError(f"unknown command /permissions {rest}; use /permissions or /permissions forget N")
     for place, rule in enumerate(rules, 1):
-        chat.screen.line(f"{CYAN}{place:>3}{PLAIN} {printable(rule)}")
-    chat.screen.line(
+        desk.screen.line(f"{CYAN}{place:>3}{PLAIN} {printable(rule)}")
+    desk.screen.line(
         f"always allowed in {printable(name.rpartition(chr(0))[2]) or 'every folder'}: {plural(len(rules), 'rule')}"
     )
 
 
-async def _model(chat: ChatTerminal, rest: str) -> None:
-    if rest and not await chat.talk.use_model(rest):
-        chat.screen.line(f"{YELLOW}note: the server lists no models, so this name is not checked{PLAIN}")
-    chat.screen.line(printable(chat.talk.model.name))
+async def _model(desk: Desk, rest: str) -> None:
+    if rest and not await desk.talk.use_model(rest):
+        desk.screen.line(f"{YELLOW}note: the server lists no models, so this name is not checked{PLAIN}")
+    desk.screen.line(printable(desk.talk.model.name))
     if not rest:
-        for name, server in chat.service.settings.models.items():
-            chat.screen.line(
+        for name, server in desk.service.settings.models.items():
+            desk.screen.line(
                 f"{CYAN}{printable(name):<18}{PLAIN} {printable(f'{server.model_name} at {server.base_url}')}"
             )
-        for name in await chat.service.models():
-            chat.screen.line(f"{DIM}{printable(name)}{PLAIN}")
+        for name in await desk.service.models():
+            desk.screen.line(f"{DIM}{printable(name)}{PLAIN}")
 
 
-async def _tools(chat: ChatTerminal, rest: str) -> None:
-    registry = chat.service.registry(chat.talk.toolsets)
+async def _tools(desk: Desk, rest: str) -> None:
+    registry = desk.service.registry(desk.talk.toolsets)
     for name in registry.list_tools():
         tool = registry.get(name)
         about = "" if tool is None else tool.schema.description.partition(". ")[0]
-        chat.screen.line(f"{CYAN}{name:<18}{PLAIN} {printable(about)}")
+        desk.screen.line(f"{CYAN}{name:<18}{PLAIN} {printable(about)}")
     for name, reason in registry.missing.items():
-        chat.screen.line(f"{DIM}{name:<18} left out: {printable(reason)}{PLAIN}")
+        desk.screen.line(f"{DIM}{name:<18} left out: {printable(reason)}{PLAIN}")
 
 
-async def _toolset(chat: ChatTerminal, rest: str) -> None:
+async def _toolset(desk: Desk, rest: str) -> None:
     if rest:
-        await chat.talk.use_toolsets(rest.replace(",", " ").split())
-    chat.screen.line(" ".join(chat.talk.toolsets))
+        await desk.talk.use_toolsets(rest.replace(",", " ").split())
+    desk.screen.line(" ".join(desk.talk.toolsets))
 
 
-async def _sandbox(chat: ChatTerminal, rest: str) -> None:
-    talk, screen = chat.talk, chat.screen
+async def _sandbox(desk: Desk, rest: str) -> None:
+    talk, screen = desk.talk, desk.screen
     if rest == "new":
         await talk.drop_slot()
         screen.line("the next command gets a new sandbox")
@@ -222,9 +220,9 @@ async def _sandbox(chat: ChatTerminal, rest: str) -> None:
                 f"/sandbox {rest} compares with the folder that the sandbox has a copy of, and there is none; "
                 "start the chat with --workdir DIR"
             )
-        changes = await chat.changes.of(talk)
+        changes = await desk.changes.of(talk)
         if rest == "write":
-            chat.changes.write(talk, changes)
+            desk.changes.write(talk, changes)
             return
         for change in changes:
             screen.diff(change.diff())
@@ -238,18 +236,18 @@ async def _sandbox(chat: ChatTerminal, rest: str) -> None:
         screen.line("no sandbox yet: the first command creates one")
     else:
         slot = talk.seat.slot
-        screen.line(f"{slot.slot_id}: backend {chat.service.pool.backend.name}, isolation {slot.rung.label}")
+        screen.line(f"{slot.slot_id}: backend {desk.service.pool.backend.name}, isolation {slot.rung.label}")
 
 
-async def _background(chat: ChatTerminal, rest: str) -> None:
-    processes, task = chat.service.processes, chat.talk.id
+async def _background(desk: Desk, rest: str) -> None:
+    processes, task = desk.service.processes, desk.talk.id
     action, _, more = rest.partition(" ")
     if not rest:
         sessions = await processes.list_sessions(task)
         if not sessions:
-            chat.screen.line("no background processes")
+            desk.screen.line("no background processes")
         for each in sessions:
-            chat.screen.line(printable(f"{each['session_id']}  {each['status']}  {each['command']}"))
+            desk.screen.line(printable(f"{each['session_id']}  {each['status']}  {each['command']}"))
         return
     if action == "kill":
         reply = await processes.kill_process(more.strip(), task_id=task)
@@ -260,37 +258,37 @@ async def _background(chat: ChatTerminal, rest: str) -> None:
         raise ConfigError(f"unknown command /background {rest}; use /background ID, write ID TEXT or kill ID")
     else:
         reply = await processes.read_log(action, task_id=task)
-    chat.screen.line(printable(str(reply.get("output") or reply.get("error") or reply.get("status"))))
+    desk.screen.line(printable(str(reply.get("output") or reply.get("error") or reply.get("status"))))
 
 
-async def _cost(chat: ChatTerminal, rest: str) -> None:
+async def _cost(desk: Desk, rest: str) -> None:
     spent: dict[str, list[float]] = {}
-    for turn in chat.talk.history.turns(every=True):
-        figures = spent.setdefault(str(turn.report.get("model") or chat.talk.model.name), [0, 0, 0, 0.0])
+    for turn in desk.talk.history.turns(every=True):
+        figures = spent.setdefault(str(turn.report.get("model") or desk.talk.model.name), [0, 0, 0, 0.0])
         for place, name in enumerate(("model_calls", "prompt_tokens", "completion_tokens", "cost")):
             figures[place] += float(turn.report.get(name) or 0)
-    priced = chat.service.settings.prices is not None
-    for model, (calls, read, written, cost) in spent.items() or {chat.talk.model.name: [0, 0, 0, 0.0]}.items():
+    priced = desk.service.settings.prices is not None
+    for model, (calls, read, written, cost) in spent.items() or {desk.talk.model.name: [0, 0, 0, 0.0]}.items():
         name = f"{model}: " if len(spent) > 1 else ""
         text = f"{name}{plural(int(calls), 'model call')}, {int(read)} tokens read, {int(written)} written"
-        chat.screen.line(printable(text + (f", cost {cost:.4f}" if priced else " (set prices to see a cost)")))
+        desk.screen.line(printable(text + (f", cost {cost:.4f}" if priced else " (set prices to see a cost)")))
 
 
-async def _compact(chat: ChatTerminal, rest: str) -> None:
-    chat.screen.markdown(await chat.talk.compact())
+async def _compact(desk: Desk, rest: str) -> None:
+    desk.screen.markdown(await desk.talk.compact())
 
 
-async def _save(chat: ChatTerminal, rest: str) -> None:
+async def _save(desk: Desk, rest: str) -> None:
     if not rest:
         raise ConfigError("/save needs a title")
-    chat.talk.history.rename(rest)
-    chat.screen.line(f"{DIM}named; continue with: palaestra chat --resume {printable(rest)!r}{PLAIN}")
+    desk.talk.history.rename(rest)
+    desk.screen.line(f"{DIM}named; continue with: palaestra chat --resume {printable(rest)!r}{PLAIN}")
 
 
-async def _export(chat: ChatTerminal, rest: str) -> None:
+async def _export(desk: Desk, rest: str) -> None:
     from palaestra.core.io.durable_files import private
 
-    talk = chat.talk
+    talk = desk.talk
     path = Path(rest or f"{talk.id}.json").expanduser()
     content = {
         "id": talk.id, "title": talk.history.title, "model": talk.model.name, "messages": talk.history.messages,
@@ -300,32 +298,28 @@ async def _export(chat: ChatTerminal, rest: str) -> None:
             file.write(json.dumps(content, indent=1, ensure_ascii=False))
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-    chat.screen.line(f"wrote {path}")
+    desk.screen.line(f"wrote {path}")
 
 
-async def _search(chat: ChatTerminal, rest: str) -> None:
+async def _search(desk: Desk, rest: str) -> None:
     from palaestra.doors.chat.one_shot import list_conversations
 
-    chat.screen.line(printable(list_conversations(chat.store, as_json=False, query=rest)))
+    desk.screen.line(printable(list_conversations(desk.store, as_json=False, query=rest)))
 
 
-async def _show(chat: ChatTerminal, rest: str) -> None:
+async def _show(desk: Desk, rest: str) -> None:
     number = _number(rest.strip()) if rest.strip() else None
-    text = chat.screen.whole(number)
-    chat.screen.line("\n".join(f"{DIM}│{PLAIN} {printable(line)}" for line in text.rstrip("\n").split("\n")))
+    text = desk.screen.whole(number)
+    desk.screen.line("\n".join(f"{DIM}│{PLAIN} {printable(line)}" for line in text.rstrip("\n").split("\n")))
 
 
-async def _skills(chat: ChatTerminal, rest: str) -> None:
-    found = chat.project.skills()
+async def _skills(desk: Desk, rest: str) -> None:
+    found = desk.project.skills()
     for skill in found.values():
         about = one_line(skill.description, 200)
-        chat.screen.line(f"{BOLD}{printable(skill.name)}{PLAIN} {about} {DIM}{printable(str(skill.folder))}{PLAIN}")
+        desk.screen.line(f"{BOLD}{printable(skill.name)}{PLAIN} {about} {DIM}{printable(str(skill.folder))}{PLAIN}")
     if not found:
-        chat.screen.line("no skills in .agents/skills, .claude/skills or the folder skills beside chat.yaml")
-
-
-def _messages(chat: ChatTerminal) -> list[StoredTurn]:
-    return [turn for turn in chat.talk.history.turns(every=True) if turn.kind == "message"]
+        desk.screen.line("no skills in .agents/skills, .claude/skills or the folder skills beside chat.yaml")
 
 
 def _words(turn: StoredTurn) -> str:
@@ -375,3 +369,14 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "/search": SlashCommand("WORDS", "find earlier conversations", _search),
     "/exit": SlashCommand("", "end the chat (also Ctrl-D)", _exit),
 }
+
+
+def described(desk: Desk) -> dict[str, str]:
+    """Return the descriptions of the commands, also of those of the person and the project."""
+    found = {name: command.description for name, command in COMMANDS.items()}
+    if desk.ready:
+        from palaestra.doors.chat.project import command_description
+
+        for name, path in desk.project.commands().items():
+            found.setdefault(name, command_description(path))
+    return found
