@@ -220,7 +220,8 @@ def test_a_message_steers_the_running_turn_and_commands_wait(tmp_path: Path) -> 
         seen(child, "began")
         child.send("\x1b[Z")  # Shift-Tab
         seen(child, "ask · ")
-        finish(child)
+        child.send(CTRL_D)
+        child.expect(pexpect.EOF)
     sent = [str(message["content"]) for message in server.asked[-1]["messages"] if message["role"] == "user"]
     assert sent[-1] == "say steered"
     assert len(server.asked) == 2  # no turn of its own

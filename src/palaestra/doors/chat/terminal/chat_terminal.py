@@ -291,7 +291,7 @@ class ChatTerminal:
         modes = list(Mode)
         mode = modes[(modes.index(self._desk.talk.permissions.mode) + 1) % len(modes)]
         self._desk.talk.permissions.switch(mode)
-        self._prompt.redraw()
+        self._prompt.redraw(whole=True)
 
 
 def _read_options(words: Sequence[str]) -> ChatOptions:
