@@ -202,9 +202,8 @@ class ChatAgent:
                 text = await (self._undo(conversation) if content == "/undo" else conversation.compact())
                 await self._client.session_update(session_id, acp.update_agent_message_text(text))
                 return schema.PromptResponse(stop_reason="end_turn")
-            word, _, rest = content.partition(" ") if isinstance(content, str) else ("", "", "")
-            if (path := self._project(session_id).commands().get(word)) is not None:
-                content = command_message(path, rest.strip())
+            if isinstance(content, str):
+                content = self._message(session_id, content)
             if conversation.unfinished:
                 await self._play(conversation, conversation.resume())
             ended = await self._play(conversation, conversation.send(content))
@@ -366,6 +365,12 @@ class ChatAgent:
         task = asyncio.ensure_future(self._client.session_update(session_id, update))
         self._told.add(task)
         task.add_done_callback(self._told.discard)
+
+    def _message(self, session_id: str, text: str) -> str:
+        """Return the message of a command of the person or the project, and any other text as it is."""
+        word, _, rest = text.partition(" ")
+        path = self._project(session_id).commands().get(word)
+        return text if path is None else command_message(path, rest.strip())
 
     def _project(self, session_id: str) -> Project:
         return project(self._conversation(session_id).slots.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 
@@ -10,6 +11,8 @@ import pytest
 from palaestra.doors.chat.terminal.live_line import LiveLine
 from palaestra.doors.chat.terminal.markdown import MarkdownStream, rendered
 from palaestra.doors.chat.terminal.renderers import result_lines
+from palaestra.doors.chat.terminal.screen import Screen
+from palaestra.doors.chat.terminal.scrollback import Scrollback
 
 TEXT = """# A heading
 
@@ -79,6 +82,15 @@ def test_results_are_shown_for_people() -> None:
     assert "todos: of another tool" in plain(other[0])
 
 
+def test_a_notice_wraps_between_words_and_keeps_its_style() -> None:
+    raw = io.StringIO()
+    Screen(Scrollback(raw), LiveLine()).prose("\x1b[33mnote: " + "word " * 40 + "\x1b[0m")
+    lines = plain(raw.getvalue()).splitlines()
+    assert len(lines) > 1
+    assert all(set(line.split()) <= {"note:", "word"} for line in lines)
+    assert "\x1b[33m" in raw.getvalue()
+
+
 def test_the_live_line_fits_and_shows_the_tail() -> None:
     now = [0.0]
     live = LiveLine(lambda: now[0])
@@ -91,4 +103,4 @@ def test_the_live_line_fits_and_shows_the_tail() -> None:
         shown = [plain(line) for line in live.lines(columns, "", 500, 1000, ["say " + "x" * 300])]
         assert max(map(len, shown)) <= columns
         assert shown[5].strip() == "│ row 29"
-    assert "terminal make 1 min 5 s · 1 min 5 s · 500 of 1000 tokens (50 %) · 1 queued" in shown[6]
+    assert "terminal make 1 min 5 s · 1 min 5 s · 500/1000 tokens (50 %) · 1 queued" in shown[6]

@@ -154,7 +154,7 @@ class ChatTerminal:
         opened = Opened(options, store, service, project(talk.slots.folder), talk)
         self._desk.open(opened)
         for notice in options.notices:
-            self._screen.line(f"{YELLOW}note: {printable(notice)}{PLAIN}")
+            self._screen.prose(f"{YELLOW}note: {printable(notice)}{PLAIN}")
         self._prompt.redraw(whole=True)
 
     def _loaded(self, task: asyncio.Task[None]) -> None:
@@ -209,7 +209,7 @@ class ChatTerminal:
             self._screen.line(f"{YELLOW}interrupted{PLAIN}")
         elif (error := task.exception()) is not None:
             if isinstance(error, PalaestraError) and self._desk.ready:
-                self._screen.line(f"{RED}{printable(str(error))}{PLAIN}")
+                self._screen.prose(f"{RED}{printable(str(error))}{PLAIN}")
             else:  # a fault, or loading failed
                 self._fail(error)
 
@@ -241,7 +241,9 @@ class ChatTerminal:
         from palaestra.doors.chat.attachments import missing_files, with_files
 
         for path in missing_files(named):
-            self._screen.line(f"{YELLOW}note: there is no file {printable(str(path))}; its name is sent as text{PLAIN}")
+            self._screen.prose(
+                f"{YELLOW}note: there is no file {printable(str(path))}; its name is sent as text{PLAIN}"
+            )
         content = with_files(named)
         if named is not text:
             parts = [] if isinstance(content, str) else [part for part in content if part.get("type") != "text"]

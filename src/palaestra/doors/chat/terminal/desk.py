@@ -104,7 +104,7 @@ class Desk:
             self.screen.live.end()
             self.screen.settle()
         if isinstance(self.talk.failure, ContextExceeded):
-            self.screen.line(f"{YELLOW}{CONTEXT_ADVICE}{PLAIN}")
+            self.screen.prose(f"{YELLOW}{CONTEXT_ADVICE}{PLAIN}")
         await self.changes.offer(self.talk, self.opened.options.config.write)
 
     async def show_last(self) -> None:
@@ -119,7 +119,7 @@ class Desk:
             if turn.answer:
                 self.screen.markdown(turn.answer)
         if talk.unfinished:
-            self.screen.line(f"{YELLOW}note: this turn was cut off and is continued; Ctrl-C stops it{PLAIN}")
+            self.screen.prose(f"{YELLOW}note: this turn was cut off and is continued; Ctrl-C stops it{PLAIN}")
         for notice in talk.take_notices():
             self.people.notice(notice)
         if talk.unfinished:

@@ -78,7 +78,7 @@ class LiveLine:
         spinner = _SPINNER[int(now * 8) % len(_SPINNER)]
         doing = self._doing if now - self._doing_s < 2 else f"{self._doing} {_seconds(now - self._doing_s)}"
         used = tokens + self._chars // _CHARS_PER_TOKEN
-        filled = f"{used} tokens" if window is None else f"{used} of {window} tokens ({100 * used // window} %)"
+        filled = f"{used} tokens" if window is None else f"{used}/{window} tokens ({100 * used // window} %)"
         parts = [f"{spinner} {doing}", _seconds(now - self._began_s), filled]
         parts += [f"{len(queued)} queued"] if queued else []
         shown = [*last, *tail[-TAIL_LINES:], f"{CYAN}{' · '.join([*parts, 'Esc stops'])}"]

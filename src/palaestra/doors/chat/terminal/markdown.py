@@ -11,6 +11,7 @@ from markdown_it.token import Token
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown
 from rich.syntax import Syntax
+from rich.text import Text
 
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 CODE_THEME = "ansi_dark"
@@ -67,6 +68,17 @@ def rendered(text: str, columns: int) -> str:
     first = next((place for place, empty in enumerate(blank) if not empty), len(lines))
     last = next((place for place, empty in enumerate(reversed(blank)) if not empty), 0)
     return "".join(f"{line}\n" for line in lines[first : len(lines) - last])
+
+
+def wrapped(text: str, columns: int) -> str:
+    """Return lines with escape sequences, wrapped between words."""
+    target = io.StringIO()
+    console = Console(
+        file=target, width=max(20, columns), force_terminal=True, color_system="standard", highlight=False, emoji=False
+    )
+    for line in text.split("\n"):
+        console.print(Text.from_ansi(line))
+    return "\n".join(line.rstrip() for line in target.getvalue().rstrip("\n").split("\n"))
 
 
 class MarkdownStream:

@@ -37,7 +37,7 @@ class TerminalPeople:
 
     def notice(self, notice: Notice) -> None:
         """Show a notice."""
-        self._screen.line(f"{YELLOW}note: {printable(notice.text)}{PLAIN}")
+        self._screen.prose(f"{YELLOW}note: {printable(notice.text)}{PLAIN}")
 
     async def line(self, question: str) -> str:
         """Ask for one line. Ctrl-C gives an empty line and stops a running turn."""

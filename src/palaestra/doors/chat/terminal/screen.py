@@ -63,6 +63,14 @@ class Screen:
         if text:
             self.scrollback.write(f"{text}\n")
 
+    def prose(self, text: str) -> None:
+        """Write a text of the chat itself, wrapped between words. Not for what a person must see as it is."""
+        if max(map(len, text.split("\n"))) >= self.scrollback.columns:
+            from palaestra.doors.chat.terminal.markdown import wrapped
+
+            text = wrapped(text, self.scrollback.columns)
+        self.line(text)
+
     def said(self, text: str) -> None:
         """Show a message of the person."""
         room = max(20, self.scrollback.columns - len(PROMPT))
@@ -175,8 +183,10 @@ class Screen:
         elif not event.error:
             lines = renderers.result_lines(call.name, call.arguments, event.text, call.number)
         if event.error:
-            lines.append(f"{RED}  ✗ {one_line(event.error, 300)}{PLAIN}")
-        self.line("\n".join(lines))
+            self.line("\n".join(lines))
+            self.prose(f"{RED}  ✗ {one_line(event.error, 300)}{PLAIN}")
+        else:
+            self.line("\n".join(lines))
 
     def _end(self, event: TurnEnded) -> None:
         from palaestra.doors.chat.turn_events import INTERRUPTED, NATURAL

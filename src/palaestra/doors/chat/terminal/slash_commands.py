@@ -43,8 +43,8 @@ class SlashCommand:
 
 async def _help(desk: Desk, rest: str) -> None:
     for name, about in described(desk).items():
-        desk.screen.line(f"{CYAN}{name:<12}{PLAIN} {printable(about)}")
-    desk.screen.line(KEYS)
+        desk.screen.prose(f"{CYAN}{name:<12}{PLAIN} {printable(about)}")
+    desk.screen.prose(KEYS)
 
 
 async def _exit(desk: Desk, rest: str) -> None:
@@ -56,7 +56,7 @@ async def _new(desk: Desk, rest: str) -> None:
 
     await desk.talk.close()
     desk.use(Conversation.begin(desk.service, desk.people.people(), title=rest))
-    desk.screen.line(f"{DIM}a new conversation: {desk.talk.id}{PLAIN}")
+    desk.screen.prose(f"{DIM}a new conversation: {desk.talk.id}{PLAIN}")
 
 
 async def _resume(desk: Desk, rest: str) -> None:
@@ -64,11 +64,11 @@ async def _resume(desk: Desk, rest: str) -> None:
     from palaestra.doors.chat.one_shot import list_conversations
 
     if not rest:
-        desk.screen.line(printable(list_conversations(desk.store, as_json=False)))
+        desk.screen.prose(printable(list_conversations(desk.store, as_json=False)))
         return
     record = desk.store.find(rest)
     if record.id == desk.talk.id:
-        desk.screen.line(f"{DIM}{record.id} is this conversation{PLAIN}")
+        desk.screen.prose(f"{DIM}{record.id} is this conversation{PLAIN}")
         return
     known = desk.service.conversations.get(record.id)  # its sandbox is still open
     if isinstance(known, Conversation):
@@ -84,7 +84,7 @@ async def _fork(desk: Desk, rest: str) -> None:
     before = desk.talk
     desk.use(await before.fork(_number(rest) if rest else None))
     turns = len(desk.talk.history.messages_sent())
-    desk.screen.line(
+    desk.screen.prose(
         f"{DIM}forked as {desk.talk.id}, with {plural(turns, 'turn')}; /resume {before.id} goes back{PLAIN}"
     )
     for notice in desk.talk.take_notices():
@@ -94,7 +94,7 @@ async def _fork(desk: Desk, rest: str) -> None:
 async def _undo(desk: Desk, rest: str) -> None:
     turns = desk.talk.history.messages_sent()
     if not turns:
-        desk.screen.line("there is nothing to undo")
+        desk.screen.prose("there is nothing to undo")
         return
     await _rewound(desk, turns[-1].number)
 
@@ -103,17 +103,17 @@ async def _rewind(desk: Desk, rest: str) -> None:
     turns = desk.talk.history.messages_sent()
     if not rest:
         for turn in turns:
-            desk.screen.line(
+            desk.screen.prose(
                 f"{CYAN}{turn.number:>4}{PLAIN} {one_line(_words(turn), desk.screen.scrollback.columns - 8)}"
             )
-        desk.screen.line("/rewind N goes back to the end of turn N, /rewind 0 to the beginning")
+        desk.screen.prose("/rewind N goes back to the end of turn N, /rewind 0 to the beginning")
         return
     to = _number(rest)
     later = [turn.number for turn in turns if turn.number > to]
     if to and to not in [turn.number for turn in turns]:
         raise ConfigError(f"there is no turn {to}; /rewind lists the turns")
     if not later:
-        desk.screen.line(f"turn {to} is the last one")
+        desk.screen.prose(f"turn {to} is the last one")
         return
     await _rewound(desk, later[0])
 
@@ -121,9 +121,9 @@ async def _rewind(desk: Desk, rest: str) -> None:
 async def _rewound(desk: Desk, before: int) -> None:
     undone = await desk.talk.rewind(before=before)
     what = "undone" if undone.turns == 1 else f"{undone.turns} turns undone"
-    desk.screen.line(f"{DIM}{what}{'; ' if undone.files else ''}{printable(undone.files)}{PLAIN}")
+    desk.screen.prose(f"{DIM}{what}{'; ' if undone.files else ''}{printable(undone.files)}{PLAIN}")
     for change in undone.left:
-        desk.screen.line(f"{YELLOW}not restored: {printable(change.path)}: {printable(change.problem)}{PLAIN}")
+        desk.screen.prose(f"{YELLOW}not restored: {printable(change.path)}: {printable(change.problem)}{PLAIN}")
 
 
 async def _retry(desk: Desk, rest: str) -> None:
@@ -142,7 +142,7 @@ async def _stop(desk: Desk, rest: str) -> None:
             f"unknown command /stop {rest}; use /stop or /stop processes" if rest else f"no turn is running{more}"
         )
     ended = await desk.service.processes.kill_all(talk.id)
-    desk.screen.line(f"ended {ended} background process{'' if ended == 1 else 'es'}")
+    desk.screen.prose(f"ended {ended} background process{'' if ended == 1 else 'es'}")
 
 
 async def _mode(desk: Desk, rest: str) -> None:
@@ -154,7 +154,7 @@ async def _mode(desk: Desk, rest: str) -> None:
         desk.talk.permissions.switch(Mode(rest))
     for mode, about in ABOUT.items():
         mark = f"{GREEN}▸" if mode is desk.talk.permissions.mode else " "
-        desk.screen.line(f"{mark} {mode.value:<5}{PLAIN} {about}")
+        desk.screen.prose(f"{mark} {mode.value:<5}{PLAIN} {about}")
 
 
 async def _permissions(desk: Desk, rest: str) -> None:
@@ -169,28 +169,28 @@ async def _permissions(desk: Desk, rest: str) -> None:
             raise ConfigError(f"there is no rule {place}; /permissions lists the rules")
         desk.store.disallow(name, [rules[place - 1]])
         desk.talk.permissions.approvals.allowed.discard(rules[place - 1])
-        desk.screen.line(f"forgotten: {printable(rules[place - 1])}")
+        desk.screen.prose(f"forgotten: {printable(rules[place - 1])}")
         return
     if rest:
         raise ConfigError(f"unknown command /permissions {rest}; use /permissions or /permissions forget N")
     for place, rule in enumerate(rules, 1):
-        desk.screen.line(f"{CYAN}{place:>3}{PLAIN} {printable(rule)}")
-    desk.screen.line(
+        desk.screen.prose(f"{CYAN}{place:>3}{PLAIN} {printable(rule)}")
+    desk.screen.prose(
         f"always allowed in {printable(name.rpartition(chr(0))[2]) or 'every folder'}: {plural(len(rules), 'rule')}"
     )
 
 
 async def _model(desk: Desk, rest: str) -> None:
     if rest and not await desk.talk.use_model(rest):
-        desk.screen.line(f"{YELLOW}note: the server lists no models, so this name is not checked{PLAIN}")
-    desk.screen.line(printable(desk.talk.model.name))
+        desk.screen.prose(f"{YELLOW}note: the server lists no models, so this name is not checked{PLAIN}")
+    desk.screen.prose(printable(desk.talk.model.name))
     if not rest:
         for name, server in desk.service.settings.models.items():
-            desk.screen.line(
+            desk.screen.prose(
                 f"{CYAN}{printable(name):<18}{PLAIN} {printable(f'{server.model_name} at {server.base_url}')}"
             )
         for name in await desk.service.models():
-            desk.screen.line(f"{DIM}{printable(name)}{PLAIN}")
+            desk.screen.prose(f"{DIM}{printable(name)}{PLAIN}")
 
 
 async def _tools(desk: Desk, rest: str) -> None:
@@ -198,22 +198,22 @@ async def _tools(desk: Desk, rest: str) -> None:
     for name in registry.list_tools():
         tool = registry.get(name)
         about = "" if tool is None else tool.schema.description.partition(". ")[0]
-        desk.screen.line(f"{CYAN}{name:<18}{PLAIN} {printable(about)}")
+        desk.screen.prose(f"{CYAN}{name:<18}{PLAIN} {printable(about)}")
     for name, reason in registry.missing.items():
-        desk.screen.line(f"{DIM}{name:<18} left out: {printable(reason)}{PLAIN}")
+        desk.screen.prose(f"{DIM}{name:<18} left out: {printable(reason)}{PLAIN}")
 
 
 async def _toolset(desk: Desk, rest: str) -> None:
     if rest:
         await desk.talk.use_toolsets(rest.replace(",", " ").split())
-    desk.screen.line(" ".join(desk.talk.toolsets))
+    desk.screen.prose(" ".join(desk.talk.toolsets))
 
 
 async def _sandbox(desk: Desk, rest: str) -> None:
     talk, screen = desk.talk, desk.screen
     if rest == "new":
         await talk.drop_slot()
-        screen.line("the next command gets a new sandbox")
+        screen.prose("the next command gets a new sandbox")
     elif rest in ("diff", "write"):
         if talk.slots.folder is None:
             raise ConfigError(
@@ -227,16 +227,16 @@ async def _sandbox(desk: Desk, rest: str) -> None:
         for change in changes:
             screen.diff(change.diff())
         verb = "differs" if len(changes) == 1 else "differ"
-        screen.line(f"{plural(len(changes), 'file')} {verb} from {talk.slots.folder.root}")
+        screen.prose(f"{plural(len(changes), 'file')} {verb} from {talk.slots.folder.root}")
     elif rest:
         raise ConfigError(
             f"unknown command /sandbox {rest}; use /sandbox, /sandbox diff, /sandbox write or /sandbox new"
         )
     elif talk.seat.slot is None:
-        screen.line("no sandbox yet: the first command creates one")
+        screen.prose("no sandbox yet: the first command creates one")
     else:
         slot = talk.seat.slot
-        screen.line(f"{slot.slot_id}: backend {desk.service.pool.backend.name}, isolation {slot.rung.label}")
+        screen.prose(f"{slot.slot_id}: backend {desk.service.pool.backend.name}, isolation {slot.rung.label}")
 
 
 async def _background(desk: Desk, rest: str) -> None:
@@ -245,9 +245,9 @@ async def _background(desk: Desk, rest: str) -> None:
     if not rest:
         sessions = await processes.list_sessions(task)
         if not sessions:
-            desk.screen.line("no background processes")
+            desk.screen.prose("no background processes")
         for each in sessions:
-            desk.screen.line(printable(f"{each['session_id']}  {each['status']}  {each['command']}"))
+            desk.screen.prose(printable(f"{each['session_id']}  {each['status']}  {each['command']}"))
         return
     if action == "kill":
         reply = await processes.kill_process(more.strip(), task_id=task)
@@ -258,7 +258,7 @@ async def _background(desk: Desk, rest: str) -> None:
         raise ConfigError(f"unknown command /background {rest}; use /background ID, write ID TEXT or kill ID")
     else:
         reply = await processes.read_log(action, task_id=task)
-    desk.screen.line(printable(str(reply.get("output") or reply.get("error") or reply.get("status"))))
+    desk.screen.prose(printable(str(reply.get("output") or reply.get("error") or reply.get("status"))))
 
 
 async def _cost(desk: Desk, rest: str) -> None:
@@ -271,7 +271,7 @@ async def _cost(desk: Desk, rest: str) -> None:
     for model, (calls, read, written, cost) in spent.items() or {desk.talk.model.name: [0, 0, 0, 0.0]}.items():
         name = f"{model}: " if len(spent) > 1 else ""
         text = f"{name}{plural(int(calls), 'model call')}, {int(read)} tokens read, {int(written)} written"
-        desk.screen.line(printable(text + (f", cost {cost:.4f}" if priced else " (set prices to see a cost)")))
+        desk.screen.prose(printable(text + (f", cost {cost:.4f}" if priced else " (set prices to see a cost)")))
 
 
 async def _compact(desk: Desk, rest: str) -> None:
@@ -282,7 +282,7 @@ async def _save(desk: Desk, rest: str) -> None:
     if not rest:
         raise ConfigError("/save needs a title")
     desk.talk.history.rename(rest)
-    desk.screen.line(f"{DIM}named; continue with: palaestra chat --resume {printable(rest)!r}{PLAIN}")
+    desk.screen.prose(f"{DIM}named; continue with: palaestra chat --resume {printable(rest)!r}{PLAIN}")
 
 
 async def _export(desk: Desk, rest: str) -> None:
@@ -298,13 +298,13 @@ async def _export(desk: Desk, rest: str) -> None:
             file.write(json.dumps(content, indent=1, ensure_ascii=False))
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-    desk.screen.line(f"wrote {path}")
+    desk.screen.prose(f"wrote {path}")
 
 
 async def _search(desk: Desk, rest: str) -> None:
     from palaestra.doors.chat.one_shot import list_conversations
 
-    desk.screen.line(printable(list_conversations(desk.store, as_json=False, query=rest)))
+    desk.screen.prose(printable(list_conversations(desk.store, as_json=False, query=rest)))
 
 
 async def _show(desk: Desk, rest: str) -> None:
@@ -317,9 +317,9 @@ async def _skills(desk: Desk, rest: str) -> None:
     found = desk.project.skills()
     for skill in found.values():
         about = one_line(skill.description, 200)
-        desk.screen.line(f"{BOLD}{printable(skill.name)}{PLAIN} {about} {DIM}{printable(str(skill.folder))}{PLAIN}")
+        desk.screen.prose(f"{BOLD}{printable(skill.name)}{PLAIN} {about} {DIM}{printable(str(skill.folder))}{PLAIN}")
     if not found:
-        desk.screen.line("no skills in .agents/skills, .claude/skills or the folder skills beside chat.yaml")
+        desk.screen.prose("no skills in .agents/skills, .claude/skills or the folder skills beside chat.yaml")
 
 
 def _words(turn: StoredTurn) -> str:
