@@ -23,7 +23,7 @@ class Access:
         """Return whether the settings or a pairing allow the person."""
         settings = self._config.platforms.get(platform)
         allowed = settings.allowed_users if settings is not None else []
-        return "*" in allowed or user_id in allowed or await self._mailbox.is_paired(platform, user_id)
+        return "*" in allowed or user_id in allowed or await self._mailbox.pairings.has(platform, user_id)
 
     async def over_cost(self, platform: str, user_id: str) -> str:
         """Return why a person may not start a turn now, or the empty string."""

@@ -211,7 +211,7 @@ class Gateway:
         receipt = await self.mailbox.take(message, key, now, done=True)
         if address.chat_type != "dm" or receipt.decision != "taken":
             return
-        code = await self.mailbox.pairing_code(address.platform, message.user_id, message.user_name, now)
+        code = await self.mailbox.pairings.code(address.platform, message.user_id, message.user_name, now)
         if code is not None:
             text = f"I do not know you yet. Ask the owner to run: palaestra gateway pair {code} (valid for an hour)."
             await self._notices.answer(message, text)
