@@ -122,7 +122,7 @@ def test_a_place_given_together_with_a_cancellation_goes_on() -> None:
         first = asyncio.ensure_future(pool.acquire("first"))
         second = asyncio.ensure_future(pool.acquire("second"))
         await asyncio.sleep(0)
-        pool._held.clear()
+        pool.leases.clear()
         pool._queue.give(1)  # what release does last; the waiter has not run yet
         first.cancel()
         slot = await asyncio.wait_for(second, 10)

@@ -433,6 +433,9 @@ class SlotPool:
     Raises `ConfigError` if `config` sets a field for Nomad and `backend` is another one.
     """
 
+    default_timeout_s: float = USUAL_TIMEOUT_S
+    """The time limit of a call that sets no timeout, in seconds."""
+
     def __init__(
         self,
         config: SlotPoolConfig | None = None,
@@ -442,8 +445,6 @@ class SlotPool:
         memory: Callable[[], int] = admission.available_memory,
         start_when_used: bool = False,
     ) -> None:
-        self.default_timeout_s = USUAL_TIMEOUT_S
-        """The time limit of a call that sets no timeout, in seconds."""
         self.config = config = config or SlotPoolConfig()
         self.backend = backend or config.backend()
         config.check(self.backend)
