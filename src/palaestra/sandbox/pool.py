@@ -1,4 +1,4 @@
-"""Leases the slots of one run in the order of requests, up to a limit.
+"""SlotLeases the slots of one run in the order of requests, up to a limit.
 
 Each lease gets a new slot, which ends with the lease: no workspace is reused or cleaned. A pool has a fixed number of
 places, and each leased slot takes one of them. The lease of a group of slots gets places for all of them at the same
@@ -296,7 +296,7 @@ class Snapshots:
             _log.warning("dropping the snapshot %s failed: %s", snapshot.snapshot_id, error)
 
 
-class Leases:
+class SlotLeases:
     """The leased slots and their places in the queue, and the ended slots that could not be ended yet, which are
     quarantined. Each slot may have a stateful shell."""
 
@@ -453,7 +453,7 @@ class SlotPool:
         self._memory = memory
         self._clock = clock or SystemClock()
         self._queue = SlotQueue(self.limit.slots, memory)
-        self.leases = Leases(self.backend, self._queue, self._clock)
+        self.leases = SlotLeases(self.backend, self._queue, self._clock)
         self.snapshots = Snapshots(self.backend)
         self._waits: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
         self._makes: deque[float] = deque(maxlen=_REMEMBERED_WAITS)

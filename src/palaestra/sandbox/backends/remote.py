@@ -183,7 +183,7 @@ class Hosts:
         return [host for host in self.allowed(without) if now - self._failed_at.get(host, -math.inf) > _LEFT_OUT_S]
 
 
-class Places:
+class PlaceTable:
     """The places of a backend, by number, with the counts of those that have ended."""
 
     def __init__(self, hosts: Hosts, slots_per_place: int) -> None:
@@ -305,7 +305,7 @@ class RemoteBackend(StartedBackend):
         self.hosts = Hosts(self.name, hosts)
         self._image, self._most, self._per_place = image, places, slots_per_place
         self._wanted, self._required = rung, require
-        self._places = Places(self.hosts, slots_per_place)
+        self._places = PlaceTable(self.hosts, slots_per_place)
         self._numbers: Iterator[int] = _numbers
         self.gate = CreationGate(self.name)
         """Limits how many places start per second, and how many start concurrently."""
