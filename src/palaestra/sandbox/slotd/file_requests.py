@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from . import files
 from .event_loop import Job
 from .protocol.frames import CHUNK, Frame
-from .replies import Replies, RequestError, SlotTable
 from .rung import AnyDriver, SlotPath
-from .server_slot import LifeStage, ServerSlot
+from .server_slot import LifeStage, Replies, RequestError, ServerSlot, SlotTable
 from .streams import Download, Upload
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from .event_loop import Job
 from .exec import freezer
 from .protocol.frames import Frame
-from .replies import Replies, SlotTable
-from .server_slot import ServerSlot
+from .server_slot import Replies, ServerSlot, SlotTable
 
 _WAIT_FOR_CHECKPOINT = ("exec", "spawn", "run", "shell", "checkpoint", "freeze", "seal", "destroy")
 

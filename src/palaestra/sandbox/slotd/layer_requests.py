@@ -7,8 +7,8 @@ from typing import Any
 
 from .event_loop import Job
 from .protocol.frames import Frame
-from .replies import Replies, RequestError
 from .rung import AnyDriver, CannotMake, Checkpoints, SealedLayer
+from .server_slot import Replies, RequestError
 
 
 class LayerRequests:

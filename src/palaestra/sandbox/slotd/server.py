@@ -55,9 +55,8 @@ from .network.group_network import GroupNetworks
 from .protocol import frames
 from .protocol.frames import Fields, Frame, FrameConnection, FrameKind
 from .protocol.init_messages import EnvBlock, env_block
-from .replies import Replies, RequestError, SlotTable
 from .rung import AnyDriver, CannotMake, NetworkScope
-from .server_slot import LifeStage, ServerSlot
+from .server_slot import LifeStage, Replies, RequestError, ServerSlot, SlotTable
 
 _log = logging.getLogger("slotd")
 
