@@ -178,7 +178,8 @@ class Checkpoints:
         slot can be started."""
         point = self._points.get(turn)
         problem = _NO_CHECKPOINT if point is None else point.problem
-        if point is not None and point.snapshot is not None and not await self._service.pool.snapshots.holds(point.snapshot):
+        snapshots = self._service.pool.snapshots
+        if point is not None and point.snapshot is not None and not await snapshots.holds(point.snapshot):
             problem = "the checkpoint was lost with its sandbox"
         if self._seat.slot is None and point is None:
             problem = "the sandbox of that time is gone"
