@@ -60,7 +60,7 @@ async def lease(pool: SlotPool, number: int, epochs: list[int]) -> str:
                 return f"dirty: {seen!r}"
             await work(slot, number)
             if number % 4 == 0:
-                await pool.forget(await pool.checkpoint(slot))
+                await pool.snapshots.forget(await pool.checkpoint(slot))
         finally:
             await pool.release(slot)
         return "clean" if number % 3 else await fork(pool, number)
@@ -102,7 +102,7 @@ async def fork(pool: SlotPool, number: int) -> str:
             await pool.release(forked)
         if seen != "mark\n":
             return f"dirty: {seen!r}"
-    await pool.forget(snapshot)
+    await pool.snapshots.forget(snapshot)
     return "clean"
 
 

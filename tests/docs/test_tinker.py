@@ -18,11 +18,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "tinker.md"
 
 def test_the_program_trains_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from palaestra.trainers.tinker.server import serving
+    from palaestra.trainers.tinker.service import ServiceSettings
 
     program, _ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     make_tiny(tmp_path / "tiny", hidden=64, layers=2)
     loop = LoopThread("tinker-server")
-    server = serving(str(tmp_path / "tiny"), tmp_path / "checkpoints", device="cpu")
+    server = serving(str(tmp_path / "tiny"), tmp_path / "checkpoints", settings=ServiceSettings(device="cpu"))
     started = loop.wait(server.__aenter__())
     try:
         for words, own in (("http://127.0.0.1:8010", started.url), ("/tmp/tiny/", started.name)):

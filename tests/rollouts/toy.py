@@ -64,6 +64,10 @@ class NoSlots:
     async def checkpoint(self, slot: Slot, *, continued: bool = False) -> Snapshot:
         raise AssertionError("nothing was leased")
 
+    @property
+    def snapshots(self) -> NoSlots:
+        return self
+
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         raise AssertionError("nothing was sealed")
 

@@ -122,7 +122,7 @@ def test_a_place_given_together_with_a_cancellation_goes_on() -> None:
         first = asyncio.ensure_future(pool.acquire("first"))
         second = asyncio.ensure_future(pool.acquire("second"))
         await asyncio.sleep(0)
-        pool._held.clear()
+        pool.leases.clear()
         pool._queue.give(1)  # what release does last; the waiter has not run yet
         first.cancel()
         slot = await asyncio.wait_for(second, 10)
@@ -152,12 +152,12 @@ def test_sealing_gives_the_place_back_and_a_snapshot() -> None:
         snapshot = await pool.seal(slot)
         assert pool.available_slots == 1
         assert [change.path for change in await pool.changes(snapshot)][-1] == "/workspace/tests/t"
-        part = await pool.view(snapshot, View(without=("/workspace/tests",)))
+        part = await pool.snapshots.view(snapshot, View(without=("/workspace/tests",)))
         fork = await pool.acquire("fork", snapshot=part)
         assert [entry.path for entry in await fork.list_dir()] == ["/workspace/f"]
         await pool.release(fork)
-        await pool.forget(part)
-        await pool.forget(snapshot)
+        await pool.snapshots.forget(part)
+        await pool.snapshots.forget(snapshot)
 
     with_pool(1, body)
 
@@ -191,7 +191,7 @@ def test_slots_that_were_there_before_count_until_they_are_released() -> None:
     async def body(pool: SlotPool) -> None:
         before = [await pool.backend.create(SlotSpec(), f"before-{number}") for number in range(3)]
         for slot in before:
-            pool.take_up(slot)
+            pool.leases.take_up(slot)
         waiting = asyncio.ensure_future(pool.acquire("new"))
         for slot in before[:2]:
             await pool.release(slot)

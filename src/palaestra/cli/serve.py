@@ -203,16 +203,19 @@ async def _serve_model(
 def tinker(host: str, port: int, checkpoints: Path, model: str, token_file: Path | None, **settings: Any) -> None:
     token = read_token(token_file, "TINKER_SERVER_TOKEN")
     settings["most_models"], settings["most_samplers"] = settings.pop("max_models"), settings.pop("max_samplers")
-    asyncio.run(_serve_tinker(model, checkpoints, host, port, token=token, **settings))
+    asyncio.run(_serve_tinker(model, checkpoints, host, port, token, settings))
 
 
-async def _serve_tinker(model: str, checkpoints: Path, host: str, port: int, **settings: Any) -> None:
+async def _serve_tinker(
+    model: str, checkpoints: Path, host: str, port: int, token: str | None, settings: dict[str, Any]
+) -> None:
     from palaestra.core.errors import ConfigError
     from palaestra.core.extras import install_command
     from palaestra.inference.tokenizers import no_folder
 
     try:
         from palaestra.trainers.tinker.server import serving
+        from palaestra.trainers.tinker.service import ServiceSettings
     except ImportError as error:
         raise ConfigError(
             f"The training server needs the extra 'tinker' ({error}): {install_command('tinker')}"
@@ -220,7 +223,7 @@ async def _serve_tinker(model: str, checkpoints: Path, host: str, port: int, **s
     if "/" not in model and not Path(model).exists():
         raise no_folder(Path(model))
     stop = told_to_stop()
-    async with serving(model, checkpoints, host, port, **settings) as server:
+    async with serving(model, checkpoints, host, port, token=token, settings=ServiceSettings(**settings)) as server:
         print_url(server.url)
         click.echo(f"base_model={server.name!r}; checkpoints in {checkpoints}", err=True)
         await stop.wait()

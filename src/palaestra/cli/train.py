@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -129,10 +130,6 @@ def command(
     tinker_url: str | None,
     resume: str | None,
     unchecked: tuple[str, ...],
-    batches_from: str | None,
-    batch: int,
-    most_tokens: int,
-    port: int,
     out: Path | None,
     words: tuple[str, ...],
     **given: Any,
@@ -146,8 +143,9 @@ def command(
     from palaestra.rollouts.journal.reader import RUNS
     from palaestra.trainers.config import OFF_POLICY_NATS, TrainingConfig
 
+    api, served = given.pop("batches_from"), {name: given.pop(name) for name in ("batch", "most_tokens", "port")}
     settings = {name: value for name, value in given.items() if value is not None}
-    if batches_from is not None:
+    if api is not None:
         if config_only := sorted({"async_steps", "least_rate", "most_rate", "replay"} & settings.keys()):
             raise ConfigError(
                 f"{config_only[0]} does not apply to --batches-from: its environments choose tasks and roll out by "
@@ -162,7 +160,7 @@ def command(
             )
         config = TrainingConfig(**{"max_difference": OFF_POLICY_NATS, **settings})
         folder = out or Path("runs/batches")
-        asyncio.run(_train_batches(batches_from, model, tinker_url, config, folder, batch, most_tokens, port))
+        asyncio.run(_train_batches(BatchSource(api, **served), model, tinker_url, config, folder))
         return
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv):
@@ -215,15 +213,19 @@ def _model(words: tuple[str, ...]) -> tuple[str, list[str]]:
     raise ConfigError("set --model to the model to train")
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSource:
+    """Where batches come from: a trajectory API, the size of a batch in sequences, the most tokens of one, and the port
+    at which the current weights are served to the API's environments."""
+
+    api: str
+    batch: int
+    most_tokens: int
+    port: int
+
+
 async def _train_batches(
-    api: str,
-    model: str,
-    tinker_url: str | None,
-    config: TrainingConfig,
-    folder: Path,
-    sequences: int,
-    most_tokens: int,
-    port: int,
+    source: BatchSource, model: str, tinker_url: str | None, config: TrainingConfig, folder: Path
 ) -> None:
     """Train on the batches of a trajectory API with Tinker, and serve the current weights."""
     from palaestra.inference.config import APIServerConfig
@@ -234,11 +236,11 @@ async def _train_batches(
 
     local = folder / "tinker-states" if tinker_url is None and not os.environ.get("TINKER_API_KEY") else None
     trainer = TinkerTrainer(APIServerConfig(model_name=model), config, url=tinker_url, local=local)
-    client = TrajectoryClient(api)
+    client = TrajectoryClient(source.api)
     try:
         await trainer.open()
         await trainer.engine.start()
-        async with ModelServer(trainer.engine, port=port) as server:
+        async with ModelServer(trainer.engine, port=source.port) as server:
             click.echo(server.url)
             click.echo(f"the weights are served at {server.url}, for --openai.server_type sglang", err=True)
             batches = BatchTrainer(
@@ -246,8 +248,8 @@ async def _train_batches(
                 config,
                 client,
                 folder / "training",
-                sequences=sequences,
-                most_tokens=most_tokens,
+                sequences=source.batch,
+                most_tokens=source.most_tokens,
                 note=lambda text: click.echo(text, err=True),
             )
             await batches.run()

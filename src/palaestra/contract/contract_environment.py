@@ -212,7 +212,7 @@ class ContractEnvironment(CollectedEnvironment):
     def _take_image(self, rollout: Rollout) -> None:
         """Use the image that the set-up has registered for a rollout, if there is one."""
         pool = vars(self.inner).get("_backend")
-        image = pool.registered_image(rollout.rollout_id) if isinstance(pool, SlotPool) else None
+        image = pool.images.get(rollout.rollout_id) if isinstance(pool, SlotPool) else None
         if image is not None:
             rollout.workspace.use_image(image, rollout.seat)
 

@@ -164,7 +164,7 @@ class HermesAgentBaseEnv(BaseEnv):
         An image that the set-up of a rollout registers here is also that of the rollout's slot."""
         from palaestra.envs.config.build import make_pool
 
-        return make_pool(self.config).started_when_used()
+        return make_pool(self.config, start_when_used=True)
 
     async def _start_tool_backend(self) -> None:
         """Called before `setup`. The default does nothing, because a pool starts with its first lease."""

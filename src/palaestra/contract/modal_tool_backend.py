@@ -26,6 +26,7 @@ class ModalToolBackend(SlotPool):
         self.profile = config = config or ModalSandboxConfig()
         wait_s = config.acquire_timeout_s
         super().__init__(SlotPoolConfig(max_slots=None, acquire_timeout=wait_s), ModalBackend(config))
+        self.default_timeout_s = config.execution_timeout_s
         self._others: dict[str, ModalToolBackend] = {}
         self._pools: dict[int, SlotPool] = {}  # the pool of each slot that another profile made, by epoch
 
@@ -40,11 +41,6 @@ class ModalToolBackend(SlotPool):
         made = cls(found.pop(default))
         made._others = {name: ModalToolBackend(config) for name, config in found.items()}
         return made
-
-    @property
-    def default_timeout_s(self) -> float:
-        """The time limit of a call that sets no timeout, in seconds."""
-        return self.profile.execution_timeout_s
 
     async def acquire(
         self,
@@ -76,7 +72,7 @@ class ModalToolBackend(SlotPool):
         if pool is None:
             await super().release(slot, reset_workspace)
         else:
-            self._shells.pop(slot.epoch, None)
+            self.leases.close_shell(slot)
             await pool.release(slot, reset_workspace)
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:

@@ -116,7 +116,7 @@ class Follower:
                 self._add_progress()
             if deadline is not None and status.running and self._clock.monotonic() >= deadline:
                 session.status = await session.reach().kill(KILL_GRACE_S)
-                session.notices.append(f"killed after its time limit of {self._watch.lifetime_s:g}s")
+                session.notices.add(f"killed after its time limit of {self._watch.lifetime_s:g}s")
         self._take("", last=True)
         self._end(status)
 
@@ -172,5 +172,5 @@ class Follower:
     def _add(self, kind: str, text: str, exit_code: int | None = None) -> None:
         code = "" if exit_code is None else f" with exit code {exit_code}"
         notice = f"{_WORDS.get(kind, kind)}{code}"
-        self._session.notices.append(f"{notice}: {text.strip()}" if text.strip() else notice)
+        self._session.notices.add(f"{notice}: {text.strip()}" if text.strip() else notice)
         self._report(self._session, kind, text, exit_code)

@@ -63,6 +63,109 @@ _known_lock = threading.Lock()
 """Guards `_known`, the registries that synchronous code searches for a session by id."""
 
 
+class SessionTable:
+    """The sessions of a registry by id, oldest first, and the checkpoint file `path`, which `save` writes; if it is
+    None, nothing is saved. Sessions that ended long ago are forgotten."""
+
+    def __init__(self, path: Path | None, clock: Clock) -> None:
+        self._path, self._clock = path, clock
+        self._all: dict[str, ProcessSession] = {}
+        self._numbers: Counter[str] = Counter()
+
+    def get(self, session_id: str) -> ProcessSession | None:
+        """Return the session with this id, or None."""
+        return self._all.get(session_id)
+
+    def add(self, session: ProcessSession) -> None:
+        """Add a session under its id."""
+        self._all[session.id] = session
+
+    def drop(self, task_id: str) -> None:
+        """Drop all sessions of a task."""
+        for session in list(self.of(task_id)):
+            del self._all[session.id]
+        self.save()
+
+    async def recovered(self, slots: Iterable[Slot]) -> list[ProcessSession]:
+        """Return the sessions of the checkpoint whose ids are not in use. Raises `ConfigError`."""
+        if self._path is None:
+            return []
+        running = {slot.slot_id: {each.process_id: each for each in await slot.processes()} for slot in slots}
+        found = [await _recovered(record, running) for record in _read(self._path)]
+        return [session for session in found if session.id not in self._all]
+
+    def of(self, task_id: str | None) -> Iterator[ProcessSession]:
+        """Yield the sessions of a task, or of all tasks if `task_id` is None, oldest first."""
+        return (session for session in list(self._all.values()) if task_id in (None, session.task_id))
+
+    def new_id(self, task_id: str) -> str:
+        """Return an id that is derived from the task and its earlier sessions, so that identical runs have identical
+        ids."""
+        while True:
+            self._numbers[task_id] += 1
+            text = f"{task_id}\0{self._numbers[task_id]}"
+            name = f"proc_{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:12]}"
+            if name not in self._all:  # a recovered session may have this id
+                return name
+
+    async def refresh(self, task_id: str | None, session_key: str | None = None) -> list[ProcessSession]:
+        """Update the status of the matching sessions and return these sessions. If a slot has ended, raise the slot's
+        error if `task_id` is given; otherwise mark the slot's sessions as lost."""
+        sessions = [session for session in self.of(task_id) if session_key in (None, session.session_key)]
+
+        async def refresh(session: ProcessSession) -> None:
+            try:
+                await session.refresh()
+            except SessionLost:
+                pass
+            except (SlotLost, StaleLease) as error:
+                if task_id is not None:
+                    raise
+                session.lose(f"its slot is gone ({error})")
+
+        await asyncio.gather(*(refresh(session) for session in sessions))
+        return sessions
+
+    async def make_room(self, task_id: str) -> None:
+        """Forget ended sessions of a task until it may have another. Raises `BlockingIOError` if too many are
+        running."""
+        if sum(1 for _ in self.of(task_id)) < MAX_PROCESSES:
+            return
+        await self.prune(task_id)
+        ended = [session for session in self.of(task_id) if not session.running]
+        running = sum(1 for _ in self.of(task_id)) - len(ended)
+        if running >= MAX_PROCESSES:
+            raise BlockingIOError(errno.EAGAIN, f"{MAX_PROCESSES} background processes are running; kill one first")
+        if running + len(ended) >= MAX_PROCESSES:
+            await self._forget(min(ended, key=lambda session: session.ended_at or session.started_at))
+
+    async def prune(self, task_id: str | None) -> None:
+        """Forget the sessions that ended more than `FINISHED_TTL_SECONDS` ago."""
+        await self.refresh(task_id)
+        expired = self._clock.wall() - FINISHED_TTL_SECONDS
+        for session in self.of(task_id):
+            if session.ended_at is not None and session.ended_at < expired:
+                await self._forget(session)
+
+    async def _forget(self, session: ProcessSession) -> None:
+        self._all.pop(session.id, None)
+        if session.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                await session.process.forget()
+        self.save()
+
+    def save(self) -> None:
+        """Write the checkpoint, if there is a file for it. Raises `OSError`."""
+        if self._path is not None:
+            sessions = [_record(session) for session in self._all.values()]
+            unfinished = self._path.with_name(self._path.name + ".part")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.unlink(missing_ok=True)  # an existing file may be another user's link or readable by others
+            with open(unfinished, "x", opener=private) as file:
+                json.dump({"schema": SCHEMA, "version": VERSION, "sessions": sessions}, file)
+            unfinished.replace(self._path)
+
+
 class ProcessRegistry:
     """Keeps sessions by id. A method with a `task_id` sees only the sessions of that task. If `task_id` is None, it
     sees the sessions of all tasks.
@@ -82,12 +185,10 @@ class ProcessRegistry:
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.notifications = notifications or Notifications()
-        self._path = checkpoint_path
         self._clock = clock or SystemClock()
+        self._table = SessionTable(checkpoint_path, self._clock)
         self._report_ends = report_ends
-        self._sessions: dict[str, ProcessSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._numbers: Counter[str] = Counter()
 
     async def __aenter__(self) -> ProcessRegistry:
         return self
@@ -117,30 +218,28 @@ class ProcessRegistry:
 
         Raises `BlockingIOError` if too many of the task's processes are running, and the errors of `Slot.spawn`.
         """
-        await self._make_room(task_id)
+        await self._table.make_room(task_id)
         environment = {**_ENVIRONMENT, **(env or {})}
         started_at = self._clock.wall()
         size = TERMINAL_SIZE if use_pty else None
+        chosen = replace(watch or Watch(), on_exit=True) if self._report_ends else watch or Watch()
         process, status = await self._started(slot.spawn(command, cwd=cwd, env=environment, terminal=size))
         session = ProcessSession(
-            self._new_id(task_id), command, task_id, session_key or task_id, cwd, slot.slot_id, started_at, process,
-            status, self._watch(watch or Watch()),
+            self._table.new_id(task_id), command, task_id, session_key or task_id, cwd, slot.slot_id, started_at,
+            process, status, chosen,
         )  # fmt: skip
         self._add(session)
-        self._save()
+        self._table.save()
         return session
-
-    def _watch(self, watch: Watch) -> Watch:
-        return replace(watch, on_exit=True) if self._report_ends else watch
 
     def get(self, session_id: str, task_id: str | None = None) -> ProcessSession | None:
         """Return the session with the id `session_id`; None if there is none or it belongs to another task."""
-        session = self._sessions.get(session_id)
+        session = self._table.get(session_id)
         return session if session is not None and task_id in (None, session.task_id) else None
 
     def sessions(self, task_id: str | None = None) -> list[ProcessSession]:
         """Return the sessions with their last known status, oldest first."""
-        return list(self._of(task_id))
+        return list(self._table.of(task_id))
 
     # Actions with the names that Atropos and Hermes use. `ProcessSession` describes them. For an unknown session, the
     # reply's status is `not_found`.
@@ -172,26 +271,26 @@ class ProcessRegistry:
     async def list_sessions(self, task_id: str | None = None) -> list[Reply]:
         """Forget the sessions that ended more than `FINISHED_TTL_SECONDS` ago. Returns a summary of each remaining
         session, oldest first."""
-        await self._prune(task_id)
-        found = (_reply(session, ProcessSession.summary) for session in self._of(task_id))
+        await self._table.prune(task_id)
+        found = (_reply(session, ProcessSession.summary) for session in self._table.of(task_id))
         return list(await asyncio.gather(*found))
 
     async def has_active_processes(self, task_id: str | None = None) -> bool:
         """Return whether any process of the task, or of any task if `task_id` is None, is running."""
-        sessions = await self._refresh(task_id)
+        sessions = await self._table.refresh(task_id)
         return any(session.running for session in sessions)
 
     async def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
         """Return whether any process of the conversation `session_key` is running and has run for at most `max_age_s`
         seconds. If `max_age_s` is None, any running process counts."""
-        running = [session for session in await self._refresh(None, session_key) if session.running]
+        running = [session for session in await self._table.refresh(None, session_key) if session.running]
         return any(max_age_s is None or session.status.duration_s <= max_age_s for session in running)
 
     def interrupt(self, *, task_id: str | None = None, session_key: str | None = None) -> int:
         """Interrupt all waits for sessions of the task `task_id` and the conversation `session_key`; None matches every
         task or conversation. Returns the number of interrupted waits."""
         count = 0
-        for session in self._of(task_id):
+        for session in self._table.of(task_id):
             if session_key in (None, session.session_key):
                 waiting = [interrupt for interrupt in session.waiting if not interrupt.done()]
                 for interrupt in waiting:
@@ -210,7 +309,7 @@ class ProcessRegistry:
                 session.lose(f"its slot is gone ({error})")
                 return False
 
-        return sum(await asyncio.gather(*(kill(session) for session in self._of(task_id))))
+        return sum(await asyncio.gather(*(kill(session) for session in self._table.of(task_id))))
 
     async def recover_from_checkpoint(self, slots: Iterable[Slot]) -> int:
         """Add the checkpoint's sessions, except those whose ids are already in use. A session is marked as lost if its
@@ -218,21 +317,15 @@ class ProcessRegistry:
 
         Raises `ConfigError` if the file is not a valid checkpoint.
         """
-        if self._path is None:
-            return 0
-        running = {slot.slot_id: {each.process_id: each for each in await slot.processes()} for slot in slots}
-        found = [await _recovered(record, running) for record in _read(self._path)]
-        new = [session for session in found if session.id not in self._sessions]
+        new = await self._table.recovered(slots)
         for session in new:
             self._add(session)
-        self._save()
+        self._table.save()
         return sum(not session.lost for session in new)
 
     def forget(self, task_id: str) -> None:
         """Drop all sessions of a task, because the task's slot has ended."""
-        for session in list(self._of(task_id)):
-            del self._sessions[session.id]
-        self._save()
+        self._table.drop(task_id)
 
     async def _started(self, spawning: Awaitable[Process]) -> _Started:
         """Start a process and get its status. If the caller is cancelled, the process is killed."""
@@ -261,7 +354,7 @@ class ProcessRegistry:
         return task
 
     def _add(self, session: ProcessSession) -> None:
-        self._sessions[session.id] = session
+        self._table.add(session)
         if session.watch and not session.lost:
             self._in_background(Follower(session, self._on_event, self._clock).run())
         if session.running:
@@ -271,83 +364,15 @@ class ProcessRegistry:
             with _known_lock:
                 _known.add(self)
 
-    def _of(self, task_id: str | None) -> Iterator[ProcessSession]:
-        return (session for session in list(self._sessions.values()) if task_id in (None, session.task_id))
-
-    def _new_id(self, task_id: str) -> str:
-        """Return an id that is derived from the task and its earlier sessions, so that identical runs have identical
-        ids."""
-        while True:
-            self._numbers[task_id] += 1
-            text = f"{task_id}\0{self._numbers[task_id]}"
-            name = f"proc_{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:12]}"
-            if name not in self._sessions:  # a recovered session may have this id
-                return name
-
     async def _do(
         self, session_id: str, task_id: str | None, action: Callable[[ProcessSession], Awaitable[Reply]]
     ) -> Reply:
         session = self.get(session_id, task_id)
         return not_found(session_id) if session is None else await _reply(session, action)
 
-    async def _refresh(self, task_id: str | None, session_key: str | None = None) -> list[ProcessSession]:
-        """Update the status of the matching sessions and return these sessions. If a slot has ended, raise the slot's
-        error if `task_id` is given; otherwise mark the slot's sessions as lost."""
-        sessions = [session for session in self._of(task_id) if session_key in (None, session.session_key)]
-
-        async def refresh(session: ProcessSession) -> None:
-            try:
-                await session.refresh()
-            except SessionLost:
-                pass
-            except (SlotLost, StaleLease) as error:
-                if task_id is not None:
-                    raise
-                session.lose(f"its slot is gone ({error})")
-
-        await asyncio.gather(*(refresh(session) for session in sessions))
-        return sessions
-
-    async def _make_room(self, task_id: str) -> None:
-        if sum(1 for _ in self._of(task_id)) < MAX_PROCESSES:
-            return
-        await self._prune(task_id)
-        ended = [session for session in self._of(task_id) if not session.running]
-        running = sum(1 for _ in self._of(task_id)) - len(ended)
-        if running >= MAX_PROCESSES:
-            raise BlockingIOError(errno.EAGAIN, f"{MAX_PROCESSES} background processes are running; kill one first")
-        if running + len(ended) >= MAX_PROCESSES:
-            await self._forget(min(ended, key=lambda session: session.ended_at or session.started_at))
-
-    async def _prune(self, task_id: str | None) -> None:
-        """Forget the sessions that ended more than `FINISHED_TTL_SECONDS` ago."""
-        await self._refresh(task_id)
-        expired = self._clock.wall() - FINISHED_TTL_SECONDS
-        for session in self._of(task_id):
-            if session.ended_at is not None and session.ended_at < expired:
-                await self._forget(session)
-
-    async def _forget(self, session: ProcessSession) -> None:
-        self._sessions.pop(session.id, None)
-        if session.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                await session.process.forget()
-        self._save()
-
     def _on_event(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
         self.notifications.add_event(session, kind, text, exit_code)
-        self._save()
-
-    def _save(self) -> None:
-        """Write the checkpoint if the registry has a `checkpoint_path`. Raises `OSError`."""
-        if self._path is not None:
-            sessions = [_record(session) for session in self._sessions.values()]
-            unfinished = self._path.with_name(self._path.name + ".part")
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.unlink(missing_ok=True)  # an existing file may be another user's link or readable by others
-            with open(unfinished, "x", opener=private) as file:
-                json.dump({"schema": SCHEMA, "version": VERSION, "sessions": sessions}, file)
-            unfinished.replace(self._path)
+        self._table.save()
 
 
 async def _reply(session: ProcessSession, action: Callable[[ProcessSession], Awaitable[Reply]]) -> Reply:

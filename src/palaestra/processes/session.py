@@ -66,6 +66,23 @@ class Watch:
         return bool(self.patterns or self.on_exit) or self.interval_s is not None or self.lifetime_s is not None
 
 
+class SessionNotices:
+    """The latest reports of a follower that no reply has shown yet."""
+
+    def __init__(self) -> None:
+        self._latest: deque[str] = deque(maxlen=8)
+
+    def add(self, notice: str) -> None:
+        """Add a report; the oldest one of too many is dropped."""
+        self._latest.append(notice)
+
+    def take(self) -> Reply:
+        """Return the notices since the last reply as a part of a reply, and clear them."""
+        notices = list(self._latest)
+        self._latest.clear()
+        return {"notices": notices} if notices else {}
+
+
 class SessionLost(LookupError):
     """Raised if the process of a session cannot be reached any more. The message gives the reason."""
 
@@ -94,7 +111,7 @@ class ProcessSession:
     detached: bool = False
     followed: int = 0
     waiting: set[asyncio.Future[None]] = field(default_factory=set)
-    notices: deque[str] = field(default_factory=lambda: deque(maxlen=8))
+    notices: SessionNotices = field(default_factory=SessionNotices)
     loop: asyncio.AbstractEventLoop | None = field(default_factory=running_loop)
 
     pid_scope: ClassVar[str] = "sandbox"
@@ -194,7 +211,7 @@ class ProcessSession:
         reply |= {"output_total_bytes": status.output_total_bytes, **_full_output(status)}
         if self.detached:
             reply |= {"detached": True, "note": "Found again after a restart."}
-        return reply | self._take_notices()
+        return reply | self.notices.take()
 
     async def log(self, offset: int = 0, limit: int = 200) -> Reply:
         """Return lines of the kept output. If `offset` is positive, these are up to `limit` lines after the first
@@ -210,7 +227,7 @@ class ProcessSession:
         if kept.start:
             reply["dropped_bytes"] = kept.start
             reply["note"] = "Lines are counted from the first one that is kept."
-        return reply | _full_output(status) | self._take_notices()
+        return reply | _full_output(status) | self.notices.take()
 
     async def wait(self, timeout_s: float | None, limit_s: float) -> Reply:
         """Wait until the process ends, the time is over, or the wait is interrupted. The time is `timeout_s` seconds,
@@ -233,7 +250,7 @@ class ProcessSession:
             reply["timeout_note"] = " ".join(notes)
         if word == "interrupted":
             reply["note"] = "The wait was interrupted; the process still runs."
-        return reply | _full_output(status) | self._take_notices()
+        return reply | _full_output(status) | self.notices.take()
 
     async def kill(self, grace_s: float = KILL_GRACE_S) -> Reply:
         """Kill the process tree with SIGTERM and, after `grace_s` seconds at the latest, SIGKILL. Returns once the
@@ -241,7 +258,7 @@ class ProcessSession:
         before = await self.refresh()
         status = self.status = await self.reach().kill(grace_s) if before.running else before
         word = "killed" if before.running else "already_exited"
-        return {"session_id": self.id, "status": word, "exit_code": status.exit_code} | self._take_notices()
+        return {"session_id": self.id, "status": word, "exit_code": status.exit_code} | self.notices.take()
 
     async def write(self, data: bytes, *, end: bool = False) -> Reply:
         """Write to the process's input. If `end` is true, close the input afterwards."""
@@ -271,7 +288,7 @@ class ProcessSession:
         started = datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="seconds")
         reply: Reply = {"session_id": self.id, "command": self.command[:LISTED_CHARS], "cwd": self.cwd}
         reply |= {**_state(status), "started_at": started, **({"detached": True} if self.detached else {})}
-        return reply | await self._tail(status, "output_preview", LISTED_CHARS) | self._take_notices()
+        return reply | await self._tail(status, "output_preview", LISTED_CHARS) | self.notices.take()
 
     async def _tail(self, status: ProcessStatus, name: str, chars: int) -> Reply:
         """Return the last `chars` characters of the output under `name`, and the cursor at their end under `cursor`."""
@@ -303,12 +320,6 @@ class ProcessSession:
         finally:
             self.waiting.discard(interrupt)
             await end_tasks(ending)
-
-    def _take_notices(self) -> Reply:
-        """Return the notices since the last reply, and clear them."""
-        notices = list(self.notices)
-        self.notices.clear()
-        return {"notices": notices} if notices else {}
 
 
 def _state(status: ProcessStatus) -> Reply:

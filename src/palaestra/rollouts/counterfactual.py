@@ -103,7 +103,7 @@ class Continuation:
         if not self.point.workspace or self._kept is not None:
             return None
         try:
-            self._kept = pool.continued(await pool.load(Path(self.point.workspace), spec))
+            self._kept = pool.snapshots.continued(await pool.snapshots.load(Path(self.point.workspace), spec))
         except (OSError, ConfigError, SandboxError) as error:
             return error
         return None
@@ -116,7 +116,7 @@ class Continuation:
         """Drop the kept workspace. Idempotent."""
         kept, self._kept = self._kept, None
         if kept is not None:
-            await pool.forget(kept)
+            await pool.snapshots.forget(kept)
 
     def recorded(self) -> ContinuedTurns:
         """Return the turns for an attempt at a rollout."""

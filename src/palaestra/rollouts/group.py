@@ -449,7 +449,7 @@ class Preparation:
         If the workspace can no longer be prepared, the next attempt fails and records why.
         """
         async with self._preparing:
-            if self.snapshot is None or await self._run.workspaces.pool.holds(self.snapshot):
+            if self.snapshot is None or await self._run.workspaces.pool.snapshots.holds(self.snapshot):
                 return
             try:
                 self.snapshot = await self._prepared()
@@ -461,7 +461,7 @@ class Preparation:
         if self.snapshot is not None and self._shared is not None:
             self._shared[self._task.id] = self.snapshot
         elif self.snapshot is not None:
-            await self._run.workspaces.pool.forget(self.snapshot)
+            await self._run.workspaces.pool.snapshots.forget(self.snapshot)
 
     async def _prepared(self) -> Snapshot | None:
         """Return the group's snapshot; None if the bare image is enough. A preparation that fails with a `SandboxError`

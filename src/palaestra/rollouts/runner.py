@@ -84,10 +84,10 @@ class Totals:
 
 
 class Runner:
-    """Runs at most `limit` tasks of an environment, numbered from `first`, slow ones first if `timings` (seconds by
+    """Runs at most `limit` tasks of an environment, slow ones first if `timings` (seconds by
     task id) are given. `on_group` gets every finished group. At most as many rollouts run at a time as `concurrency`
     groups have, unless the environment collects its groups. If `concurrency` is 1, groups run one after the other.
-    `source`, if given, replaces the environment's tasks.
+    `source`, if given, replaces the environment's tasks and their numbers.
 
     Groups that an earlier part of the run finished are passed on first and not run again; if the group size is larger
     now, they get only the missing rollouts. `gate`, which may wait, is awaited once before each task that is rolled
@@ -101,7 +101,6 @@ class Runner:
         *,
         concurrency: int = 1,
         limit: int | None = None,
-        first: int = 0,
         on_group: Callable[[Group], None] = lambda group: None,
         gate: Callable[[], Awaitable[bool]] | None = None,
         timings: Mapping[str, float] | None = None,
@@ -113,7 +112,7 @@ class Runner:
         self.on_group = on_group
         self.gate = gate
         self.totals = Totals()
-        tasks = numbered(env.tasks(), first, limit) if source is None else source
+        tasks = numbered(env.tasks(), 0, limit) if source is None else source
         self._tasks = slowest_first(counted(tasks, self._planned) if env.counts_tasks else tasks, timings or {})
         self._finished_before = dict(run.earlier.ended)
         self._no_task: PalaestraError | None = None

@@ -94,7 +94,7 @@ class ForkPoints:
         while self.points:
             _, snapshot = self.points.popitem()
             if snapshot is not None:
-                await self._pool.forget(snapshot)
+                await self._pool.snapshots.forget(snapshot)
 
 
 async def _is_all_files(slot: Slot) -> bool:
@@ -163,12 +163,12 @@ class RolloutTree:
             kept = {fork.turn for fork in chosen if fork.index == index}
             unused = {turn: points.points.pop(turn) for turn in [*points.points] if turn not in kept}
             for snapshot in filter(None, unused.values()):
-                await self._pool.forget(snapshot)
+                await self._pool.snapshots.forget(snapshot)
 
     async def branch(self, index: int) -> Branch | None:
         """Return the point from which a branch continues, or None."""
         branch = self._chosen.get(index)
-        if branch is None or branch.snapshot is None or await self._pool.holds(branch.snapshot):
+        if branch is None or branch.snapshot is None or await self._pool.snapshots.holds(branch.snapshot):
             return branch
         return replace(branch, snapshot=None, copied=False)  # lost with its backend
 

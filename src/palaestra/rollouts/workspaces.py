@@ -88,7 +88,7 @@ class Workspaces:
         folder = self.kept / quote(group_id, safe="") / (str(index) if sealed else f"{index}{UNTOUCHED}")
         await asyncio.to_thread(_emptied, folder)
         if snapshot is not None:
-            await self.pool.save(snapshot, folder)
+            await self.pool.snapshots.save(snapshot, folder)
         return folder
 
     async def shared(self, key: str, prepare: Callable[[], Awaitable[Snapshot]]) -> Snapshot:
@@ -126,14 +126,14 @@ class Workspaces:
         """Drop a shared snapshot that its backend has lost, so that the next `shared` prepares it again."""
         future = self._shared.get(key)
         snapshot = _result(future)
-        if snapshot is not None and not await self.pool.holds(snapshot) and self._shared.get(key) is future:
+        if snapshot is not None and not await self.pool.snapshots.holds(snapshot) and self._shared.get(key) is future:
             del self._shared[key]
 
     async def aclose(self) -> None:
         """Drop every shared snapshot. The groups that started from them have ended."""
         for future in self._shared.values():
             if (snapshot := _result(future)) is not None:
-                await self.pool.forget(snapshot)
+                await self.pool.snapshots.forget(snapshot)
         self._shared.clear()
 
 
@@ -225,7 +225,7 @@ class RolloutWorkspace:
         slot = await seat.leave()
         if self._restored is not None:
             restored, self._restored = self._restored, None
-            return restored if view is None else await self.run.pool.view(restored, view)
+            return restored if view is None else await self.run.pool.snapshots.view(restored, view)
         if slot is None:
             self.kept = await self.run.keep(self.group_id, self.index, self.snapshot, sealed=False)
             return None
@@ -262,7 +262,7 @@ class RolloutWorkspace:
             self.kept = await self.run.keep(self.group_id, self.index, snapshot, sealed=sealed)
         finally:
             if sealed and snapshot is not None:
-                await self.run.pool.forget(snapshot)
+                await self.run.pool.snapshots.forget(snapshot)
 
 
 def _emptied(folder: Path) -> None:

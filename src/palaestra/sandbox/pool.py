@@ -1,4 +1,4 @@
-"""Leases the slots of one run in the order of requests, up to a limit.
+"""SlotLeases the slots of one run in the order of requests, up to a limit.
 
 Each lease gets a new slot, which ends with the lease: no workspace is reused or cleaned. A pool has a fixed number of
 places, and each leased slot takes one of them. The lease of a group of slots gets places for all of them at the same
@@ -10,14 +10,15 @@ cannot be ended is quarantined: its place becomes free, and later releases try a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -247,13 +248,193 @@ class SlotQueue:
         self._give_out()
 
 
+class Snapshots:
+    """The snapshots of a backend. Only the local backend can save and load them, or continue their changes."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def continued(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot such that slots which start from it count its changed files as their own changes. Only
+        the local backend can do that; for others, return the snapshot unchanged."""
+        return replace(snapshot, continued=True) if isinstance(self._backend, LocalBackend) else snapshot
+
+    async def save(self, snapshot: Snapshot, folder: Path) -> int:
+        """Copy a snapshot with its layers to an empty folder on this machine. Returns the total size of the snapshot's
+        files in bytes. Raises `ConfigError` if the backend is not the local one."""
+        return await self._local().save(snapshot, str(folder))
+
+    async def load(self, folder: Path, spec: SlotSpec) -> Snapshot:
+        """Return the snapshot that was saved in a folder. The folder is used in place. Raises FileNotFoundError if the
+        folder is gone, and `ConfigError` if the backend is not the local one."""
+        return await self._local().load(str(folder), spec)
+
+    def _local(self) -> LocalBackend:
+        if not isinstance(self._backend, LocalBackend):
+            raise ConfigError(f"the {self._backend.name} backend cannot keep workspaces; only the local backend can")
+        return self._backend
+
+    async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
+        """Return a snapshot that shows only part of the changes in the topmost layer."""
+        return await self._backend.view(snapshot, view)
+
+    async def holds(self, snapshot: Snapshot) -> bool:
+        """Return whether the snapshot still exists. It may be lost, for example because the slot server that held it
+        has died."""
+        try:
+            await self._backend.changes(snapshot)
+        except SandboxError:
+            return False
+        return True
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        """Drop the snapshot's topmost layer, or all layers of a loaded snapshot. A failure is only logged, because the
+        layer may be gone already."""
+        try:
+            await self._backend.forget(snapshot)
+        except SandboxError as error:
+            _log.warning("dropping the snapshot %s failed: %s", snapshot.snapshot_id, error)
+
+
+class SlotLeases:
+    """The leased slots and their places in the queue, and the ended slots that could not be ended yet, which are
+    quarantined. Each slot may have a stateful shell."""
+
+    def __init__(self, backend: Backend, queue: SlotQueue, clock: Clock) -> None:
+        self.begun = 0
+        """The number of leases so far."""
+        self._backend, self._queue, self._clock = backend, queue, clock
+        self._held: dict[int, _Holding] = {}
+        self._shells: dict[int, Shell] = {}
+        self._quarantine: dict[int, Slot] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def quarantined(self) -> int:
+        """The number of slots in quarantine."""
+        return len(self._quarantine)
+
+    @property
+    def executing(self) -> int:
+        """The number of leased slots in which a command runs."""
+        return sum(held.slot.state is SlotState.EXECUTING for held in self._held.values())
+
+    def begin(self, slot: Slot, group: GroupAddress | None = None) -> None:
+        """Begin the lease of a slot, whose places were taken from the queue."""
+        self._held[slot.epoch] = _Holding(slot, self._clock.monotonic(), group)
+        self.begun += 1
+
+    def take_up(self, slot: Slot) -> None:
+        """Count a slot taken over from a service as leased; it is released like any other."""
+        self._queue.take_up()
+        self.begin(slot)
+
+    def holding(self, slot: Slot) -> _Holding | None:
+        """Return the lease of a slot, or None if it has ended."""
+        return self._held.get(slot.epoch)
+
+    async def shell(self, slot: Slot) -> Shell:
+        """Return the slot's stateful shell, opening it on first use."""
+        shell = self._shells.get(slot.epoch)
+        if shell is None:
+            opened = await slot.shell()
+            shell = self._shells.setdefault(slot.epoch, opened)
+            if shell is not opened:  # another call has opened a shell in the meantime
+                await opened.aclose()
+        return shell
+
+    async def end(self, slot: Slot) -> None:
+        """End a lease and its slots, and try again to end those in quarantine. Does nothing if the lease has ended."""
+        held = self._held.pop(slot.epoch, None)
+        if held is None:
+            return
+        self.close_shell(slot)
+        try:
+            await asyncio.gather(self._end_added(held), self.destroy(slot))
+            while self._quarantine:
+                _, quarantined = self._quarantine.popitem()  # removed, so that no other release tries it too
+                if not await self.destroy(quarantined):
+                    return
+        finally:
+            self._queue.give(held.places)
+
+    @contextlib.asynccontextmanager
+    async def ending(self, slot: Slot) -> AsyncIterator[None]:
+        """End a lease whose slot the block ends; its places become free afterwards."""
+        held = self._held.pop(slot.epoch, None)
+        self.close_shell(slot)
+        try:
+            if held is not None:
+                await self._end_added(held)
+            yield
+        finally:
+            if held is not None:
+                self._queue.give(held.places)
+
+    def close_shell(self, slot: Slot) -> None:
+        """Forget the shell of a slot that ends."""
+        self._shells.pop(slot.epoch, None)
+
+    async def _end_added(self, held: _Holding) -> None:
+        await asyncio.gather(*map(self.destroy, held.added))
+
+    async def destroy(self, slot: Slot) -> bool:
+        """End a slot. Return False if it cannot be ended now; the slot is then quarantined."""
+        try:
+            await self._backend.destroy(slot)
+        except SlotLost:
+            return True  # nothing of the slot is left
+        except SandboxError as error:
+            _log.warning("%s could not be ended and is quarantined: %s", slot.slot_id, error)
+            self._quarantine[slot.epoch] = slot
+            return False
+        return True
+
+    def clear(self) -> None:
+        """Forget all leases, because the backend has ended."""
+        self._held.clear()
+        self._shells.clear()
+        self._quarantine.clear()
+
+    def holders(self) -> list[dict[str, JSON]]:
+        """Return for each leased slot its id, its holder and the seconds for which it has been held."""
+        now = self._clock.monotonic()
+        return [
+            {
+                "slot_id": held.slot.slot_id,
+                "trajectory_id": held.slot.trajectory_id,
+                "held_s": round(now - held.since, 3),
+            }
+            for held in self._held.values()
+        ]
+
+    def explain(self, trajectory_id: str, timeout_s: float) -> str:
+        """Return why no slot became free in time."""
+        now = self._clock.monotonic()
+        oldest = sorted(self._held.values(), key=lambda held: held.since)[:3]
+        holders = ", ".join(f"{held.slot.trajectory_id} for {now - held.since:.0f}s" for held in oldest)
+        short = f"memory is short and {self._queue.used} of {self._queue.total} slots are in use"
+        why = short if self._queue.free > 0 else f"all {self._queue.total} are in use"
+        return (
+            f"no slot became free for {trajectory_id} in {timeout_s:g}s: {why}"
+            f"{f' (longest by {holders})' if holders else ''}; "
+            "raise max_slots or acquire_timeout, or lower the concurrency"
+        )
+
+
 class SlotPool:
     """Implements `SlotSource`. `async with` starts the backend, and ends it with every slot when the block ends.
 
     `backend` defaults to Nomad if `config` sets a field for Nomad, and otherwise to this machine at the best isolation
-    level. `memory` returns the bytes of memory that are available on this machine. Raises `ConfigError` if `config`
-    sets a field for Nomad and `backend` is another one.
+    level. `memory` returns the bytes of memory that are available on this machine. If `start_when_used` is true,
+    the first `acquire` starts the pool. `leases` has the leased slots, and `snapshots` the backend's snapshots.
+    Raises `ConfigError` if `config` sets a field for Nomad and `backend` is another one.
     """
+
+    default_timeout_s: float = USUAL_TIMEOUT_S
+    """The time limit of a call that sets no timeout, in seconds."""
 
     def __init__(
         self,
@@ -262,6 +443,7 @@ class SlotPool:
         *,
         clock: Clock | None = None,
         memory: Callable[[], int] = admission.available_memory,
+        start_when_used: bool = False,
     ) -> None:
         self.config = config = config or SlotPoolConfig()
         self.backend = backend or config.backend()
@@ -269,17 +451,17 @@ class SlotPool:
         self.limit = admission.SlotLimit(config.max_slots or admission.DEFAULT_SLOTS, "the pool has not started")
         """The maximum number of slots and the reason for it; known once the pool has started."""
         self._memory = memory
-        self._shells: dict[int, Shell] = {}
         self._clock = clock or SystemClock()
         self._queue = SlotQueue(self.limit.slots, memory)
-        self._held: dict[int, _Holding] = {}
+        self.leases = SlotLeases(self.backend, self._queue, self._clock)
+        self.snapshots = Snapshots(self.backend)
         self._waits: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
         self._makes: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
-        self._quarantine: dict[int, Slot] = {}
-        self._leases = self._timeouts = 0
+        self._timeouts = 0
         self._started = False
-        self._first: asyncio.Lock | None = None
-        self._images: dict[str, str] = {}
+        self._first = asyncio.Lock() if start_when_used else None
+        self.images: dict[str, str] = {}
+        """The images that `register_image` has set, by trajectory."""
 
     @property
     def rung(self) -> Rung:
@@ -299,19 +481,12 @@ class SlotPool:
             self._queue.resize(self.limit.slots)
         self._started = True
 
-    def started_when_used(self) -> Self:
-        """Return the pool, which its first `acquire` will start."""
-        self._first = asyncio.Lock()
-        return self
-
     async def aclose(self) -> None:
         """End every slot and the backend. Waiting `acquire` calls raise `SandboxError`. Idempotent."""
         self._started = False
         self._queue.close()
         await self.backend.aclose()
-        self._held.clear()
-        self._shells.clear()
-        self._quarantine.clear()
+        self.leases.clear()
         self._queue.resize(self._queue.total)
 
     async def stop(self, purge_job: bool = False, *, purge: bool = False) -> None:
@@ -366,7 +541,7 @@ class SlotPool:
             if isinstance(error, SandboxError):
                 raise
             self._timeouts += 1
-            raise AcquireTimeout(self._explain(trajectory_id, timeout_s)) from None
+            raise AcquireTimeout(self.leases.explain(trajectory_id, timeout_s)) from None
         self._waits.append(self._clock.monotonic() - asked)
         try:
             if admitted is not None:
@@ -377,14 +552,13 @@ class SlotPool:
         except BaseException:
             self._queue.give(places)
             raise
-        self._held[slot.epoch] = _Holding(slot, self._clock.monotonic(), wanted.group)
-        self._leases += 1
+        self.leases.begin(slot, wanted.group)
         return slot
 
     async def add(self, slot: Slot, number: int, spec: SlotSpec, name: str, snapshot: Snapshot | None = None) -> Slot:
         """Return another slot of a group whose first slot is leased; it ends with that lease. `number` is its number in
         the group. Raises `ConfigError` if the group has its members already."""
-        held = self._held.get(slot.epoch)
+        held = self.leases.holding(slot)
         if held is None:
             raise SandboxError(f"the lease of {slot.slot_id} has ended, so no slot can be added to it")
         if held.group is None or held.begun >= held.places:
@@ -395,8 +569,8 @@ class SlotPool:
         except BaseException:
             held.begun -= 1
             raise
-        if self._held.get(slot.epoch) is not held:
-            await self._end(added)
+        if self.leases.holding(slot) is not held:
+            await self.leases.destroy(added)
             raise SandboxError(f"the lease of {slot.slot_id} ended while a slot was added to it")
         held.added.append(added)
         return added
@@ -404,57 +578,22 @@ class SlotPool:
     def register_image(self, trajectory_id: str, image: str) -> None:
         """Set the image of a trajectory's slots until the next release of one, unless the spec or a snapshot names
         one."""
-        self._images[trajectory_id] = image
-
-    def registered_image(self, trajectory_id: str) -> str | None:
-        """Return the image that `register_image` has set for a trajectory."""
-        return self._images.get(trajectory_id)
+        self.images[trajectory_id] = image
 
     async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
         """Have the backend make a slot for a caller that has a place. Subclasses may change the spec."""
-        if spec.image is None and snapshot is None and trajectory_id in self._images:
-            spec = replace(spec, image=self._images[trajectory_id])
+        if spec.image is None and snapshot is None and trajectory_id in self.images:
+            spec = replace(spec, image=self.images[trajectory_id])
         return await self.backend.create(spec, trajectory_id, snapshot)
-
-    def take_up(self, slot: Slot) -> None:
-        """Count a slot taken over from a service as leased; it is released like any other."""
-        self._queue.take_up()
-        self._held[slot.epoch] = _Holding(slot, self._clock.monotonic())
-        self._leases += 1
 
     async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
         """End a lease and its slot. Does nothing if the lease has already ended.
 
         `reset_workspace` exists only for compatibility and has no effect, because a workspace is never reused.
         """
-        held = self._held.pop(slot.epoch, None)
-        if held is None:
-            return
-        self._images.pop(slot.trajectory_id, None)
-        self._shells.pop(slot.epoch, None)
-        try:
-            await asyncio.gather(self._end_added(held), self._end(slot))
-            while self._quarantine:
-                _, quarantined = self._quarantine.popitem()  # removed, so that no other release tries it too
-                if not await self._end(quarantined):
-                    return
-        finally:
-            self._queue.give(held.places)
-
-    async def _end_added(self, held: _Holding) -> None:
-        await asyncio.gather(*map(self._end, held.added))
-
-    async def _end(self, slot: Slot) -> bool:
-        """End a slot. Return False if it cannot be ended now; the slot is then quarantined."""
-        try:
-            await self.backend.destroy(slot)
-        except SlotLost:
-            return True  # nothing of the slot is left
-        except SandboxError as error:
-            _log.warning("%s could not be ended and is quarantined: %s", slot.slot_id, error)
-            self._quarantine[slot.epoch] = slot
-            return False
-        return True
+        if self.leases.holding(slot) is not None:
+            self.images.pop(slot.trajectory_id, None)
+        await self.leases.end(slot)
 
     async def execute(
         self, slot: Slot, tool: str, args: Mapping[str, JSON], timeout: float | None = None
@@ -465,7 +604,7 @@ class SlotPool:
         `timeout` is in seconds and defaults to `default_timeout_s`. A timeout in `args` takes precedence over it. For
         `bash`, standard error is also returned separately from standard output.
         """
-        return await run_slot_tool(slot, lambda: self._shell(slot), tool, args, timeout or self.default_timeout_s)
+        return await run_slot_tool(slot, lambda: self.leases.shell(slot), tool, args, timeout or self.default_timeout_s)
 
     async def execute_batch(
         self,
@@ -540,28 +679,11 @@ class SlotPool:
         work = artifacts.archive(slot, request)
         return (await artifacts.or_error(work, artifacts.ArtifactArchiveResponsePayload)).model_dump()
 
-    async def _shell(self, slot: Slot) -> Shell:
-        """Return the slot's stateful shell, opening it on first use."""
-        shell = self._shells.get(slot.epoch)
-        if shell is None:
-            opened = await slot.shell()
-            shell = self._shells.setdefault(slot.epoch, opened)
-            if shell is not opened:  # another call has opened a shell in the meantime
-                await opened.aclose()
-        return shell
-
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End a lease and return the changes of its slot as a snapshot. If `view` is given, the snapshot has only that
         part of the changes."""
-        held = self._held.pop(slot.epoch, None)
-        self._shells.pop(slot.epoch, None)
-        try:
-            if held is not None:
-                await self._end_added(held)
+        async with self.leases.ending(slot):
             return await self.backend.seal(slot, view)
-        finally:
-            if held is not None:
-                self._queue.give(held.places)
 
     async def checkpoint(self, slot: Slot, *, continued: bool = False) -> Snapshot:
         """Return a slot's current files as a snapshot. The lease continues, so any step of a rollout can be forked.
@@ -578,55 +700,9 @@ class SlotPool:
             )
         return replace(await self.backend.checkpoint(slot), continued=True)
 
-    def continued(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot such that slots which start from it count its changed files as their own changes. Only
-        the local backend can do that; for others, return the snapshot unchanged."""
-        return replace(snapshot, continued=True) if isinstance(self.backend, LocalBackend) else snapshot
-
-    async def save(self, snapshot: Snapshot, folder: Path) -> int:
-        """Copy a snapshot with its layers to an empty folder on this machine. Returns the total size of the snapshot's
-        files in bytes. Raises `ConfigError` if the backend is not the local one."""
-        return await self._local().save(snapshot, str(folder))
-
-    async def load(self, folder: Path, spec: SlotSpec) -> Snapshot:
-        """Return the snapshot that was saved in a folder. The folder is used in place. Raises FileNotFoundError if the
-        folder is gone, and `ConfigError` if the backend is not the local one."""
-        return await self._local().load(str(folder), spec)
-
-    def _local(self) -> LocalBackend:
-        if not isinstance(self.backend, LocalBackend):
-            raise ConfigError(f"the {self.backend.name} backend cannot keep workspaces; only the local backend can")
-        return self.backend
-
-    async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """Return a snapshot that shows only part of the changes in the topmost layer."""
-        return await self.backend.view(snapshot, view)
-
     async def changes(self, snapshot: Snapshot) -> list[Change]:
         """Return the changes in the topmost layer of a snapshot."""
         return await self.backend.changes(snapshot)
-
-    async def holds(self, snapshot: Snapshot) -> bool:
-        """Return whether the snapshot still exists. It may be lost, for example because the slot server that held it
-        has died."""
-        try:
-            await self.backend.changes(snapshot)
-        except SandboxError:
-            return False
-        return True
-
-    async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer, or all layers of a loaded snapshot. A failure is only logged, because the
-        layer may be gone already."""
-        try:
-            await self.backend.forget(snapshot)
-        except SandboxError as error:
-            _log.warning("dropping the snapshot %s failed: %s", snapshot.snapshot_id, error)
-
-    @property
-    def default_timeout_s(self) -> float:
-        """The time limit of a call that sets no timeout, in seconds."""
-        return USUAL_TIMEOUT_S
 
     @property
     def total_slots(self) -> int:
@@ -641,13 +717,13 @@ class SlotPool:
     @property
     def acquired_slots(self) -> int:
         """The number of leased slots."""
-        return len(self._held)
+        return len(self.leases)
 
     def get_stats(self) -> Mapping[str, JSON]:
         """Return counts, waiting times in seconds, and the backend's own statistics."""
         waits, makes = sorted(self._waits), sorted(self._makes)
         of_backend = dict(self.backend.stats())
-        executing = sum(held.slot.state is SlotState.EXECUTING for held in self._held.values())
+        executing = self.leases.executing
         return {
             "total_slots": self.total_slots,
             "available_slots": self.available_slots,
@@ -659,41 +735,20 @@ class SlotPool:
             },
             "containers": of_backend.get("containers", 0),
             "waiting": self._queue.waiting,
-            "leases": self._leases,
+            "leases": self.leases.begun,
             "timeouts": self._timeouts,
             "wait_p50_s": _quantile(waits, 0.5),
             "wait_p99_s": _quantile(waits, 0.99),
             "make_p50_s": _quantile(makes, 0.5),
             "make_p99_s": _quantile(makes, 0.99),
-            "quarantined": len(self._quarantine),
+            "quarantined": self.leases.quarantined,
             "started": self._started,
             "backend": of_backend,
         }
 
     def get_status(self) -> Mapping[str, JSON]:
         """Return the statistics, and for each leased slot its holder and the time for which it has been held."""
-        now = self._clock.monotonic()
-        holders = [
-            {
-                "slot_id": held.slot.slot_id,
-                "trajectory_id": held.slot.trajectory_id,
-                "held_s": round(now - held.since, 3),
-            }
-            for held in self._held.values()
-        ]
-        return {**self.get_stats(), "holders": holders}
-
-    def _explain(self, trajectory_id: str, timeout_s: float) -> str:
-        now = self._clock.monotonic()
-        oldest = sorted(self._held.values(), key=lambda held: held.since)[:3]
-        holders = ", ".join(f"{held.slot.trajectory_id} for {now - held.since:.0f}s" for held in oldest)
-        short = f"memory is short and {self._queue.used} of {self.total_slots} slots are in use"
-        why = short if self._queue.free > 0 else f"all {self.total_slots} are in use"
-        return (
-            f"no slot became free for {trajectory_id} in {timeout_s:g}s: {why}"
-            f"{f' (longest by {holders})' if holders else ''}; "
-            "raise max_slots or acquire_timeout, or lower the concurrency"
-        )
+        return {**self.get_stats(), "holders": self.leases.holders()}
 
 
 ToolBackend = SlotPool

@@ -12,7 +12,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
@@ -34,6 +34,26 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class LevelRequest:
+    """The isolation level that a caller wants exactly, and the lowest one that it accepts; None means any."""
+
+    wanted: Rung | None
+    required: Rung | None
+
+    def candidates(self) -> list[Rung]:
+        """Return the levels to try, the best first. Raises `ConfigError` if the wanted level is below the required
+        one."""
+        wanted = [rung for rung in BUILT if rung > Rung.NONE] if self.wanted is None else [self.wanted]
+        allowed = [rung for rung in wanted if rung >= (self.required or rung)]
+        if not allowed:
+            raise ConfigError(
+                f"{_name(self.wanted)} isolation is requested, but {_name(self.required)} or better is required: "
+                "change isolation, or do not require a sandbox"
+            )
+        return allowed
 
 
 class StartedBackend(ABC):
@@ -81,7 +101,7 @@ class ServerBackend(StartedBackend):
     """How messages describe the image that the server runs in."""
 
     def __init__(self, *, rung: Rung | None = None, require: Rung | None = None) -> None:
-        self._wanted, self._required = rung, require
+        self._request = LevelRequest(rung, require)
         self._server: SlotClient | None = None
         self._rung: Rung | None = None
         self._slots: dict[int, LocalSlot] = {}
@@ -115,7 +135,7 @@ class ServerBackend(StartedBackend):
             return
         reasons: dict[str, str] = {}
         spoke = False
-        for rung in self._candidates():
+        for rung in self._request.candidates():
             reason = await self.attempt(rung)
             if reason is None:
                 return
@@ -125,19 +145,9 @@ class ServerBackend(StartedBackend):
         if same or not spoke:  # in these cases, the level is not the cause
             raise SandboxError(f"{self.name} cannot start slots{self.in_image}: {reason}")
         found = "; ".join(f"{label}: {reason}" for label, reason in reasons.items())
-        any_level = self._wanted is None and self._required is None
+        any_level = self._request == LevelRequest(None, None)
         what = "no isolation is available" if any_level else "the requested isolation is not available"
         raise IsolationUnavailable(f"{what} {self.where} ({found}). To fix it: {self.level_fix}.")
-
-    def _candidates(self) -> list[Rung]:
-        wanted = [rung for rung in BUILT if rung > Rung.NONE] if self._wanted is None else [self._wanted]
-        allowed = [rung for rung in wanted if rung >= (self._required or rung)]
-        if not allowed:
-            raise ConfigError(
-                f"{_name(self._wanted)} isolation is requested, but {_name(self._required)} or better is required: "
-                "change isolation, or do not require a sandbox"
-            )
-        return allowed
 
     async def attempt(self, rung: Rung) -> str | None:
         """Start at one level and prove it. Returns None, or the reason for a failure, after which nothing is left
@@ -174,7 +184,7 @@ class ServerBackend(StartedBackend):
     @property
     def rung(self) -> Rung:
         """The isolation level in force. Before `start`, this is the requested level, or `full` if none is requested."""
-        chosen = self._wanted if self._rung is None else self._rung
+        chosen = self._request.wanted if self._rung is None else self._rung
         return Rung.FULL if chosen is None else chosen  # not `or`: `none` is 0
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
@@ -207,7 +217,7 @@ class ServerBackend(StartedBackend):
         if made["exposed"]:
             shared = "slots with the network on share the network of this machine and reach its loopback and cloud "
             shared += f"metadata addresses ({made['exposed']}): {_NARROWER}"
-            if self._required is not None:
+            if self._request.required is not None:
                 await requests.call("destroy", {"slot": made["slot"], "epoch": made["epoch"]})
                 raise IsolationUnavailable(shared)
             _warn_once(shared)

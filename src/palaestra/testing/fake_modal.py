@@ -133,10 +133,6 @@ class FakeModal:
         """While this is true, no call to a sandbox is answered, and no output from a sandbox arrives."""
         self._port = 0
         self._faults: dict[str, Fault] = {}
-        self._apps: dict[str, str] = {}
-        self._images: dict[str, str] = {}
-        self._ephemeral: dict[str, dict[str, str]] = {}
-        self._numbers = itertools.count(1)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._server: _Listener
@@ -261,7 +257,17 @@ class FakeModal:
             details = None if wait is None else [api_pb2.RPCRetryPolicy(retry_after_secs=wait)]
             raise GRPCError(fault.status, fault.message, details)
 
-    # Apps, images, secrets
+
+class _Workspace:
+    """The apps, images and secrets of the account, and their calls. `images` maps the ids of built images to their
+    names."""
+
+    def __init__(self, missing: set[str], secrets: Mapping[str, Mapping[str, str]]) -> None:
+        self.images: dict[str, str] = {}
+        self._missing, self._secrets = missing, secrets
+        self._apps: dict[str, str] = {}
+        self._ephemeral: dict[str, dict[str, str]] = {}
+        self._numbers = itertools.count(1)
 
     async def hello(self, request: empty_pb2.Empty) -> api_pb2.ClientHelloResponse:
         return api_pb2.ClientHelloResponse(image_builder_version=_BUILDER)
@@ -282,11 +288,11 @@ class FakeModal:
 
     async def image(self, request: api_pb2.ImageGetOrCreateRequest) -> api_pb2.ImageGetOrCreateResponse:
         name = next((line[5:] for line in request.image.dockerfile_commands if line.startswith("FROM ")), "")
-        image_id = f"im-{len(self._images) + 1}"
-        if name in self.missing:
+        image_id = f"im-{len(self.images) + 1}"
+        if name in self._missing:
             result = api_pb2.GenericResult(status=_FAILED, exception=f"manifest for {name} not found")
             return api_pb2.ImageGetOrCreateResponse(image_id=image_id, result=result)
-        self._images[image_id] = name
+        self.images[image_id] = name
         metadata = api_pb2.ImageMetadata(image_builder_version=_BUILDER)
         result = api_pb2.GenericResult(status=_SUCCEEDED)
         return api_pb2.ImageGetOrCreateResponse(image_id=image_id, result=result, metadata=metadata)
@@ -296,22 +302,28 @@ class FakeModal:
         if request.env_dict:
             name = f"ephemeral-{next(self._numbers)}"
             self._ephemeral[name] = dict(request.env_dict)
-        elif name not in self.secrets:
+        elif name not in self._secrets:
             raise GRPCError(Status.NOT_FOUND, f"secret {name!r} not found")
         return api_pb2.SecretGetOrCreateResponse(secret_id=f"st-{name}")
 
-    def _variables_of(self, sources: Sequence[api_pb2.SecretSource], ids: Sequence[str] = ()) -> dict[str, str]:
+    def variables_of(self, sources: Sequence[api_pb2.SecretSource], ids: Sequence[str] = ()) -> dict[str, str]:
         found: dict[str, str] = {}
         for source in [*(api_pb2.SecretSource(secret_id=each) for each in ids), *sources]:
             name = source.secret_id.removeprefix("st-")
-            found |= source.env.contents if not name else self.secrets.get(name) or self._ephemeral[name]
+            found |= source.env.contents if not name else self._secrets.get(name) or self._ephemeral[name]
         return found
 
-    # Sandboxes. The second version has ids that end with V.
+
+class _SandboxCalls:
+    """The calls that create, list and end sandboxes. Sandboxes of the second version have ids that end with V."""
+
+    def __init__(self, fake: FakeModal, workspace: _Workspace) -> None:
+        self._fake, self._workspace = fake, workspace
+        self._numbers = itertools.count(1)
 
     async def create_v2(self, request: api_pb2.SandboxCreateV2Request) -> api_pb2.SandboxCreateV2Response:
         sandbox = await self._create(request.app_id, request.definition, request.tags, request.secret_sources, "V")
-        access = api_pb2.CommandRouterAccess(url=self.url, jwt=_token())
+        access = api_pb2.CommandRouterAccess(url=self._fake.url, jwt=_token())
         metadata = api_pb2.SandboxHandleMetadata(app_id=request.app_id)
         return api_pb2.SandboxCreateV2Response(
             sandbox_id=sandbox.sandbox_id, task_id=sandbox.task_id, command_router_access=access, metadata=metadata
@@ -329,12 +341,12 @@ class FakeModal:
         sources: Sequence[api_pb2.SecretSource],
         suffix: str,
     ) -> FakeSandbox:
-        if self.quota is not None and len(self.running) >= self.quota:
-            raise GRPCError(Status.RESOURCE_EXHAUSTED, f"the workspace is limited to {self.quota} sandboxes")
+        if self._fake.quota is not None and len(self._fake.running) >= self._fake.quota:
+            raise GRPCError(Status.RESOURCE_EXHAUSTED, f"the workspace is limited to {self._fake.quota} sandboxes")
         number = f"{next(self._numbers):022d}"[len(suffix) :] + suffix
         # Ids of both versions have similar lengths; the client distinguishes them by their shape.
         name = f"{number}x{suffix}" if suffix else number
-        image = self._images[definition.image_id]
+        image = self._workspace.images[definition.image_id]
         sandbox = FakeSandbox(
             sandbox_id=f"sb-{name}",
             task_id=f"ta-{name}",
@@ -342,17 +354,17 @@ class FakeModal:
             image=image,
             definition=definition,
             tags={tag.tag_name: tag.tag_value for tag in tags},
-            variables=self._variables_of(sources, [] if sources else definition.secret_ids),
-            root=self.roots.get(image),
+            variables=self._workspace.variables_of(sources, [] if sources else definition.secret_ids),
+            root=self._fake.roots.get(image),
         )
-        self.sandboxes[sandbox.sandbox_id] = sandbox
+        self._fake.sandboxes[sandbox.sandbox_id] = sandbox
         await sandbox.start()
         return sandbox
 
     def _sandbox(self, sandbox_id: str) -> FakeSandbox:
-        if sandbox_id not in self.sandboxes:
+        if sandbox_id not in self._fake.sandboxes:
             raise GRPCError(Status.NOT_FOUND, f"sandbox {sandbox_id} not found")
-        return self.sandboxes[sandbox_id]
+        return self._fake.sandboxes[sandbox_id]
 
     async def task_id(self, request: api_pb2.SandboxGetTaskIdRequest) -> api_pb2.SandboxGetTaskIdResponse:
         sandbox = self._sandbox(request.sandbox_id)
@@ -361,12 +373,12 @@ class FakeModal:
     async def access_v2(
         self, request: api_pb2.SandboxGetCommandRouterAccessRequest
     ) -> api_pb2.SandboxGetCommandRouterAccessResponse:
-        return api_pb2.SandboxGetCommandRouterAccessResponse(url=self.url, jwt=_token())
+        return api_pb2.SandboxGetCommandRouterAccessResponse(url=self._fake.url, jwt=_token())
 
     async def access_v1(
         self, request: api_pb2.TaskGetCommandRouterAccessRequest
     ) -> api_pb2.TaskGetCommandRouterAccessResponse:
-        return api_pb2.TaskGetCommandRouterAccessResponse(url=self.url, jwt=_token())
+        return api_pb2.TaskGetCommandRouterAccessResponse(url=self._fake.url, jwt=_token())
 
     async def wait(self, request: api_pb2.SandboxWaitRequest) -> api_pb2.SandboxWaitResponse:
         sandbox = self._sandbox(request.sandbox_id)
@@ -392,7 +404,7 @@ class FakeModal:
         wanted = {(tag.tag_name, tag.tag_value) for tag in request.tags}
         found = [
             sandbox
-            for sandbox in self.sandboxes.values()
+            for sandbox in self._fake.sandboxes.values()
             if (sandbox.result is None or request.include_finished)
             and (not request.app_id or sandbox.app_id == request.app_id)
             and wanted <= set(sandbox.tags.items())
@@ -408,18 +420,23 @@ class FakeModal:
             ]
         )  # fmt: skip
 
-    # Commands in sandboxes
 
-    async def exec_start(self, request: Router.TaskExecStartRequest) -> Router.TaskExecStartResponse:
+class _CommandRouter:
+    """The calls that run commands in sandboxes, which Modal's command router answers."""
+
+    def __init__(self, fake: FakeModal, workspace: _Workspace) -> None:
+        self._fake, self._workspace = fake, workspace
+
+    async def start(self, request: Router.TaskExecStartRequest) -> Router.TaskExecStartResponse:
         sandbox = await self._by_task(request.task_id)
         if request.exec_id not in sandbox.commands:
-            variables = self._variables_of(request.secret_sources)
+            variables = self._workspace.variables_of(request.secret_sources)
             await sandbox.run(
                 request.exec_id, request.command_args, request.workdir, variables, request.timeout_secs or None
             )
         return Router.TaskExecStartResponse()
 
-    async def exec_read(self, request: Router.TaskExecStdioReadRequest) -> AsyncIterator[JSON]:
+    async def read(self, request: Router.TaskExecStdioReadRequest) -> AsyncIterator[JSON]:
         command = (await self._by_task(request.task_id)).command(request.exec_id)
         is_error = request.file_descriptor == Router.TASK_EXEC_STDIO_FILE_DESCRIPTOR_STDERR
         output = command.stderr if is_error else command.stdout
@@ -427,29 +444,29 @@ class FakeModal:
             await self._thaw()
             yield Router.TaskExecStdioReadResponse(data=piece)
 
-    async def exec_write(self, request: Router.TaskExecStdinWriteRequest) -> Router.TaskExecStdinWriteResponse:
+    async def write(self, request: Router.TaskExecStdinWriteRequest) -> Router.TaskExecStdinWriteResponse:
         sandbox = await self._by_task(request.task_id)
         await sandbox.command(request.exec_id).write(request.offset, request.data, eof=request.eof)
         return Router.TaskExecStdinWriteResponse()
 
-    async def exec_poll(self, request: Router.TaskExecPollRequest) -> Router.TaskExecPollResponse:
+    async def poll(self, request: Router.TaskExecPollRequest) -> Router.TaskExecPollResponse:
         command = (await self._by_task(request.task_id)).command(request.exec_id)
         return Router.TaskExecPollResponse(**command.status())
 
-    async def exec_wait(self, request: Router.TaskExecWaitRequest) -> Router.TaskExecWaitResponse:
+    async def wait(self, request: Router.TaskExecWaitRequest) -> Router.TaskExecWaitResponse:
         command = (await self._by_task(request.task_id)).command(request.exec_id)
         await command.process.wait()
         return Router.TaskExecWaitResponse(**command.status())
 
     async def _by_task(self, task_id: str) -> FakeSandbox:
         await self._thaw()
-        for sandbox in self.sandboxes.values():
+        for sandbox in self._fake.sandboxes.values():
             if sandbox.task_id == task_id and sandbox.result is None:
                 return sandbox
         raise GRPCError(Status.NOT_FOUND, f"task {task_id} has finished")
 
     async def _thaw(self) -> None:
-        while self.frozen:  # noqa: ASYNC110 - set by other threads
+        while self._fake.frozen:  # noqa: ASYNC110 - set by other threads
             await asyncio.sleep(0.05)
 
 
@@ -665,34 +682,36 @@ Handler = Callable[[JSON], Awaitable[JSON] | AsyncIterator[JSON]]
 
 
 def _handlers(fake: FakeModal) -> dict[str, Handler]:
+    workspace = _Workspace(fake.missing, fake.secrets)
+    sandboxes, router = _SandboxCalls(fake, workspace), _CommandRouter(fake, workspace)
     return {
-        "ClientHello": fake.hello,
-        "AuthTokenGet": fake.auth_token,
-        "EnvironmentGetOrCreate": fake.environment,
-        "AppGetOrCreate": fake.app,
-        "ImageGetOrCreate": fake.image,
-        "SecretGetOrCreate": fake.secret,
-        "SandboxCreate": fake.create_v1,
-        "SandboxCreateV2": fake.create_v2,
-        "SandboxGetTaskId": fake.task_id,
-        "SandboxGetTaskIdV2": fake.task_id,
-        "TaskGetCommandRouterAccess": fake.access_v1,
-        "SandboxGetCommandRouterAccess": fake.access_v2,
-        "SandboxWait": fake.wait,
-        "SandboxWaitV2": fake.wait,
-        "SandboxTerminate": fake.terminate,
-        "SandboxTerminateV2": fake.terminate,
-        "SandboxTagsSet": fake.set_tags,
-        "SandboxTagsSetV2": fake.set_tags,
-        "SandboxTagsGet": fake.tags,
-        "SandboxTagsGetV2": fake.tags,
-        "SandboxList": fake.listing,
-        "SandboxListV2": fake.listing,
-        "TaskExecStart": fake.exec_start,
-        "TaskExecStdioRead": fake.exec_read,
-        "TaskExecStdinWrite": fake.exec_write,
-        "TaskExecPoll": fake.exec_poll,
-        "TaskExecWait": fake.exec_wait,
+        "ClientHello": workspace.hello,
+        "AuthTokenGet": workspace.auth_token,
+        "EnvironmentGetOrCreate": workspace.environment,
+        "AppGetOrCreate": workspace.app,
+        "ImageGetOrCreate": workspace.image,
+        "SecretGetOrCreate": workspace.secret,
+        "SandboxCreate": sandboxes.create_v1,
+        "SandboxCreateV2": sandboxes.create_v2,
+        "SandboxGetTaskId": sandboxes.task_id,
+        "SandboxGetTaskIdV2": sandboxes.task_id,
+        "TaskGetCommandRouterAccess": sandboxes.access_v1,
+        "SandboxGetCommandRouterAccess": sandboxes.access_v2,
+        "SandboxWait": sandboxes.wait,
+        "SandboxWaitV2": sandboxes.wait,
+        "SandboxTerminate": sandboxes.terminate,
+        "SandboxTerminateV2": sandboxes.terminate,
+        "SandboxTagsSet": sandboxes.set_tags,
+        "SandboxTagsSetV2": sandboxes.set_tags,
+        "SandboxTagsGet": sandboxes.tags,
+        "SandboxTagsGetV2": sandboxes.tags,
+        "SandboxList": sandboxes.listing,
+        "SandboxListV2": sandboxes.listing,
+        "TaskExecStart": router.start,
+        "TaskExecStdioRead": router.read,
+        "TaskExecStdinWrite": router.write,
+        "TaskExecPoll": router.poll,
+        "TaskExecWait": router.wait,
     }
 
 

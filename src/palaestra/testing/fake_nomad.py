@@ -54,6 +54,107 @@ class _Answer(Exception):
         self.status = status
 
 
+class _Scheduler:
+    """Starts and stops allocations on the one node until they match the jobs."""
+
+    def __init__(self, fake: FakeNomad) -> None:
+        self.evaluations: dict[str, JSON] = {}
+        self.tasks: dict[str, RunningTask] = {}
+        self._fake = fake
+        self._stops: set[asyncio.Task[None]] = set()
+
+    async def aclose(self) -> None:
+        """Stop all tasks."""
+        await asyncio.gather(*(task.stop() for task in self.tasks.values()))
+        await asyncio.gather(*self._stops)
+
+    async def evaluate(self, name: str, trigger: str) -> JSON:
+        """Start and stop allocations until they match the job; return the evaluation."""
+        job = self._fake.jobs.get(name)
+        index = await self._fake.touch()
+        evaluation: JSON = {
+            "ID": str(uuid.uuid4()), "Type": "service", "TriggeredBy": trigger, "JobID": name, "Namespace": "default",
+            "Status": "complete", "StatusDescription": "", "Priority": 50, "FailedTGAllocs": None,
+            "QueuedAllocations": {}, "BlockedEval": "", "CreateIndex": index, "ModifyIndex": index,
+        }  # fmt: skip
+        self.evaluations[evaluation["ID"]] = evaluation
+        groups = [] if job is None or job["Stop"] else job["TaskGroups"]
+        counts = {group["Name"]: group["Count"] for group in groups}
+        for allocation in self.live(name):
+            if _number(allocation) >= counts.get(allocation["TaskGroup"], 0):
+                allocation.update(DesiredStatus="stop", DesiredDescription="alloc not needed due to job update")
+                self.end(allocation, "complete")
+        for group in groups:
+            used = {_number(each) for each in self.live(name) if each["TaskGroup"] == group["Name"]}
+            for number in (each for each in range(group["Count"]) if each not in used):
+                failed = self.why_not(job, group)
+                if failed is not None:
+                    evaluation["FailedTGAllocs"] = {group["Name"]: failed}
+                    evaluation["BlockedEval"] = str(uuid.uuid4())
+                    break
+                await self._place(job, group, number, evaluation["ID"])
+        await self._fake.touch(evaluation)
+        return evaluation
+
+    def live(self, name: str) -> list[JSON]:
+        """Return the allocations of a job that are to run and do not end."""
+        live = [
+            each for each in self._fake.allocations.values() if each["DesiredStatus"] == "run" and each["JobID"] == name
+        ]
+        return [each for each in live if each["ClientStatus"] in ("pending", "running")]
+
+    def why_not(self, job: JSON, group: JSON, more: int = 0) -> JSON:
+        """Return None if the node can take 1 + `more` allocations of the group, otherwise an AllocationMetric with the
+        reason."""
+        metric: JSON = {
+            "NodesEvaluated": 1, "NodesFiltered": 0, "NodesInPool": 1, "NodesAvailable": {"dc1": 1},
+            "ClassFiltered": None, "ConstraintFiltered": None, "NodesExhausted": 0, "ClassExhausted": None,
+            "DimensionExhausted": None, "QuotaExhausted": None, "Scores": None, "AllocationTime": 1000,
+            "CoalescedFailures": 0, "ScoreMetaData": None,
+        }  # fmt: skip
+        if self._fake.quota is not None:
+            return metric | {"QuotaExhausted": [self._fake.quota]}
+        if "dc1" not in job["Datacenters"]:
+            none = dict.fromkeys(job["Datacenters"], 0)
+            return metric | {"NodesEvaluated": 0, "NodesInPool": 0, "NodesAvailable": none}
+        if any(task["Driver"] not in self._fake.drivers for task in group["Tasks"]):
+            return metric | {"NodesFiltered": 1, "ConstraintFiltered": {"missing drivers": 1}}
+        live = [each for each in self._fake.allocations.values() if each["ClientStatus"] in ("pending", "running")]
+        used = sum(each["memory"] for each in live)
+        if used + (1 + more) * _memory(group) > self._fake.memory:
+            return metric | {"NodesExhausted": 1, "DimensionExhausted": {"memory": 1}}
+        return None
+
+    async def _place(self, job: JSON, group: JSON, number: int, evaluation: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            value = free.getsockname()[1]
+        label = group["Networks"][0]["DynamicPorts"][0]
+        port = {"Label": label["Label"], "Value": value, "To": label.get("To", 0), "HostIP": "127.0.0.1"}
+        allocation: JSON = {
+            "ID": str(uuid.uuid4()), "EvalID": evaluation, "Name": f"{job['ID']}.{group['Name']}[{number}]",
+            "Namespace": "default", "NodeID": "node-1", "NodeName": "here", "JobID": job["ID"], "JobType": job["Type"],
+            "JobVersion": job["Version"], "TaskGroup": group["Name"], "DesiredStatus": "run", "DesiredDescription": "",
+            "ClientStatus": "pending", "ClientDescription": "No tasks have started", "TaskStates": {},
+            "NextAllocation": "", "CreateIndex": self._fake.index + 1, "CreateTime": time.time_ns(),
+            "AllocatedResources": {"Shared": {"DiskMB": 300, "Networks": [], "Ports": [port]}, "Tasks": {}},
+            "memory": _memory(group),
+        }  # fmt: skip
+        self._fake.allocations[allocation["ID"]] = allocation
+        await self._fake.touch(allocation)
+        policy = {"Attempts": 2, "Interval": 1800 * SECOND, "Delay": 15 * SECOND, "Mode": "fail"}
+        policy |= group.get("RestartPolicy") or {}
+        (task,) = group["Tasks"]
+        self.tasks[allocation["ID"]] = RunningTask(self._fake, allocation, task, policy)
+
+    def end(self, allocation: JSON, status: str) -> None:
+        """Stop the tasks of an allocation. An allocation of a lost node gets its status immediately."""
+        if status == "lost":
+            allocation["ClientStatus"] = status
+        task = asyncio.create_task(self.tasks[allocation["ID"]].stop())
+        self._stops.add(task)
+        task.add_done_callback(self._stops.discard)
+
+
 class FakeNomad:
     """The agent. An async context manager; `url` is its address.
 
@@ -78,15 +179,13 @@ class FakeNomad:
         self.faults: list[NomadFault] = []
         self.requests: list[str] = []
         self.folder = ""
-        self._index = 10
+        self.index = 10
         self._changed = asyncio.Condition()
         self.jobs: dict[str, JSON] = {}
         self.allocations: dict[str, JSON] = {}
-        self._evaluations: dict[str, JSON] = {}
-        self._tasks: dict[str, RunningTask] = {}
         self._deployed: dict[str, float] = {}
         self._scalings: dict[str, list[JSON]] = {}
-        self._stops: set[asyncio.Task[None]] = set()
+        self._scheduler = _Scheduler(self)
 
     async def __aenter__(self) -> FakeNomad:
         self.folder = tempfile.mkdtemp(prefix="palaestra-nomad-")
@@ -114,8 +213,7 @@ class FakeNomad:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(*(task.stop() for task in self._tasks.values()))
-        await asyncio.gather(*self._stops)
+        await self._scheduler.aclose()
         await self._listening.__aexit__(None, None, None)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -123,7 +221,7 @@ class FakeNomad:
 
     def crash_tasks(self) -> None:
         """Kill the process of every task. The tasks then restart as their policy allows."""
-        for task in self._tasks.values():
+        for task in self._scheduler.tasks.values():
             task.crash()
 
     async def lose_node(self) -> None:
@@ -131,9 +229,9 @@ class FakeNomad:
         for allocation in list(self.allocations.values()):
             if allocation["ClientStatus"] in ("pending", "running"):
                 allocation.update(DesiredStatus="stop", DesiredDescription="alloc is lost since its node is down")
-                self._end(allocation, "lost")
+                self._scheduler.end(allocation, "lost")
         for name in list(self.jobs):
-            await self._evaluate(name, "node-update")
+            await self._scheduler.evaluate(name, "node-update")
 
     def running(self, job: str | None = None) -> list[JSON]:
         """Return the allocations that run and are not being stopped."""
@@ -145,101 +243,18 @@ class FakeNomad:
 
     async def touch(self, *objects: JSON) -> int:
         """Raise the index, assign it to the objects that have changed, and let blocking queries check again."""
-        self._index += 1
+        self.index += 1
         for each in objects:
-            each["ModifyIndex"], each["ModifyTime"] = self._index, time.time_ns()
+            each["ModifyIndex"], each["ModifyTime"] = self.index, time.time_ns()
         async with self._changed:
             self._changed.notify_all()
-        return self._index
+        return self.index
 
     async def client_status(self, allocation: JSON, status: str) -> None:
         """Set the status that the client reports for an allocation; a lost allocation stays lost."""
         if allocation["ClientStatus"] != "lost":
             allocation["ClientStatus"] = status
         await self.touch(allocation)
-
-    async def _evaluate(self, name: str, trigger: str) -> JSON:
-        """Start and stop allocations until they match the job; return the evaluation."""
-        job = self.jobs.get(name)
-        index = await self.touch()
-        evaluation: JSON = {
-            "ID": str(uuid.uuid4()), "Type": "service", "TriggeredBy": trigger, "JobID": name, "Namespace": "default",
-            "Status": "complete", "StatusDescription": "", "Priority": 50, "FailedTGAllocs": None,
-            "QueuedAllocations": {}, "BlockedEval": "", "CreateIndex": index, "ModifyIndex": index,
-        }  # fmt: skip
-        self._evaluations[evaluation["ID"]] = evaluation
-        groups = [] if job is None or job["Stop"] else job["TaskGroups"]
-        counts = {group["Name"]: group["Count"] for group in groups}
-        for allocation in self._live(name):
-            if _number(allocation) >= counts.get(allocation["TaskGroup"], 0):
-                allocation.update(DesiredStatus="stop", DesiredDescription="alloc not needed due to job update")
-                self._end(allocation, "complete")
-        for group in groups:
-            used = {_number(each) for each in self._live(name) if each["TaskGroup"] == group["Name"]}
-            for number in (each for each in range(group["Count"]) if each not in used):
-                failed = self._why_not(job, group)
-                if failed is not None:
-                    evaluation["FailedTGAllocs"] = {group["Name"]: failed}
-                    evaluation["BlockedEval"] = str(uuid.uuid4())
-                    break
-                await self._place(job, group, number, evaluation["ID"])
-        await self.touch(evaluation)
-        return evaluation
-
-    def _live(self, name: str) -> list[JSON]:
-        live = [each for each in self.allocations.values() if each["DesiredStatus"] == "run" and each["JobID"] == name]
-        return [each for each in live if each["ClientStatus"] in ("pending", "running")]
-
-    def _why_not(self, job: JSON, group: JSON, more: int = 0) -> JSON:
-        """Return None if the node can take 1 + `more` allocations of the group, otherwise an AllocationMetric with the
-        reason."""
-        metric: JSON = {
-            "NodesEvaluated": 1, "NodesFiltered": 0, "NodesInPool": 1, "NodesAvailable": {"dc1": 1},
-            "ClassFiltered": None, "ConstraintFiltered": None, "NodesExhausted": 0, "ClassExhausted": None,
-            "DimensionExhausted": None, "QuotaExhausted": None, "Scores": None, "AllocationTime": 1000,
-            "CoalescedFailures": 0, "ScoreMetaData": None,
-        }  # fmt: skip
-        if self.quota is not None:
-            return metric | {"QuotaExhausted": [self.quota]}
-        if "dc1" not in job["Datacenters"]:
-            none = dict.fromkeys(job["Datacenters"], 0)
-            return metric | {"NodesEvaluated": 0, "NodesInPool": 0, "NodesAvailable": none}
-        if any(task["Driver"] not in self.drivers for task in group["Tasks"]):
-            return metric | {"NodesFiltered": 1, "ConstraintFiltered": {"missing drivers": 1}}
-        live = [each for each in self.allocations.values() if each["ClientStatus"] in ("pending", "running")]
-        used = sum(each["memory"] for each in live)
-        if used + (1 + more) * _memory(group) > self.memory:
-            return metric | {"NodesExhausted": 1, "DimensionExhausted": {"memory": 1}}
-        return None
-
-    async def _place(self, job: JSON, group: JSON, number: int, evaluation: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            value = free.getsockname()[1]
-        label = group["Networks"][0]["DynamicPorts"][0]
-        port = {"Label": label["Label"], "Value": value, "To": label.get("To", 0), "HostIP": "127.0.0.1"}
-        allocation: JSON = {
-            "ID": str(uuid.uuid4()), "EvalID": evaluation, "Name": f"{job['ID']}.{group['Name']}[{number}]",
-            "Namespace": "default", "NodeID": "node-1", "NodeName": "here", "JobID": job["ID"], "JobType": job["Type"],
-            "JobVersion": job["Version"], "TaskGroup": group["Name"], "DesiredStatus": "run", "DesiredDescription": "",
-            "ClientStatus": "pending", "ClientDescription": "No tasks have started", "TaskStates": {},
-            "NextAllocation": "", "CreateIndex": self._index + 1, "CreateTime": time.time_ns(),
-            "AllocatedResources": {"Shared": {"DiskMB": 300, "Networks": [], "Ports": [port]}, "Tasks": {}},
-            "memory": _memory(group),
-        }  # fmt: skip
-        self.allocations[allocation["ID"]] = allocation
-        await self.touch(allocation)
-        policy = {"Attempts": 2, "Interval": 1800 * SECOND, "Delay": 15 * SECOND, "Mode": "fail"}
-        policy |= group.get("RestartPolicy") or {}
-        (task,) = group["Tasks"]
-        self._tasks[allocation["ID"]] = RunningTask(self, allocation, task, policy)
-
-    def _end(self, allocation: JSON, status: str) -> None:
-        """Stop the tasks of an allocation. An allocation of a lost node gets its status immediately."""
-        if status == "lost":
-            allocation["ClientStatus"] = status
-        task = asyncio.create_task(self._tasks[allocation["ID"]].stop())
-        self._stops.add(task)
-        task.add_done_callback(self._stops.discard)
 
     # HTTP
 
@@ -294,7 +309,7 @@ class FakeNomad:
                 for job in self.jobs.values()
                 if job["ID"].startswith(prefix)
             ]
-            return found, self._index
+            return found, self.index
 
         return await self._query(request, look)
 
@@ -325,14 +340,14 @@ class FakeNomad:
         update = job.get("Update") or {"MaxParallel": 1}
         if job["Type"] == "service" and update.get("MaxParallel", 1):
             self._deployed[job["ID"]] = time.monotonic() + update.get("MinHealthyTime", _DEPLOYMENT_S * SECOND) / SECOND
-        return self._written(await self._evaluate(job["ID"], "job-register"), job["JobModifyIndex"])
+        return self._written(await self._scheduler.evaluate(job["ID"], "job-register"), job["JobModifyIndex"])
 
     def _written(self, evaluation: JSON, modify_index: int) -> web.Response:
         body = {
             "EvalID": evaluation["ID"], "EvalCreateIndex": evaluation["CreateIndex"], "JobModifyIndex": modify_index,
-            "Warnings": "", "Index": self._index, "LastContact": 0, "KnownLeader": False,
+            "Warnings": "", "Index": self.index, "LastContact": 0, "KnownLeader": False,
         }  # fmt: skip
-        return web.json_response(body, headers={"X-Nomad-Index": str(self._index)})
+        return web.json_response(body, headers={"X-Nomad-Index": str(self.index)})
 
     async def _plan(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -343,14 +358,18 @@ class FakeNomad:
         old = self.jobs.get(job["ID"])
         failed = {}
         for group in job["TaskGroups"]:
-            here = 0 if old is None or old["Stop"] else len(self._live(job["ID"]))
-            metric = self._why_not(job, group, max(0, group["Count"] - here - 1)) if group["Count"] > here else None
+            here = 0 if old is None or old["Stop"] else len(self._scheduler.live(job["ID"]))
+            metric = (
+                self._scheduler.why_not(job, group, max(0, group["Count"] - here - 1))
+                if group["Count"] > here
+                else None
+            )
             if metric is not None:
                 failed[group["Name"]] = metric
         body = {
             "JobModifyIndex": 0 if old is None else old["JobModifyIndex"], "CreatedEvals": None, "Diff": None,
             "Annotations": {"DesiredTGUpdates": {}}, "FailedTGAllocs": failed or None, "Warnings": "",
-            "NextPeriodicLaunch": None, "Index": self._index,
+            "NextPeriodicLaunch": None, "Index": self.index,
         }  # fmt: skip
         return web.json_response(body)
 
@@ -370,7 +389,7 @@ class FakeNomad:
         self._scalings.setdefault(job["ID"], []).insert(0, {**event, "Time": time.time_ns(), "Error": False})
         group["Count"], job["SubmitTime"] = body["Count"], time.time_ns()
         job["JobModifyIndex"] = await self.touch(job)
-        return self._written(await self._evaluate(job["ID"], "job-scaling"), job["JobModifyIndex"])
+        return self._written(await self._scheduler.evaluate(job["ID"], "job-scaling"), job["JobModifyIndex"])
 
     async def _scale_status(self, request: web.Request) -> web.Response:
         job = self._known(request)
@@ -379,8 +398,8 @@ class FakeNomad:
             running = len([each for each in self.running(job["ID"]) if each["TaskGroup"] == group["Name"]])
             events = self._scalings.get(job["ID"], [])
             groups[group["Name"]] = {
-                "Desired": group["Count"], "Placed": len(self._live(job["ID"])), "Running": running, "Healthy": 0,
-                "Unhealthy": 0, "Events": events,
+                "Desired": group["Count"], "Placed": len(self._scheduler.live(job["ID"])), "Running": running,
+                "Healthy": 0, "Unhealthy": 0, "Events": events,
             }  # fmt: skip
         body = {"JobID": job["ID"], "Namespace": "default", "JobStopped": job["Stop"], "TaskGroups": groups}
         return web.json_response(body | {"JobModifyIndex": job["JobModifyIndex"]})
@@ -393,17 +412,14 @@ class FakeNomad:
             await self.touch(job)
             if request.query.get("purge") == "true":
                 del self.jobs[name]
-        return self._written(await self._evaluate(name, "job-deregister"), self._index)
-
-    def _stub(self, allocation: JSON) -> JSON:
-        return {name: value for name, value in allocation.items() if name not in ("AllocatedResources", "memory")}
+        return self._written(await self._scheduler.evaluate(name, "job-deregister"), self.index)
 
     async def _job_allocations(self, request: web.Request) -> web.Response:
         name = request.match_info["job"]
 
         def look() -> tuple[JSON, int]:
             found = [each for each in self.allocations.values() if each["JobID"] == name]
-            return [self._stub(each) for each in found], max([1, *(each["ModifyIndex"] for each in found)])
+            return [_stub(each) for each in found], max([1, *(each["ModifyIndex"] for each in found)])
 
         return await self._query(request, look)
 
@@ -411,7 +427,7 @@ class FakeNomad:
         name = request.match_info["job"]
 
         def look() -> tuple[JSON, int]:
-            found = [each for each in self._evaluations.values() if each["JobID"] == name]
+            found = [each for each in self._scheduler.evaluations.values() if each["JobID"] == name]
             return found, max([1, *(each["ModifyIndex"] for each in found)])
 
         return await self._query(request, look)
@@ -424,13 +440,13 @@ class FakeNomad:
         return await self._query(request, lambda: (full, allocation["ModifyIndex"]))
 
     async def _evaluation(self, request: web.Request) -> web.Response:
-        found = self._evaluations.get(request.match_info["evaluation"])
+        found = self._scheduler.evaluations.get(request.match_info["evaluation"])
         if found is None:
             raise _Answer(404, "eval not found")
         return await self._query(request, lambda: (found, found["ModifyIndex"]))
 
     async def _logs(self, request: web.Request) -> web.Response:
-        task = self._tasks.get(request.match_info["allocation"])
+        task = self._scheduler.tasks.get(request.match_info["allocation"])
         if task is None:
             raise _Answer(404, f'Unknown allocation "{request.match_info["allocation"]}"')
         if not task.log.exists():
@@ -439,6 +455,10 @@ class FakeNomad:
         if request.query.get("origin") == "end":
             data = data[-int(request.query.get("offset", "0")) :]
         return web.Response(body=data, content_type="text/plain")
+
+
+def _stub(allocation: JSON) -> JSON:
+    return {name: value for name, value in allocation.items() if name not in ("AllocatedResources", "memory")}
 
 
 def _validate(job: JSON) -> None:

@@ -230,9 +230,9 @@ def test_a_stranger_gets_a_code_and_may_write_once_it_is_confirmed(tmp_path):
             await scene.platform.say("hello?", chat_id="eve", user_id="eve")  # not answered again
             await scene.platform.say("hello", chat_id="g", user_id="mallory", chat_type="group")
             with pytest.raises(ConfigError, match="AAAAAAAA"):
-                await scene.gateway.mailbox.pair("AAAAAAAA", 0.0)
+                await scene.gateway.mailbox.pairings.add("AAAAAAAA", 0.0)
             assert len(scene.gateway._sessions) == 1  # those of strangers would never end
-            assert await scene.gateway.mailbox.pair(code.lower(), 0.0) == ("loopback", "eve", "eve")
+            assert await scene.gateway.mailbox.pairings.add(code.lower(), 0.0) == ("loopback", "eve", "eve")
             assert await scene.ask("hello", "eve") == "echo 1: hello"
             assert len(scene.model.requests) == 2
             assert {each.address.chat_id for each in scene.platform.sent} == {"anna", "eve"}
@@ -245,11 +245,11 @@ def test_a_code_is_valid_for_an_hour_and_is_not_given_again_meanwhile(tmp_path):
         clock = MovedClock()
         async with a_gateway(tmp_path, only(), clock=clock) as scene:
             mailbox = scene.gateway.mailbox
-            code = await mailbox.pairing_code("loopback", "eve", "Eve", 1000.0)
-            assert await mailbox.pairing_code("loopback", "eve", "Eve", 1010.0) is None
+            code = await mailbox.pairings.code("loopback", "eve", "Eve", 1000.0)
+            assert await mailbox.pairings.code("loopback", "eve", "Eve", 1010.0) is None
             with pytest.raises(ConfigError):
-                await mailbox.pair(code, 1000.0 + 3601)
-            assert await mailbox.pairing_code("loopback", "eve", "Eve", 1000.0 + 3601) not in (None, code)
+                await mailbox.pairings.add(code, 1000.0 + 3601)
+            assert await mailbox.pairings.code("loopback", "eve", "Eve", 1000.0 + 3601) not in (None, code)
 
     asyncio.run(main())
 
@@ -261,7 +261,7 @@ def test_forged_senders_keep_others_from_a_code_for_a_minute_only(tmp_path):
             for number in range(50):
                 await scene.platform.say("hello", chat_id=f"f{number}", user_id=f"f{number}")
             await until(lambda: len(scene.platform.sent) == CODES_PER_MINUTE)
-            assert await scene.gateway.mailbox.pairing_code("other", "anna", "Anna", clock.wall()) is not None
+            assert await scene.gateway.mailbox.pairings.code("other", "anna", "Anna", clock.wall()) is not None
             clock.moved_s += 61
             assert "gateway pair" in await scene.ask("hello", "anna")
             assert len(scene.platform.sent) == CODES_PER_MINUTE + 1

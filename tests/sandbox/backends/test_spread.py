@@ -49,11 +49,11 @@ class Here(RemoteBackend):
 
     def hosts(self) -> Counter[str]:
         """How many slots each host has."""
-        return Counter({place.spec.host: len(place.slots) for place in self._places.values() if place.slots})
+        return Counter({place.spec.host: len(place.slots) for place in self._places.by_number.values() if place.slots})
 
     def kill(self, host: str) -> None:
         self.broken.add(host)
-        for place in self._places.values():
+        for place in self._places.by_number.values():
             if place.spec.host == host:
                 kill(place)
 
@@ -137,18 +137,18 @@ def test_without_any_backend_the_start_fails() -> None:
 def test_a_drained_host_gets_no_new_slots_and_ends_when_it_is_idle(tmp_path: Path) -> None:
     async def main() -> None:
         backend = Here("a", "b")
-        backend.drain_file = tmp_path / "drained"
+        backend.hosts.drain_file = tmp_path / "drained"
         async with backend:
             slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(4)]
             assert backend.hosts() == {"a": 2, "b": 2}
-            backend.drain_file.write_text("a\n")
+            backend.hosts.drain_file.write_text("a\n")
             for slot in slots:
                 assert (await slot.execute("true")).exit_code == 0
                 await backend.destroy(slot)
-            assert {place.spec.host for place in backend._places.values()} == {"b"}
+            assert {place.spec.host for place in backend._places.by_number.values()} == {"b"}
             again = [await backend.create(SlotSpec(), f"t{n}") for n in range(2)]
             assert backend.hosts() == {"b": 2}
-            backend.drain_file.write_text("a b")
+            backend.hosts.drain_file.write_text("a b")
             with pytest.raises(SandboxError, match="drained"):
                 await backend.create(SlotSpec(), "none left")
             assert len(again) == 2

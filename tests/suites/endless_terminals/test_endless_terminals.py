@@ -253,7 +253,7 @@ def test_a_folders_own_tests_prepare_and_decide(toolchain: Toolchain, in_pool, t
             score = await score_folder(task, names, slot, toolchain, 60)
             assert (score.reward, score.metrics["tests"]) == (reward, 1)
             await pool.release(slot)
-            await pool.forget(sealed)
+            await pool.snapshots.forget(sealed)
 
     in_pool(scenario)
 

@@ -31,12 +31,14 @@ AGREEMENT = 1e-4
 class Server:
     """A server in a thread of this process."""
 
-    def __init__(self, model: Path, checkpoints: Path, **settings: Any) -> None:
+    def __init__(self, model: Path, checkpoints: Path, token: str | None = None, **settings: Any) -> None:
         from palaestra.trainers.tinker.server import serving
+        from palaestra.trainers.tinker.service import ServiceSettings
 
         self.checkpoints = checkpoints
         self._loop = LoopThread("tinker-server")
-        self._serving = serving(str(model), checkpoints, device="cpu", seed=0, **settings)
+        chosen = ServiceSettings(device="cpu", seed=0, **settings)
+        self._serving = serving(str(model), checkpoints, token=token, settings=chosen)
         started = self._loop.wait(self._serving.__aenter__())
         self.url, self.name = started.url, started.name
 

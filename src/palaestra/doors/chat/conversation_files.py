@@ -166,7 +166,7 @@ class Checkpoints:
             if slot is not None:
                 snapshot = await self._slots.copy(slot)
                 await other._begin_with(snapshot)
-                await self._service.pool.forget(snapshot)
+                await self._service.pool.snapshots.forget(snapshot)
                 return CURRENT_FILES if behind else COPIED_SANDBOX
         except SandboxError:
             other._slots.start_from(None)
@@ -178,7 +178,8 @@ class Checkpoints:
         slot can be started."""
         point = self._points.get(turn)
         problem = _NO_CHECKPOINT if point is None else point.problem
-        if point is not None and point.snapshot is not None and not await self._service.pool.holds(point.snapshot):
+        snapshots = self._service.pool.snapshots
+        if point is not None and point.snapshot is not None and not await snapshots.holds(point.snapshot):
             problem = "the checkpoint was lost with its sandbox"
         if self._seat.slot is None and point is None:
             problem = "the sandbox of that time is gone"
@@ -208,7 +209,7 @@ class Checkpoints:
 
     async def _begin_with(self, snapshot: Snapshot) -> None:
         deep = len(snapshot.layers) > MANY_LAYERS
-        self._slots.start_from(self._service.pool.continued(snapshot) if deep else snapshot)
+        self._slots.start_from(self._service.pool.snapshots.continued(snapshot) if deep else snapshot)
         await self._seat.sandbox()
 
     async def clear(self) -> None:
@@ -220,4 +221,4 @@ class Checkpoints:
         point = self._points.pop(turn)
         point.users -= 1
         if point.snapshot is not None and not point.users:
-            await self._service.pool.forget(point.snapshot)
+            await self._service.pool.snapshots.forget(point.snapshot)

@@ -207,7 +207,7 @@ class ChatService:
             if self._lasting is not None:
                 slots: list[Slot] = self._lasting.leases()  # type: ignore[attr-defined]
                 for slot in slots:
-                    self.pool.take_up(slot)
+                    self.pool.leases.take_up(slot)
                     self._kept[slot.trajectory_id] = slot
                 await self.processes.recover_from_checkpoint(slots)
 

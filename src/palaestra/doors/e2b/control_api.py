@@ -140,12 +140,12 @@ class ControlApi:
 
     async def set_timeout(self, call: ControlCall) -> web.Response:
         sandbox = self._sandboxes.get(call.key, call.parts[0])
-        self._sandboxes.set_timeout(sandbox, read_body(call.body, TimeoutBody).timeout_s)
+        sandbox.set_timeout(read_body(call.body, TimeoutBody).timeout_s)
         return web.Response(status=204)
 
     async def refresh(self, call: ControlCall) -> web.Response:
         sandbox = self._sandboxes.get(call.key, call.parts[0])
-        self._sandboxes.set_timeout(sandbox, read_body(call.body, RefreshBody).duration_s, only_longer=True)
+        sandbox.set_timeout(read_body(call.body, RefreshBody).duration_s, only_longer=True)
         return web.Response(status=204)
 
     async def connect(self, call: ControlCall) -> web.Response:

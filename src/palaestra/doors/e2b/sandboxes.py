@@ -15,7 +15,7 @@ import logging
 import secrets
 import string
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -82,6 +82,104 @@ class HostedSandbox:
             "E2B_TEMPLATE_ID": self.template.template_id, **self.request.env,
         }  # fmt: skip
 
+    def check_running(self) -> None:
+        """Raise `ApiError` with status 409 if the sandbox is paused."""
+        if self.slot is None or self.state is not SandboxState.RUNNING:
+            raise ApiError(409, f"the sandbox {self.sandbox_id} is paused; connect to it first")
+
+    def set_timeout(self, timeout_s: float, *, only_longer: bool = False) -> None:
+        """Let the sandbox's lease end in this many seconds."""
+        ends_at = time.time() + timeout_s
+        self.ends_at = max(ends_at, self.ends_at) if only_longer else ends_at
+
+    async def run_start_command(self) -> bool:
+        """Start the template's command, which at E2B is part of the saved memory. Returns whether it became ready in
+        `_READY_S` seconds."""
+        template, slot = self.template, self.running_slot
+        env = self.environment(template.user)
+        shell, *arguments = command = ["/bin/bash", "-l", "-c", template.start_command]
+        await self.processes.start(
+            slot, ProcessRequest(command, template.workdir, env, {"cmd": shell, "args": arguments})
+        )
+        deadline = time.monotonic() + _READY_S
+        command = ["/bin/bash", "-l", "-c", template.ready_command]
+        while template.ready_command:
+            if time.monotonic() >= deadline:
+                return False
+            if (await slot.execute(command, cwd=template.workdir, env=env)).success:
+                return True
+            await asyncio.sleep(_READY_EVERY_S)
+        return True
+
+
+class KeyLimits:
+    """The limits of each key: how many sandboxes run, and how many snapshots are kept."""
+
+    def __init__(self, of_key: Callable[[ApiKey], list[HostedSandbox]], templates: Templates) -> None:
+        self._of_key, self._templates = of_key, templates
+        self._pending: dict[str, int] = {}  # by key: sandboxes that are being made
+
+    @contextlib.contextmanager
+    def place(self, key: ApiKey) -> Iterator[None]:
+        """Count a sandbox that is being made against its key's limit. Raises `ApiError` with status 429."""
+        held = sum(each.slot is not None for each in self._of_key(key)) + self._pending.get(key.name, 0)
+        if held >= key.sandboxes:
+            raise ApiError(
+                429, f"the key {key.name} has {held} sandboxes, which is its limit; kill one first", retry=False
+            )
+        self._pending[key.name] = self._pending.get(key.name, 0) + 1
+        try:
+            yield
+        finally:
+            self._pending[key.name] -= 1
+
+    def check_kept(self, key: ApiKey) -> None:
+        """Raise `ApiError` with status 429 if the key may keep no more snapshots."""
+        kept = self._templates.kept_by(key) + sum(each.snapshot is not None for each in self._of_key(key))
+        if kept >= key.kept:
+            raise ApiError(
+                429, f"the key {key.name} keeps {kept} snapshots, templates and paused sandboxes, which is its limit; "
+                "delete one first", retry=False,
+            )  # fmt: skip
+
+
+class IdempotentRequests:
+    """The sandboxes that were made for requests with an idempotency key, as long as they exist."""
+
+    def __init__(self, exists: Callable[[HostedSandbox], bool]) -> None:
+        self._exists = exists
+        self._made: dict[tuple[str, str], asyncio.Future[HostedSandbox]] = {}
+
+    async def once(
+        self, name: tuple[str, str], make: Callable[[], Coroutine[object, object, HostedSandbox]]
+    ) -> HostedSandbox:
+        """Return the sandbox of the first request with this name; `make` makes it."""
+        known = self._made.get(name)
+        if known is not None and not (known.done() and self._is_over(known)):
+            return await asyncio.shield(known)
+        self._made[name] = made = asyncio.ensure_future(make())
+        try:
+            return await asyncio.shield(made)
+        except BaseException:
+            if made.done():
+                self._made.pop(name, None)
+            raise
+
+    def sweep(self) -> None:
+        """Forget the sandboxes that no longer exist."""
+        for name in [name for name, made in self._made.items() if made.done() and self._is_over(made)]:
+            del self._made[name]
+
+    def _is_over(self, made: asyncio.Future[HostedSandbox]) -> bool:
+        return made.cancelled() or made.exception() is not None or not self._exists(made.result())
+
+
+async def _acquired(acquiring: Awaitable[Slot]) -> Slot:
+    try:
+        return await acquiring
+    except AcquireTimeout as error:
+        raise ApiError(503, str(error)) from None
+
 
 class Sandboxes:
     """All sandboxes of one server. Use it in an `async with` block, whose end ends them.
@@ -95,8 +193,8 @@ class Sandboxes:
         self.pool, self.templates, self.endings, self.limits = pool, templates, endings, limits
         self._network = network
         self._found: dict[str, HostedSandbox] = {}
-        self._pending: dict[str, int] = {}  # by key: sandboxes that are being made
-        self._by_idempotency: dict[tuple[str, str], asyncio.Future[HostedSandbox]] = {}
+        self._key_limits = KeyLimits(self.of_key, templates)
+        self._repeated = IdempotentRequests(lambda sandbox: sandbox.sandbox_id in self._found)
         self._jobs: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -142,26 +240,13 @@ class Sandboxes:
         exists. Raises `ApiError`."""
         if not idempotency:
             return await self._create(key, request)
-        name = (key.name, idempotency)
-        known = self._by_idempotency.get(name)
-        if known is not None and not (known.done() and self._is_over(known)):
-            return await asyncio.shield(known)
-        self._by_idempotency[name] = made = asyncio.ensure_future(self._create(key, request))
-        try:
-            return await asyncio.shield(made)
-        except BaseException:
-            if made.done():
-                self._by_idempotency.pop(name, None)
-            raise
-
-    def _is_over(self, made: asyncio.Future[HostedSandbox]) -> bool:
-        return made.cancelled() or made.exception() is not None or made.result().sandbox_id not in self._found
+        return await self._repeated.once((key.name, idempotency), lambda: self._create(key, request))
 
     async def _create(self, key: ApiKey, request: NewSandbox) -> HostedSandbox:
         request.refuse_unsupported()
         network = self._allowed(request.wanted_network())
         template = self.templates.find(key, request.template)
-        with self._place(key):
+        with self._key_limits.place(key):
             try:
                 snapshot = await self.templates.prepared(template)
                 sandbox = await self._begin(key, template, request, network, snapshot, request.timeout_s)
@@ -170,8 +255,9 @@ class Sandboxes:
                     raise
                 snapshot = await self.templates.prepared(template)
                 sandbox = await self._begin(key, template, request, network, snapshot, request.timeout_s)
-        if template.start_command:
-            await self._run_start_command(sandbox)
+        if template.start_command and not await sandbox.run_start_command():
+            await self._end(sandbox, "its start command did not become ready")
+            raise ApiError(504, f"the start command of {template.name} did not become ready in {_READY_S:g} s")
         template.spawned += 1
         return sandbox
 
@@ -182,58 +268,19 @@ class Sandboxes:
             raise ApiError(403, "sandboxes of this server have no network; leave out allow_internet_access and network")
         return wanted
 
-    @contextlib.contextmanager
-    def _place(self, key: ApiKey) -> Iterator[None]:
-        """Count a sandbox that is being made against its key's limit. Raises `ApiError` with status 429."""
-        held = sum(each.slot is not None for each in self.of_key(key)) + self._pending.get(key.name, 0)
-        if held >= key.sandboxes:
-            raise ApiError(
-                429, f"the key {key.name} has {held} sandboxes, which is its limit; kill one first", retry=False
-            )
-        self._pending[key.name] = self._pending.get(key.name, 0) + 1
-        try:
-            yield
-        finally:
-            self._pending[key.name] -= 1
-
     async def _begin(
         self, key: ApiKey, template: Template, request: NewSandbox, network: Network | AllowList, snapshot: Snapshot,
         timeout_s: float,
     ) -> HostedSandbox:  # fmt: skip
         sandbox_id = "i" + "".join(secrets.choice(_ALPHABET) for _ in range(19))
         spec = replace(spec_of(template, snapshot), network=network, limits=self.limits)
-        slot = await self._acquire(sandbox_id, lambda: self.pool.acquire(sandbox_id, spec=spec, snapshot=snapshot))
+        slot = await _acquired(self.pool.acquire(sandbox_id, spec=spec, snapshot=snapshot))
         sandbox = HostedSandbox(sandbox_id, key, template, request, network, slot, time.time() + timeout_s)
         if request.network.allow_public_traffic is False:
             sandbox.traffic_token = secrets.token_urlsafe(24)
         self._found[sandbox_id] = sandbox
         self.endings.began(sandbox_id, key.name)
         return sandbox
-
-    async def _acquire(self, sandbox_id: str, acquire: Callable[[], JSON]) -> Slot:
-        try:
-            slot: Slot = await acquire()
-        except AcquireTimeout as error:
-            raise ApiError(503, str(error)) from None
-        return slot
-
-    async def _run_start_command(self, sandbox: HostedSandbox) -> None:
-        """Start the template's command, which at E2B is part of the saved memory, and wait until it is ready."""
-        template, slot = sandbox.template, sandbox.running_slot
-        env = sandbox.environment(template.user)
-        shell, *arguments = command = ["/bin/bash", "-l", "-c", template.start_command]
-        wanted = ProcessRequest(command, template.workdir, env, {"cmd": shell, "args": arguments})
-        await sandbox.processes.start(slot, wanted)
-        if not template.ready_command:
-            return
-        deadline = time.monotonic() + _READY_S
-        while time.monotonic() < deadline:
-            command = ["/bin/bash", "-l", "-c", template.ready_command]
-            if (await slot.execute(command, cwd=template.workdir, env=env)).success:
-                return
-            await asyncio.sleep(_READY_EVERY_S)
-        await self._end(sandbox, "its start command did not become ready")
-        raise ApiError(504, f"the start command of {template.name} did not become ready in {_READY_S:g} s")
 
     async def kill(self, key: ApiKey, sandbox_id: str) -> None:
         """End a sandbox. Raises `ApiError` with status 404."""
@@ -254,12 +301,7 @@ class Sandboxes:
             if slot is not None:
                 await self.pool.release(slot)
             if sandbox.snapshot is not None:
-                await self.pool.forget(sandbox.snapshot)
-
-    def set_timeout(self, sandbox: HostedSandbox, timeout_s: float, *, only_longer: bool = False) -> None:
-        """Let a sandbox's lease end in this many seconds."""
-        ends_at = time.time() + timeout_s
-        sandbox.ends_at = max(ends_at, sandbox.ends_at) if only_longer else ends_at
+                await self.pool.snapshots.forget(sandbox.snapshot)
 
     # Pause, resume, fork
 
@@ -269,7 +311,7 @@ class Sandboxes:
             if sandbox.slot is None or sandbox.state is SandboxState.PAUSED:
                 raise ApiError(409, f"the sandbox {sandbox.sandbox_id} is paused already")
             if not memory:
-                self._check_kept(sandbox.key)
+                self._key_limits.check_kept(sandbox.key)
             gone = NotRunning(sandbox.sandbox_id, "it was paused")
             if memory:
                 await sandbox.processes.stand_still(gone)
@@ -288,7 +330,7 @@ class Sandboxes:
         lease of a running sandbox only becomes longer. Raises `ApiError`."""
         async with sandbox.changing:
             if sandbox.state is SandboxState.RUNNING:
-                self.set_timeout(sandbox, timeout_s, only_longer=True)
+                sandbox.set_timeout(timeout_s, only_longer=True)
                 return False
             if sandbox.slot is not None and memory is False:
                 await self._reboot(sandbox)
@@ -296,10 +338,10 @@ class Sandboxes:
                 await sandbox.slot.stat("/")  # the first call thaws the processes
                 sandbox.processes.go_on()
             else:
-                with self._place(sandbox.key):
+                with self._key_limits.place(sandbox.key):
                     await self._start_again(sandbox)
             sandbox.state = SandboxState.RUNNING
-            self.set_timeout(sandbox, timeout_s)
+            sandbox.set_timeout(timeout_s)
             return True
 
     async def _reboot(self, sandbox: HostedSandbox) -> None:
@@ -314,22 +356,20 @@ class Sandboxes:
     async def _start_again(self, sandbox: HostedSandbox) -> None:
         snapshot = sandbox.snapshot
         assert snapshot is not None
-        sandbox.slot = await self._acquire(
-            sandbox.sandbox_id, lambda: self.pool.acquire(sandbox.sandbox_id, spec=snapshot.spec, snapshot=snapshot)
-        )
+        sandbox.slot = await _acquired(self.pool.acquire(sandbox.sandbox_id, spec=snapshot.spec, snapshot=snapshot))
         sandbox.snapshot = None
-        await self.pool.forget(snapshot)
+        await self.pool.snapshots.forget(snapshot)
 
     async def fork(self, sandbox: HostedSandbox, count: int, timeout_s: float) -> list[HostedSandbox | ApiError]:
         """Start `count` sandboxes from the files of a running one; each succeeds or fails alone. Raises `ApiError` if
         the sandbox does not run."""
         async with sandbox.changing:
-            self._running(sandbox)
+            sandbox.check_running()
             snapshot = await self._checkpoint(sandbox)
 
         async def one() -> HostedSandbox | ApiError:
             try:
-                with self._place(sandbox.key):
+                with self._key_limits.place(sandbox.key):
                     return await self._begin(
                         sandbox.key, sandbox.template, sandbox.request, sandbox.network, snapshot, timeout_s
                     )
@@ -341,14 +381,14 @@ class Sandboxes:
         try:
             return list(await asyncio.gather(*(one() for _ in range(count))))
         finally:
-            await self.pool.forget(snapshot)
+            await self.pool.snapshots.forget(snapshot)
 
     async def save(self, sandbox: HostedSandbox, name: str | None) -> Template:
         """Keep the files of a running sandbox as a snapshot, from which its key can start sandboxes. Raises
         `ApiError`."""
         async with sandbox.changing:
-            self._running(sandbox)
-            self._check_kept(sandbox.key)
+            sandbox.check_running()
+            self._key_limits.check_kept(sandbox.key)
             files = await self._checkpoint(sandbox)
         template_id = "s" + "".join(secrets.choice(_ALPHABET) for _ in range(19))
         names = () if name is None else (name if ":" in name else f"{name}:default",)
@@ -359,18 +399,6 @@ class Sandboxes:
         self.templates.add(saved)
         return saved
 
-    def _running(self, sandbox: HostedSandbox) -> None:
-        if sandbox.slot is None or sandbox.state is not SandboxState.RUNNING:
-            raise ApiError(409, f"the sandbox {sandbox.sandbox_id} is paused; connect to it first")
-
-    def _check_kept(self, key: ApiKey) -> None:
-        kept = self.templates.kept_by(key) + sum(each.snapshot is not None for each in self.of_key(key))
-        if kept >= key.kept:
-            raise ApiError(
-                429, f"the key {key.name} keeps {kept} snapshots, templates and paused sandboxes, which is its limit; "
-                "delete one first", retry=False,
-            )  # fmt: skip
-
     async def _checkpoint(self, sandbox: HostedSandbox, *, continued: bool = False) -> Snapshot:
         assert sandbox.slot is not None
         try:
@@ -380,7 +408,7 @@ class Sandboxes:
             raise not_found(sandbox.sandbox_id, str(error)) from None
         except InfraError as error:  # the isolation level cannot copy a running slot
             raise ApiError(400, str(error)) from None
-        return self.pool.continued(snapshot) if continued else snapshot
+        return self.pool.snapshots.continued(snapshot) if continued else snapshot
 
     # Jobs
 
@@ -396,8 +424,7 @@ class Sandboxes:
             for sandbox in list(self._found.values()):
                 if sandbox.state is SandboxState.RUNNING and sandbox.ends_at <= now and not sandbox.changing.locked():
                     self._start(self._on_timeout(sandbox))
-            for name in [name for name, made in self._by_idempotency.items() if made.done() and self._is_over(made)]:
-                del self._by_idempotency[name]
+            self._repeated.sweep()
 
     async def _on_timeout(self, sandbox: HostedSandbox) -> None:
         """End a sandbox whose lease is over, or pause it if its request says so."""

@@ -270,7 +270,7 @@ class TemplateBuilds:
             return
         folder = self._folder / template.template_id
         (folder / "files").mkdir(parents=True, mode=0o700)
-        await self._pool.save(template.snapshot, folder / "files")
+        await self._pool.snapshots.save(template.snapshot, folder / "files")
         record = {
             "schema": SCHEMA, "version": VERSION, "id": template.template_id, "names": list(template.names),
             "owner": template.owner, "image": template.image, "config": asdict(template.config),

@@ -141,11 +141,11 @@ class Templates:
             raise ApiError(403, f"the template {template.name} belongs to this server and cannot be deleted")
         del self._known[template.template_id]
         if template.snapshot is not None:
-            await self._pool.forget(template.snapshot)
+            await self._pool.snapshots.forget(template.snapshot)
 
     async def is_lost(self, template: Template) -> bool:
         """Return whether a template's workspace has been lost with the process that held it, and forget it then."""
-        if template.snapshot is None or await self._pool.holds(template.snapshot):
+        if template.snapshot is None or await self._pool.snapshots.holds(template.snapshot):
             return False
         template.snapshot = None
         return True
@@ -161,7 +161,7 @@ class Templates:
                 return template.snapshot
             if template.folder is not None:
                 spec = SlotSpec(image=template.image)
-                template.snapshot = await self._pool.load(template.folder / "files", spec)
+                template.snapshot = await self._pool.snapshots.load(template.folder / "files", spec)
                 return template.snapshot
             if template.owner is not None:
                 raise ApiError(410, f"the files of {template.name} were lost with the process that held them; make it "

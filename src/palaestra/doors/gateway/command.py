@@ -116,7 +116,7 @@ def example() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the person as a JSON object.")
 @click.pass_obj
 def pair(home: Path, code: str, as_json: bool) -> None:
-    platform, user_id, name = _with_mailbox(home, lambda mailbox: mailbox.pair(code, time.time()))
+    platform, user_id, name = _with_mailbox(home, lambda mailbox: mailbox.pairings.add(code, time.time()))
     click.echo(_person(platform, user_id, name) if as_json else f"{platform} {user_id} {name}".strip())
 
 
@@ -126,7 +126,7 @@ def pair(home: Path, code: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the person as a JSON object.")
 @click.pass_obj
 def unpair(home: Path, platform: str, user_id: str, as_json: bool) -> None:
-    if not _with_mailbox(home, lambda mailbox: mailbox.unpair(platform, user_id)):
+    if not _with_mailbox(home, lambda mailbox: mailbox.pairings.remove(platform, user_id)):
         raise ConfigError(
             f"user {user_id} of {platform} is not paired; `palaestra gateway users` lists the people who are"
         )
@@ -138,7 +138,7 @@ def unpair(home: Path, platform: str, user_id: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per person.")
 @click.pass_obj
 def users(home: Path, as_json: bool) -> None:
-    for platform, user_id, name in _with_mailbox(home, lambda mailbox: mailbox.users()):
+    for platform, user_id, name in _with_mailbox(home, lambda mailbox: mailbox.pairings.all()):
         click.echo(_person(platform, user_id, name) if as_json else f"{platform}\t{user_id}\t{name}")
 
 

@@ -315,66 +315,14 @@ class Mailbox:
         )
         return [(msgspec.msgpack.decode(body, type=Outgoing), note) for body, note in rows]
 
-    # Platforms
+    @property
+    def pairings(self) -> Pairings:
+        """The people whom the owner allowed by a code."""
+        return Pairings(self)
 
     def notes(self, platform: str) -> MailboxNotes:
         """Return the notes that a platform keeps from one start to the next."""
         return MailboxNotes(self, platform)
-
-    # People
-
-    async def is_paired(self, platform: str, user_id: str) -> bool:
-        query = "select 1 from users where platform = ? and user_id = ?"
-        return bool(await self.do(lambda connection: connection.execute(query, (platform, user_id)).fetchone()))
-
-    async def pairing_code(self, platform: str, user_id: str, name: str, now: float) -> str | None:
-        """Return a new code for a person. Returns None if the person has a valid code, or if `CODES_PER_MINUTE` codes
-        were made in this minute."""
-
-        def work(connection: sqlite3.Connection) -> str | None:
-            connection.execute("delete from codes where made_at < ? or made_at > ?", (now - CODE_VALID_S, now))
-            recent, own = connection.execute(
-                "select coalesce(sum(made_at > ?), 0), coalesce(sum(user_id = ?), 0) from codes where platform = ?",
-                (now - 60, user_id, platform),
-            ).fetchone()
-            if own or recent >= CODES_PER_MINUTE:
-                return None
-            code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(8))
-            connection.execute("insert into codes values (?, ?, ?, ?, ?)", (code, platform, user_id, name, now))
-            return code
-
-        return await self.do(work)
-
-    async def pair(self, code: str, now: float) -> tuple[str, str, str]:
-        """Allow the person who got `code`. Returns the person's platform, user id and name. Raises `ConfigError` if the
-        code is unknown or too old."""
-
-        def work(connection: sqlite3.Connection) -> tuple[str, str, str] | None:
-            found = connection.execute(
-                "select platform, user_id, name from codes where code = ? and made_at >= ?",
-                (code.strip().upper(), now - CODE_VALID_S),
-            ).fetchone()
-            if found is None:
-                return None
-            connection.execute("insert or replace into users values (?, ?, ?, ?)", (*found, now))
-            connection.execute("delete from codes where code = ?", (code.strip().upper(),))
-            return found[0], found[1], found[2]
-
-        paired = await self.do(work)
-        if paired is None:
-            raise ConfigError(f"the code {code!r} is unknown or older than an hour; ask the person for a new one")
-        return paired
-
-    async def users(self) -> list[tuple[str, str, str]]:
-        """Return the platform, user id and name of every paired person."""
-        return await self.do(
-            lambda connection: connection.execute("select platform, user_id, name from users order by since").fetchall()
-        )
-
-    async def unpair(self, platform: str, user_id: str) -> bool:
-        """Revoke the pairing of a person. Returns whether the person was paired."""
-        query = "delete from users where platform = ? and user_id = ?"
-        return bool(await self.do(lambda connection: connection.execute(query, (platform, user_id)).rowcount))
 
     # Sessions
 
@@ -460,6 +408,67 @@ class MailboxNotes:
     async def write(self, name: str, value: str) -> None:
         values = (self.platform, name, value)
         await self.mailbox.do(lambda db: db.execute("insert or replace into notes values (?, ?, ?)", values))
+
+
+@dataclass(frozen=True, slots=True)
+class Pairings:
+    """The people whom the owner allowed by a code, and the codes of those who wait for that."""
+
+    mailbox: Mailbox
+
+    async def has(self, platform: str, user_id: str) -> bool:
+        """Return whether a person is paired."""
+        query = "select 1 from users where platform = ? and user_id = ?"
+        return bool(await self.mailbox.do(lambda connection: connection.execute(query, (platform, user_id)).fetchone()))
+
+    async def code(self, platform: str, user_id: str, name: str, now: float) -> str | None:
+        """Return a new code for a person. Returns None if the person has a valid code, or if `CODES_PER_MINUTE` codes
+        were made in this minute."""
+
+        def work(connection: sqlite3.Connection) -> str | None:
+            connection.execute("delete from codes where made_at < ? or made_at > ?", (now - CODE_VALID_S, now))
+            recent, own = connection.execute(
+                "select coalesce(sum(made_at > ?), 0), coalesce(sum(user_id = ?), 0) from codes where platform = ?",
+                (now - 60, user_id, platform),
+            ).fetchone()
+            if own or recent >= CODES_PER_MINUTE:
+                return None
+            code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(8))
+            connection.execute("insert into codes values (?, ?, ?, ?, ?)", (code, platform, user_id, name, now))
+            return code
+
+        return await self.mailbox.do(work)
+
+    async def add(self, code: str, now: float) -> tuple[str, str, str]:
+        """Allow the person who got `code`. Returns the person's platform, user id and name. Raises `ConfigError` if the
+        code is unknown or too old."""
+
+        def work(connection: sqlite3.Connection) -> tuple[str, str, str] | None:
+            found = connection.execute(
+                "select platform, user_id, name from codes where code = ? and made_at >= ?",
+                (code.strip().upper(), now - CODE_VALID_S),
+            ).fetchone()
+            if found is None:
+                return None
+            connection.execute("insert or replace into users values (?, ?, ?, ?)", (*found, now))
+            connection.execute("delete from codes where code = ?", (code.strip().upper(),))
+            return found[0], found[1], found[2]
+
+        paired = await self.mailbox.do(work)
+        if paired is None:
+            raise ConfigError(f"the code {code!r} is unknown or older than an hour; ask the person for a new one")
+        return paired
+
+    async def all(self) -> list[tuple[str, str, str]]:
+        """Return the platform, user id and name of every paired person."""
+        return await self.mailbox.do(
+            lambda connection: connection.execute("select platform, user_id, name from users order by since").fetchall()
+        )
+
+    async def remove(self, platform: str, user_id: str) -> bool:
+        """Revoke the pairing of a person. Returns whether the person was paired."""
+        query = "delete from users where platform = ? and user_id = ?"
+        return bool(await self.mailbox.do(lambda connection: connection.execute(query, (platform, user_id)).rowcount))
 
 
 def _resolve(future: asyncio.Future[object], result: object, problem: BaseException | None) -> None:

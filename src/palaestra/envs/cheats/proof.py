@@ -225,7 +225,7 @@ async def policy_runs(
             yield PolicyRuns(environment, workspaces, EventStream(journal), prepared if prepare_once else None)
         finally:
             for snapshot in prepared.values():
-                await pool.forget(snapshot)
+                await pool.snapshots.forget(snapshot)
             await workspaces.aclose()
             journal.close()
 

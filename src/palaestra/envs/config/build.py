@@ -206,9 +206,10 @@ def make_prepared(config: BaseEnvConfig, backend: Backend, trouble: Callable[[Co
     return Prepared(backend, SnapshotStore(local_path(named), max_bytes=max_bytes).open().open, trouble=trouble)
 
 
-def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
+def make_pool(config: BaseEnvConfig, *, local: bool = False, start_when_used: bool = False) -> SlotPool:
     """Return the slots of a run. If `local`, they are on this machine, whatever backend the settings name. Raises
-    `ConfigError` for an unknown backend, or for settings that the backend rejects."""
+    `ConfigError` for an unknown backend, or for settings that the backend rejects. `start_when_used` is that of
+    `SlotPool`."""
     name = config.slot_backend if isinstance(config, HermesAgentEnvConfig) and not local else "local"
     slots = config.slots
     if slots is None and isinstance(config, HermesAgentEnvConfig) and "tool_pool_size" in config.model_fields_set:
@@ -219,4 +220,4 @@ def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
         if "acquire_timeout_s" not in said or "modal_acquire_timeout" in said:
             wait_s = config.modal_acquire_timeout
     limits = SlotPoolConfig(max_slots=slots, acquire_timeout=wait_s)
-    return SlotPool(limits, make_backend(name, config))
+    return SlotPool(limits, make_backend(name, config), start_when_used=start_when_used)

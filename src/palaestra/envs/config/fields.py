@@ -286,6 +286,11 @@ class BaseEnvConfig(Settings):
             self.__dict__["ensure_scores_are_not_same"] = False
         return self
 
+    def evaluation_workers(self, workers: int) -> int:
+        """Return the number of groups that an evaluation runs concurrently: as many as the run, which is `workers`, or
+        `max_eval_workers` if that is set and smaller."""
+        return min(workers, self.max_eval_workers) if "max_eval_workers" in self.model_fields_set else workers
+
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
         """Raise `ConfigError` for settings with which no run can start. Called after all sources are merged, because a
         flag or a file may replace what a script sets. `sources` maps `env.FIELD` to the source of its value."""
@@ -537,6 +542,11 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     def _slot_setting(self) -> str:
         """The setting that names the backend."""
         return "terminal_backend" if self.tool_pool_mode == "default" else "tool_pool_mode"
+
+    def evaluation_workers(self, workers: int) -> int:
+        """Return the number of groups that an evaluation runs concurrently: as many as the run, which is `workers`, or
+        `max_eval_workers` if that is set and smaller."""
+        return min(workers, self.max_eval_workers) if "max_eval_workers" in self.model_fields_set else workers
 
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
         """Raise `ConfigError` for a slot backend that this version does not have, and for a flag or an argument that

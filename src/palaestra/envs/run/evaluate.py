@@ -23,6 +23,7 @@ from palaestra.rollouts.observe.intervals import in_words
 from palaestra.rollouts.observe.verdicts import OFFICIAL
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
+from palaestra.rollouts.schedule import numbered
 from palaestra.rollouts.spec import RunContext
 
 Logged = Mapping[str, JSON]
@@ -121,10 +122,9 @@ class Evaluation:
             environment,
             replace(self.run_context, settings=settings),
             concurrency=self.concurrency,
-            limit=limit,
-            first=first,
             on_group=keep,
             gate=self.gate,
+            source=numbered(environment.tasks(), first, limit),
         )
         await runner.run()
         return sorted(done, key=lambda group: group.number)

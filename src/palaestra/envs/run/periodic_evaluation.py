@@ -32,9 +32,8 @@ EVALUATIONS = "evaluations"
 
 
 class PeriodicEvaluation:
-    """The evaluations of one run. `workers` and `eval_workers` are the maximum numbers of groups in flight, in the run
-    and in an evaluation. `step` returns the trainer's step; if it is None, finished groups are counted instead. `log`
-    receives the metrics."""
+    """The evaluations of one run. `workers` is the maximum number of groups in flight in the run. `step` returns the
+    trainer's step; if it is None, finished groups are counted instead. `log` receives the metrics."""
 
     def __init__(
         self,
@@ -43,7 +42,6 @@ class PeriodicEvaluation:
         config: BaseEnvConfig,
         folder: Path,
         workers: int,
-        eval_workers: int,
         log: Callable[[Mapping[str, float]], None],
         *,
         recorded_tools: Callable[[], RecordedTools] = RecordedTools,
@@ -54,7 +52,7 @@ class PeriodicEvaluation:
         self._config = config
         self._folder = folder / EVALUATIONS
         self._workers = workers
-        self._eval_workers = eval_workers
+        self._eval_workers = config.evaluation_workers(workers)
         self._log = log
         self._recorded_tools = recorded_tools
         self._step = step

@@ -112,7 +112,7 @@ class _Grader:
             task = replace(task, grading=FILES)
         spec = environment.slot_spec(task, Phase.AGENT)
         try:
-            whole = await self._run.pool.load(folder, spec) if any(folder.iterdir()) else None
+            whole = await self._run.pool.snapshots.load(folder, spec) if any(folder.iterdir()) else None
         except OSError as error:
             raise ConfigError(f"the workspace of {trajectory.rollout_id} in {folder} cannot be used: {error}") from None
         sealed, before = (None, whole) if folder.name.endswith(UNTOUCHED) else (whole, _below(whole))

@@ -256,7 +256,7 @@ class Assembly:
         write(f"slots: {pool.limit}{'' if config.slots else ' (set it with --slots N)'}\n")
         groups = concurrency(config, len(self._servers), slots_elsewhere(config, pool))
         if self.parsed.command == "evaluate":
-            groups = eval_workers(config, groups)
+            groups = config.evaluation_workers(groups)
         if groups * config.group_size < pool.limit.slots:
             set_it = "" if config.max_num_workers > 0 else " (set it with --concurrency N)"
             write(f"groups: at most {groups} at a time, of {plural(config.group_size, 'rollout')} each{set_it}\n")
@@ -449,12 +449,6 @@ def slots_elsewhere(config: BaseEnvConfig, pool: SlotSource) -> int | None:
         if name in _ON_THIS_MACHINE and not listed:
             return None
     return pool.limit.slots
-
-
-def eval_workers(config: BaseEnvConfig, workers: int) -> int:
-    """Return the number of groups that an evaluation runs concurrently: as many as the run, or `max_eval_workers` if
-    that is set and smaller."""
-    return min(workers, config.max_eval_workers) if "max_eval_workers" in config.model_fields_set else workers
 
 
 def _writing_on(stream: TextIO) -> Callable[[str], None]:
@@ -688,14 +682,12 @@ class CommandRun:
             return None
         from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation  # most runs have none
 
-        workers = self._concurrency
         return PeriodicEvaluation(
             self.environment,
             self.context,
             config,
             self.output.folder.path,
-            workers,
-            eval_workers(config, workers),
+            self._concurrency,
             self.reporting.log,
             recorded_tools=partial(make_recorded_tools, config),
             step=None if serving is None else serving.step,
@@ -706,7 +698,7 @@ class CommandRun:
         self.begun = True
         context = replace(self.context, earlier=replace(self.context.earlier, ended={}))
         config = self.parsed.env_config
-        workers = eval_workers(config, self._concurrency)
+        workers = config.evaluation_workers(self._concurrency)
         evaluation = Evaluation(self.environment, context, workers, self._keep, context.limits.gate, limit)
         totals = await evaluation.run()
         note = context.events.note

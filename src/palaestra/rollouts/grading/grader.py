@@ -338,7 +338,7 @@ class Grading:
             self._seen = changes_in(view, await self.changes())
         if view == View():
             return sealed
-        narrowed = await self.pool.view(sealed, view)
+        narrowed = await self.pool.snapshots.view(sealed, view)
         self._made.append(narrowed)
         return narrowed
 
@@ -392,7 +392,7 @@ class Grading:
         `aclose`."""
         await self._release()
         if not self.live and self._sealed is not None:
-            self.rollout.workspace.continue_from(self.pool.continued(self._sealed), self.rollout.seat)
+            self.rollout.workspace.continue_from(self.pool.snapshots.continued(self._sealed), self.rollout.seat)
 
     async def aclose(self) -> None:
         """Close the check's tools, release the grading slot and drop its layers. Idempotent."""
@@ -400,7 +400,7 @@ class Grading:
             await self._tools.pop().aclose()
         await self._release()
         while self._made:
-            await self.pool.forget(self._made.pop())
+            await self.pool.snapshots.forget(self._made.pop())
 
 
 _PTH = re.compile(r"(?:/usr|.*/\.local)/(?:.*/)?(?:site-packages|dist-packages)/[^/]+\.pth")

@@ -29,6 +29,7 @@ from palaestra.core.io.host_process import run_process
 from palaestra.core.types import JSON, Limits
 from palaestra.sandbox.backends.owner import is_alive, process_name, this_host
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend, bound, run_command
+from palaestra.sandbox.creation_gate import CreationGate
 from palaestra.sandbox.images.image_store import ImageStore, default_folder
 from palaestra.sandbox.images.reference import check_image, is_path
 from palaestra.sandbox.server_backend import levels
@@ -59,6 +60,18 @@ class ContainerOptions:
     pids: int | None = None
     privileged: bool = False
     runtime: str | None = None
+
+
+class DockerPlace(Place):
+    """A container. While a registry refuses pulls, fewer of them start."""
+
+    async def open(self, gate: CreationGate) -> None:
+        try:
+            await super().open(gate)
+        except SandboxError as error:
+            if "toomanyrequests" in str(error):  # the registry's code for status 429
+                await gate.throttled()
+            raise
 
 
 class DockerBackend(RemoteBackend):
@@ -155,13 +168,8 @@ class DockerBackend(RemoteBackend):
             await self._prepare(spec.image)
         return await super().create(spec, trajectory_id, snapshot)
 
-    async def _started_place(self, place: Place) -> None:
-        try:
-            await super()._started_place(place)
-        except SandboxError as error:
-            if "toomanyrequests" in str(error):  # the registry's code for status 429
-                await self.gate.throttled()
-            raise
+    def make_place(self, spec: PlaceSpec, number: int, rung: Rung | None) -> Place:
+        return DockerPlace(self, spec, number, rung=rung, require=self._required)
 
     async def _prepare(self, image: str) -> None:
         """Unpack an image given by path, unless that has already been done, and remember its root directory."""
@@ -173,7 +181,7 @@ class DockerBackend(RemoteBackend):
                     f"the image {image} is a path, and docker can use a path as the root of slots only with "
                     "docker_privileged: set it, or give the image by name"
                 )
-            if any(host and not host.startswith("unix://") for host in self._hosts):
+            if any(host and not host.startswith("unix://") for host in self.hosts.names):
                 raise ConfigError(
                     f"the image {image} is a path, and a docker host is another machine: give the image by name"
                 )
@@ -185,7 +193,7 @@ class DockerBackend(RemoteBackend):
     async def _built(self, folder: str) -> str:
         """Have the first daemon build a folder's Dockerfile and export the image to a tar file. Returns the path of
         that file."""
-        docker, host = _docker(self._hosts[0]), self._hosts[0]
+        docker, host = _docker(self.hosts.names[0]), self.hosts.names[0]
         tag = f"palaestra-build:{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]}"
         await build_docker_image(folder, tag, host=host)
         status, made = await run_command([*docker, "image", "inspect", "--format", "{{.Id}}", tag], _CHECK_S)

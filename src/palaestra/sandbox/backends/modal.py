@@ -335,9 +335,9 @@ class ModalBackend(RemoteBackend):
         try:
             async with asyncio.timeout(self.config.acquire_timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self._is_possible(wanted))
-                if self._with_room(wanted) is None and len(self._places) >= self._most:
-                    number = next(number for number, place in self._places.items() if place.idle)
-                    await self._places.pop(number).aclose()
+                if self._places.with_room(wanted) is None and len(self._places) >= self._most:
+                    number = next(number for number, place in self._places.by_number.items() if place.idle)
+                    await self._places.end(number)
                 return await super()._choose(spec, without)
         except TimeoutError:
             raise AcquireTimeout(
@@ -346,9 +346,9 @@ class ModalBackend(RemoteBackend):
             ) from None
 
     def _is_possible(self, wanted: PlaceSpec) -> bool:
-        if self._with_room(wanted) is not None or len(self._places) < self._most:
+        if self._places.with_room(wanted) is not None or len(self._places) < self._most:
             return True
-        return any(place.idle for place in self._places.values())
+        return any(place.idle for place in self._places.by_number.values())
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         try:
@@ -391,7 +391,7 @@ class ModalBackend(RemoteBackend):
         place = self._add_place(self.place_spec(SlotSpec()))
         place.starting += 1
         try:
-            await self._started_place(place)
+            await place.open(self.gate)
         except SandboxError as error:
             _log.warning("modal: there are fewer sandboxes than min_sandboxes: %s", error)
         finally:
@@ -405,7 +405,7 @@ class ModalBackend(RemoteBackend):
         return len(self._places) > self.config.min_sandboxes and place.idle_for_s > self.config.idle_timeout
 
     async def _tidy(self) -> None:
-        for place in self._places.values():
+        for place in self._places.by_number.values():
             assert isinstance(place, ModalPlace)
             place.look()
         await super()._tidy()

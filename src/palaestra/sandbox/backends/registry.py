@@ -135,7 +135,7 @@ def _make(wanted: BackendName, config: JSON) -> Backend:
     backend = _load(name, config)
     if isinstance(backend, RemoteBackend):
         backend.gate = CreationGate(name, per_s=config.creates_per_s, most=config.max_starting)
-        backend.drain_file = None if config.drain_file is None else local_path(config.drain_file)
+        backend.hosts.drain_file = None if config.drain_file is None else local_path(config.drain_file)
     return backend
 
 

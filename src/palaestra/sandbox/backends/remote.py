@@ -79,7 +79,7 @@ class Place(ServerBackend):
         """The number of slots that are being made."""
         self._backend = backend
         self._last_epoch = number * _EPOCHS
-        self.opening = asyncio.Lock()
+        self._opening = asyncio.Lock()
         self.begun_at: float | None = None
         """The monotonic time at which the place began to start; None before that."""
         self._starting = asyncio.Lock()
@@ -108,6 +108,25 @@ class Place(ServerBackend):
         """Whether the place's server is running."""
         return self._server is not None and not self._server.ended
 
+    @property
+    def age_s(self) -> float:
+        """The seconds since the place began to start."""
+        return 0.0 if self.begun_at is None else time.monotonic() - self.begun_at
+
+    def kept(self, snapshot: Snapshot) -> Snapshot:
+        """Note that the place holds a snapshot, and return it."""
+        self.snapshots.add(snapshot.snapshot_id)
+        return snapshot
+
+    async def open(self, gate: CreationGate) -> None:
+        """Start the place's server unless it is running, when the gate lets it start."""
+        async with self._opening:
+            if not self.is_up:
+                async with gate.entered():
+                    if self.begun_at is None:
+                        self.begun_at = time.monotonic()
+                    await self.start()
+
     async def start(self) -> None:
         async with self._starting:
             await super().start()
@@ -126,6 +145,130 @@ class Place(ServerBackend):
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
         mounts = [[mount.target, mount.target] for mount in spec.mounts]
         return {"image": self.spec.root, "allow": allowed_hosts(spec), "mounts": mounts, "env": environment(spec)}
+
+
+class Hosts:
+    """The hosts of a backend. A host that failed is skipped for a while, and a drained one gets no new slots."""
+
+    def __init__(self, backend: str, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.drain_file: Path | None = None
+        """A file that lists the hosts that get no new slots, or None. It may change at any time."""
+        self._backend = backend
+        self._failed_at: dict[str, float] = {}
+
+    def drained(self) -> frozenset[str]:
+        """Return the hosts that get no new slots, which are the words in `drain_file`."""
+        if self.drain_file is None:
+            return frozenset()
+        try:
+            return frozenset(self.drain_file.read_text().split())
+        except FileNotFoundError:
+            return frozenset()
+
+    def leave_out(self, host: str, error: Exception) -> None:
+        """Skip a host for `_LEFT_OUT_S` seconds, because a place did not start on it."""
+        if len(self.names) > 1:
+            _log.warning("%s host %s is left out for %g s: %s", self._backend, host, _LEFT_OUT_S, error)
+        self._failed_at[host] = time.monotonic()
+
+    def allowed(self, without: Collection[str] = ()) -> list[str]:
+        """Return the hosts that are neither drained nor in `without`."""
+        drained = self.drained()
+        return [host for host in self.names if host not in without and host not in drained]
+
+    def usable(self, without: Collection[str] = ()) -> list[str]:
+        """Return the allowed hosts without those that have just failed."""
+        now = time.monotonic()
+        return [host for host in self.allowed(without) if now - self._failed_at.get(host, -math.inf) > _LEFT_OUT_S]
+
+
+class PlaceTable:
+    """The places of a backend, by number, with the counts of those that have ended."""
+
+    def __init__(self, hosts: Hosts, slots_per_place: int) -> None:
+        self.by_number: dict[int, Place] = {}
+        self._hosts, self._per_place = hosts, slots_per_place
+        self._lost = self._ended = 0
+        self._ended_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self.by_number)
+
+    def with_room(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place | None:
+        """Return the place with the settings `wanted` that has room; None if there is none. If several have room, it is
+        on the host with the fewest slots. Of this host's places, the fullest is chosen, so that others become idle."""
+        drained = self._hosts.drained()
+        fitting = [
+            place
+            for place in self.by_number.values()
+            if replace(place.spec, host="") == wanted
+            and place.spec.host not in without
+            and place.load < self._per_place
+            and place.takes_slots
+            and place.spec.host not in drained
+        ]
+        loads = self.loads()
+        return min(fitting, key=lambda place: (loads[place.spec.host], -place.load), default=None)
+
+    def loads(self) -> dict[str, int]:
+        """Return the number of slots that each host has or will have."""
+        loads = dict.fromkeys(self._hosts.names, 0)
+        for place in self.by_number.values():
+            loads[place.spec.host] = loads.get(place.spec.host, 0) + place.load
+        return loads
+
+    def emptier(self, host: str, without: Collection[str]) -> bool:
+        """Return whether a usable host without a place has fewer slots than `host`."""
+        taken = {place.spec.host for place in self.by_number.values()}
+        return self.loads()[host] > 0 and any(each not in taken for each in self._hosts.usable(without))
+
+    def of(self, slot: Slot) -> Place:
+        """Return the place of a slot. Raises `SlotLost`."""
+        place = self.by_number.get(slot.epoch // _EPOCHS)
+        if place is None:
+            raise SlotLost(f"{slot.slot_id} has ended with its place")
+        return place
+
+    def keeper(self, snapshot: Snapshot) -> Place | None:
+        """Return the place that holds a snapshot; None if it is gone."""
+        return next((place for place in self.by_number.values() if snapshot.snapshot_id in place.snapshots), None)
+
+    def holding(self, snapshot: Snapshot) -> Place:
+        """Return the place that holds a snapshot. Raises `SandboxError` if it is gone."""
+        place = self.keeper(snapshot)
+        if place is not None:
+            return place
+        raise SandboxError(f"the snapshot {snapshot.snapshot_id} was lost with the place that held it")
+
+    async def end(self, number: int) -> None:
+        """End one place."""
+        place = self.by_number.pop(number)
+        self._count(place)
+        await place.aclose()
+
+    async def aclose(self) -> None:
+        """End every place. Idempotent."""
+        places, self.by_number = self.by_number, {}
+        for place in places.values():
+            self._count(place)
+        await asyncio.gather(*(place.aclose() for place in places.values()))
+
+    def _count(self, ended: Place) -> None:
+        self._lost += int(ended.stats()["lost"])
+        self._ended += ended.begun_at is not None
+        self._ended_s += ended.age_s
+
+    def stats(self) -> dict[str, JSON]:
+        """Return the number of slots, of lost slots and of places, and the running time of all places."""
+        places = list(self.by_number.values())
+        return {
+            "slots": sum(len(place.slots) for place in places),
+            "lost": self._lost + sum(int(place.stats()["lost"]) for place in places),
+            "containers": len(places),
+            "containers_begun": self._ended + sum(place.begun_at is not None for place in places),
+            "container_s": self._ended_s + sum(place.age_s for place in places),
+        }
 
 
 class RemoteBackend(StartedBackend):
@@ -159,18 +302,14 @@ class RemoteBackend(StartedBackend):
             raise ConfigError(f"{self.name}: set at least one host, one place and one slot per place")
         if rung is Rung.NONE and slots_per_place > 1:
             raise ConfigError(f"{self.name}: with isolation none, slots cannot share a place: set one slot per place")
-        self._hosts, self._image, self._most, self._per_place = tuple(hosts), image, places, slots_per_place
+        self.hosts = Hosts(self.name, hosts)
+        self._image, self._most, self._per_place = image, places, slots_per_place
         self._wanted, self._required = rung, require
-        self._places: dict[int, Place] = {}
+        self._places = PlaceTable(self.hosts, slots_per_place)
         self._numbers: Iterator[int] = _numbers
         self.gate = CreationGate(self.name)
         """Limits how many places start per second, and how many start concurrently."""
-        self.drain_file: Path | None = None
-        """A file that lists the hosts that get no new slots, or None. It may change at any time."""
-        self._failed_at: dict[str, float] = {}
         self._rung: Rung | None = None
-        self._lost = self._begun = 0
-        self._ended_s = 0.0
         self._started = False
 
     def begin_at(self, epoch: int) -> None:
@@ -218,21 +357,19 @@ class RemoteBackend(StartedBackend):
     async def check_hosts(self) -> None:
         """Check every host, and leave out the hosts that fail. Raises `ConfigError` if every host fails."""
         errors = []
-        for host in self._hosts:
+        for host in self.hosts.names:
             try:
                 await self.check(host)
             except ConfigError as error:
-                self._leave_out(host, error)
+                self.hosts.leave_out(host, error)
                 errors.append(error)
-        if len(errors) == len(self._hosts):
+        if len(errors) == len(self.hosts.names):
             raise errors[0]
 
     async def aclose(self) -> None:
         """End every place with its slots and snapshots. Idempotent."""
         self._started = False
-        self._ended_s += sum(map(_age_s, self._places.values()))
-        places, self._places = self._places, {}
-        await asyncio.gather(*(place.aclose() for place in places.values()))
+        await self._places.aclose()
 
     @property
     def rung(self) -> Rung:
@@ -259,19 +396,19 @@ class RemoteBackend(StartedBackend):
         tried: set[str] = set()
         again = False
         while True:
-            place = await self._choose(spec, tried) if snapshot is None else self._place_of(snapshot)
+            place = await self._choose(spec, tried) if snapshot is None else self._places.holding(snapshot)
             place.starting += 1
             try:
-                await self._started_place(place)
+                await place.open(self.gate)
                 slot = await place.create(spec, trajectory_id, snapshot)
             except (SandboxError, ConfigError) as error:
                 if place.is_up:
                     raise
-                self._leave_out(place.spec.host, error)
+                self.hosts.leave_out(place.spec.host, error)
                 tried.add(place.spec.host)
                 if snapshot is not None:
                     raise
-                if tried >= set(self._hosts):
+                if tried >= set(self.hosts.names):
                     if again or not self._started or not await self._answers():
                         raise
                     again = True
@@ -299,18 +436,9 @@ class RemoteBackend(StartedBackend):
                 return True
         return False
 
-    async def _started_place(self, place: Place) -> None:
-        async with place.opening:
-            if not place.is_up:
-                async with self.gate.entered():
-                    if place.begun_at is None:
-                        place.begun_at = time.monotonic()
-                        self._begun += 1
-                    await place.start()
-
     async def destroy(self, slot: Slot) -> None:
         """End the slot and drop its files. Does nothing if the slot is already gone."""
-        place = self._places.get(slot.epoch // _EPOCHS)
+        place = self._places.by_number.get(slot.epoch // _EPOCHS)
         if place is not None and slot.epoch in place.slots:
             await place.destroy(slot)
             place.slots.discard(slot.epoch)
@@ -318,30 +446,30 @@ class RemoteBackend(StartedBackend):
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End the slot and return a snapshot whose topmost layer is the slot's changes, limited to `view`."""
-        place = self._holder(slot)
+        place = self._places.of(slot)
         try:
-            return self._kept(place, await place.seal(slot, view))
+            return place.kept(await place.seal(slot, view))
         finally:
             place.slots.discard(slot.epoch)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
         """Return a snapshot of the slot's current files. Raises `SandboxError` at levels below `userns`."""
-        place = self._holder(slot)
-        return self._kept(place, await place.checkpoint(slot))
+        place = self._places.of(slot)
+        return place.kept(await place.checkpoint(slot))
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         """Return a second snapshot of the same files, limited to `view`."""
-        place = self._place_of(snapshot)
-        return self._kept(place, await place.view(snapshot, view))
+        place = self._places.holding(snapshot)
+        return place.kept(await place.view(snapshot, view))
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
         """Return the changes in the topmost layer, sorted by path."""
-        return await self._place_of(snapshot).changes(snapshot)
+        return await self._places.holding(snapshot).changes(snapshot)
 
     async def forget(self, snapshot: Snapshot) -> None:
         """Drop the snapshot's topmost layer once no slot uses that layer. Does nothing if the snapshot is already
         gone."""
-        place = self._keeper(snapshot)
+        place = self._places.keeper(snapshot)
         if place is not None:
             place.snapshots.discard(snapshot.snapshot_id)
             await place.forget(snapshot)
@@ -349,133 +477,45 @@ class RemoteBackend(StartedBackend):
 
     def stats(self) -> Mapping[str, JSON]:
         """Return the current counts, as `Backend.stats` describes, and the number and running time of containers."""
-        places = list(self._places.values())
-        lost = self._lost + sum(int(place.stats()["lost"]) for place in places)
-        return {
-            "backend": self.name,
-            "rung": self.rung.label,
-            "slots": sum(len(place.slots) for place in places),
-            "lost": lost,
-            "containers": len(places),
-            "containers_begun": self._begun,
-            "container_s": self._ended_s + sum(map(_age_s, places)),
-        }
+        return {"backend": self.name, "rung": self.rung.label, **self._places.stats()}
 
     async def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
         """Return the place for a new slot: an existing place that has room, or a new place if there is none, or if a
         host without a place has fewer slots. Hosts in `without` are not used."""
         wanted = self.place_spec(spec)
-        room = self._with_room(wanted, without)
-        if room is None or (len(self._places) < self._most and self._emptier(room.spec.host, without)):
+        room = self._places.with_room(wanted, without)
+        if room is None or (len(self._places) < self._most and self._places.emptier(room.spec.host, without)):
             return self._add_place(wanted, without)
         return room
-
-    def _with_room(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place | None:
-        """Return the place with the settings `wanted` that has room; None if there is none. If several have room, it is
-        on the host with the fewest slots. Of this host's places, the fullest is chosen, so that others become idle."""
-        drained = self.drained_hosts()
-        fitting = [
-            place
-            for place in self._places.values()
-            if replace(place.spec, host="") == wanted
-            and place.spec.host not in without
-            and place.load < self._per_place
-            and place.takes_slots
-            and place.spec.host not in drained
-        ]
-        loads = self._loads()
-        return min(fitting, key=lambda place: (loads[place.spec.host], -place.load), default=None)
-
-    def _loads(self) -> dict[str, int]:
-        """Return the number of slots that each host has or will have."""
-        loads = dict.fromkeys(self._hosts, 0)
-        for place in self._places.values():
-            loads[place.spec.host] = loads.get(place.spec.host, 0) + place.load
-        return loads
-
-    def _emptier(self, host: str, without: Collection[str]) -> bool:
-        """Return whether a usable host without a place has fewer slots than `host`."""
-        taken = {place.spec.host for place in self._places.values()}
-        return self._loads()[host] > 0 and any(each not in taken for each in self._usable(without))
-
-    def _usable(self, without: Collection[str]) -> list[str]:
-        """Return the hosts on which a place may start, without those that have just failed."""
-        drained, now = self.drained_hosts(), time.monotonic()
-        return [
-            host
-            for host in self._hosts
-            if host not in without and host not in drained and now - self._failed_at.get(host, -math.inf) > _LEFT_OUT_S
-        ]
 
     def _add_place(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place:
         """Return a new place, which has not been started, on the host with the fewest places. A host that has just
         failed is used only if there is no other host."""
-        drained = self.drained_hosts()
-        hosts = [host for host in self._hosts if host not in without and host not in drained]
+        hosts = self.hosts.allowed(without)
         if not hosts:
-            raise SandboxError(f"{self.name}: every host fails or is drained (drain_file: {self.drain_file})")
-        usable = self._usable(without) or hosts
+            raise SandboxError(f"{self.name}: every host fails or is drained (drain_file: {self.hosts.drain_file})")
+        usable = self.hosts.usable(without) or hosts
         loads = dict.fromkeys(usable, 0)
-        for place in self._places.values():
+        for place in self._places.by_number.values():
             if place.spec.host in loads:
                 loads[place.spec.host] += self._per_place
         number = next(self._numbers)
         # A root given as a directory may allow a better level than the container's own file system does.
         rung = self._wanted if self._rung is None or wanted.root is not None else self._rung
         place = self.make_place(replace(wanted, host=min(usable, key=loads.__getitem__)), number, rung)
-        self._places[number] = place
+        self._places.by_number[number] = place
         return place
-
-    def _holder(self, slot: Slot) -> Place:
-        place = self._places.get(slot.epoch // _EPOCHS)
-        if place is None:
-            raise SlotLost(f"{slot.slot_id} has ended with its place")
-        return place
-
-    def _keeper(self, snapshot: Snapshot) -> Place | None:
-        return next((place for place in self._places.values() if snapshot.snapshot_id in place.snapshots), None)
-
-    def _place_of(self, snapshot: Snapshot) -> Place:
-        place = self._keeper(snapshot)
-        if place is not None:
-            return place
-        raise SandboxError(f"the snapshot {snapshot.snapshot_id} was lost with the place that held it")
-
-    def _kept(self, place: Place, snapshot: Snapshot) -> Snapshot:
-        place.snapshots.add(snapshot.snapshot_id)
-        return snapshot
 
     async def _tidy(self) -> None:
         """End the idle places that `_is_spare` selects."""
-        for number, place in list(self._places.items()):
+        for number, place in list(self._places.by_number.items()):
             if place.idle and self._is_spare(place):
-                del self._places[number]
-                self._lost += int(place.stats()["lost"])
-                self._ended_s += _age_s(place)
-                await place.aclose()
+                await self._places.end(number)
 
     def _is_spare(self, place: Place) -> bool:
         """Return whether an idle place should end, because it is surplus, its server has ended or its host is
         drained."""
-        return len(self._places) > self._most or not place.is_up or place.spec.host in self.drained_hosts()
-
-    def drained_hosts(self) -> frozenset[str]:
-        """Return the hosts that get no new slots, which are the words in `drain_file`."""
-        if self.drain_file is None:
-            return frozenset()
-        try:
-            return frozenset(self.drain_file.read_text().split())
-        except FileNotFoundError:
-            return frozenset()
-
-    def _leave_out(self, host: str, error: Exception) -> None:
-        if len(self._hosts) > 1:
-            _log.warning("%s host %s is left out for %g s: %s", self.name, host, _LEFT_OUT_S, error)
-        self._failed_at[host] = time.monotonic()
-
-
-def _age_s(place: Place) -> float:
-    return 0.0 if place.begun_at is None else time.monotonic() - place.begun_at
+        return len(self._places) > self._most or not place.is_up or place.spec.host in self.hosts.drained()
 
 
 def bound(mount: Mount, separators: str) -> str:

@@ -1,4 +1,5 @@
-"""Manages one slot in the server: its init, its descriptors, its processes, and its end.
+"""Manages one slot in the server: its init, its descriptors, its processes, and its end; finds the slots that requests
+name, and answers the requests.
 
 A slot's death is noticed through the process descriptor of its init. The slot's control socket closes earlier, while
 other processes may still run.
@@ -8,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import math
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 
 from . import files, syscalls
-from .event_loop import READ, WRITE, EpollLoop
+from .event_loop import READ, WRITE, EpollLoop, Job
 from .exec import background, pipes
 from .exec.background import BackgroundProcesses
 from .exec.pipes import Shelf
@@ -26,10 +28,12 @@ from .exec.supervisor import Supervisor
 from .namespaced import cgroups
 from .network import network_namespace
 from .protocol import init_messages
-from .protocol.frames import Fields, Frame, OpenRequest, SendFrame
+from .protocol.frames import Fields, Frame, FrameConnection, FrameKind, OpenRequest, SendFrame
 from .protocol.init_messages import EnvBlock, ReportKind
-from .rung import NetworkScope, NewSlot
-from .streams import Upload
+from .rung import CannotMake, NetworkScope, NewSlot
+from .streams import Listing, Upload
+
+_log = logging.getLogger("slotd")
 
 MAX_ANSWER_BYTES = 4 << 20
 
@@ -309,3 +313,64 @@ class ServiceQuery:
         self._loop.unwatch(self._socket.fileno())
         self._socket.close()
         self._answered(bytes(self._received[: self._most]), error)
+
+
+class RequestError(Exception):
+    """A request cannot be served; `fields` are the fields of the ERROR frame."""
+
+    def __init__(self, error: str, message: str) -> None:
+        super().__init__(message)
+        self.fields: Fields = {"error": error, "message": message}
+
+
+class Replies:
+    """Sends the answers over the client's connection. `open_requests` has the requests that are not answered yet, by
+    number."""
+
+    def __init__(self, connection: FrameConnection) -> None:
+        self.connection = connection
+        self.open_requests: dict[int, OpenRequest] = {}
+
+    def fail(self, frame: Frame, error: Exception) -> None:
+        """Answer with the ERROR for an exception."""
+        if isinstance(error, RequestError):
+            fields = error.fields
+        elif isinstance(error, CannotMake):
+            fields = {"error": "sandbox", "message": str(error)}
+        elif isinstance(error, OSError):
+            fields = {"error": "os", "errno": error.errno, "message": error.strerror, "path": error.filename}
+        else:
+            _log.exception("request %s failed", frame.fields.get("op", frame.kind))
+            fields = {"error": "sandbox", "message": f"{type(error).__name__}: {error}"}
+        self.connection.send(FrameKind.ERROR, frame.request, fields)
+
+    def send(self, frame: Frame, fields: Fields | None = None, data: bytes = b"") -> None:
+        """Answer with a RESULT."""
+        self.connection.send(FrameKind.RESULT, frame.request, fields, data)
+
+    def send_list(self, frame: Frame, entries: Iterable[Fields | None]) -> Job:
+        """Answer with a list of any length; None among the entries stands for a pause."""
+        listing = Listing()
+        try:
+            yield from listing.fill(entries)
+            listing.send(frame.request, self.connection, self.open_requests)
+        finally:
+            listing.close()
+
+
+class SlotTable:
+    """The slots of the server, by name."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, ServerSlot] = {}
+
+    def leased(self, frame: Frame, alive: bool = True) -> ServerSlot:
+        """Return the slot that a request names. Raises `RequestError` if the request's lease is not the current one, or
+        the slot is dead."""
+        name, epoch = frame.fields["slot"], frame.fields["epoch"]
+        slot = self.by_name.get(name)
+        if slot is None or slot.epoch != epoch or slot.ending is not None:
+            raise RequestError("stale", f"the lease of {name} (epoch {epoch}) has ended")
+        if alive and slot.state is not LifeStage.LIVE:
+            raise RequestError(slot.loss, f"{name} is dead")
+        return slot

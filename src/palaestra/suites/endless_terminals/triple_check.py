@@ -32,7 +32,7 @@ async def prove(task: GeneratedTask, slots: SlotSource, spec: SlotSpec) -> None:
     """Run the three checks. Raises `TaskError` if a check fails, and `InfraError` if a slot fails."""
     async with AsyncExitStack() as stack:
         snapshot = await _prepared(task, slots, spec)
-        stack.push_async_callback(slots.forget, snapshot)
+        stack.push_async_callback(slots.snapshots.forget, snapshot)
         await _check_trivial(task, slots, snapshot)
         await _check_oracle(task, slots, snapshot)
 
@@ -95,7 +95,7 @@ async def _check_oracle(task: GeneratedTask, slots: SlotSource, snapshot: Snapsh
 
         async def sealed() -> Slot:
             snapshot = await slots.seal(slot, GRADED)
-            stack.push_async_callback(slots.forget, snapshot)
+            stack.push_async_callback(slots.snapshots.forget, snapshot)
             return await _leased(stack, slots, task, snapshot)
 
         wrong = await live_faults(task.final, slot, sealed)

@@ -226,6 +226,11 @@ class ToolExecutor:
             known = self.trajectories[trajectory_id] = TrajectoryTools(self, trajectory_id, middleware)
         return known
 
+    async def is_busy(self, trajectory_id: str) -> bool:
+        """Return whether the trajectory has a running background process."""
+        known = self.trajectories.get(trajectory_id)
+        return known is not None and await known.is_busy()
+
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
         """Give back the trajectory's slot. Calls that use the slot or wait for their turn raise `StaleLease`; a later
         call gets a new slot.

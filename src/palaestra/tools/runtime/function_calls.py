@@ -57,6 +57,56 @@ DEFAULT_TASK = "default"
 _CLOSE_S = 30.0
 
 
+class _SessionLoop:
+    """The event loop of a session, in a thread of its own that starts with the first work; `on_start` then runs."""
+
+    def __init__(self, on_start: Callable[[asyncio.AbstractEventLoop], None]) -> None:
+        self.events = asyncio.new_event_loop()
+        self._on_start = on_start
+        self._thread = threading.Thread(target=self.events.run_forever, name="tool-session", daemon=True)
+        self._starting = threading.Lock()
+        self._closed = False
+
+    @property
+    def runs(self) -> bool:
+        """Whether there has been work, and the loop has not ended."""
+        return self._thread.is_alive()
+
+    def wait(self, work: Coroutine[object, object, T]) -> T:
+        """Run a coroutine, and block until it ends. Raises `SandboxError` if the loop is closed."""
+        future = self.post(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # an interrupted caller leaves no command running
+            raise
+
+    def post(self, work: Coroutine[object, object, T]) -> Future[T]:
+        """Run a coroutine. Raises `SandboxError` if the loop is closed."""
+        with self._starting:
+            if self._closed:
+                work.close()
+                raise SandboxError("this tool session is closed")
+            if not self._thread.is_alive():
+                self._thread.start()
+                self._on_start(self.events)
+        return asyncio.run_coroutine_threadsafe(work, self.events)
+
+    def stop(self, end: Callable[[], Coroutine[object, object, None]]) -> None:
+        """Run `end` if there was work, and stop the loop. Idempotent; a stopped loop accepts no work."""
+        with self._starting:
+            already, self._closed = self._closed, True
+        if not already and self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(end(), self.events).result(_CLOSE_S)
+            self.events.call_soon_threadsafe(self.events.stop)
+            self._thread.join(_CLOSE_S)
+
+    def close(self) -> None:
+        """Close the loop unless it still runs."""
+        if not self.events.is_running():
+            self.events.close()
+
+
 class ToolSessionConfig(ToolExecutorConfig):
     """The permissions of a session's calls, the lifetime of its slots, and its MCP servers."""
 
@@ -103,7 +153,7 @@ class ToolSession:
         self._processes = ProcessRegistry(checkpoint_path=own.checkpoint_path, notifications=self.told)
         self._recovering = asyncio.Lock()
         self._recovered: int | None = None if self._lasting is not None else 0
-        self._slots = _TaskSlots(backend or LocalBackend()).started_when_used()
+        self._slots = _TaskSlots(backend or LocalBackend())
         self._world = world
         replayed = world is not None and world.replayed
         tools = unrestricted(settings=settings, replayed=replayed) if registry is None else registry.with_tools()
@@ -112,10 +162,7 @@ class ToolSession:
         self._registry = self._executor.registry
         self._servers = ServersOnDemand(servers_of(own.mcp or {}, own.variables), self._registry)
         self._left_out = () if delegates is not None else ("delegate_task",)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tool-session", daemon=True)
-        self._starting = threading.Lock()
-        self._closed = False
+        self._loop = _SessionLoop(self._sweep_on)
 
     def __enter__(self) -> Self:
         return self
@@ -131,13 +178,13 @@ class ToolSession:
         Mistakes and failures of a tool are replies. Raises `InfraError`, and `TaskError` if the task's image cannot be
         used.
         """
-        return self._wait(self._reply(name, arguments, task_id or DEFAULT_TASK))
+        return self._loop.wait(self._reply(name, arguments, task_id or DEFAULT_TASK))
 
     async def handle_async(
         self, name: str, arguments: Mapping[str, JSON] | str, task_id: str | None = None, user_task: str | None = None
     ) -> str:
         """Do what `handle` does, asynchronously. Cancelling the call kills the command."""
-        return await asyncio.wrap_future(self._post(self._reply(name, arguments, task_id or DEFAULT_TASK)))
+        return await asyncio.wrap_future(self._loop.post(self._reply(name, arguments, task_id or DEFAULT_TASK)))
 
     def definitions(
         self, enabled_toolsets: Iterable[str] | None = None, disabled_toolsets: Iterable[str] | None = None
@@ -147,11 +194,11 @@ class ToolSession:
 
         Raises `ConfigError` for an unknown toolset, and `ToolServerError` for a required server that does not start.
         """
-        return self._wait(self._definitions(enabled_toolsets, disabled_toolsets))
+        return self._loop.wait(self._definitions(enabled_toolsets, disabled_toolsets))
 
     def spawn(self, task_id: str, command: str, **options: JSON) -> ProcessSession:
         """Start a background process in the task's slot; `options` and errors are those of `ProcessRegistry.spawn`."""
-        return self._wait(self._spawn(task_id, command, options))
+        return self._loop.wait(self._spawn(task_id, command, options))
 
     def recover(self) -> int:
         """Take over the slots of an earlier session. The first call of a tool also does this. Returns the number of
@@ -159,16 +206,16 @@ class ToolSession:
 
         Raises `ConfigError` for an unreadable checkpoint, and `SandboxError` if another process uses the slots.
         """
-        return self._wait(self._recover())
+        return self._loop.wait(self._recover())
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop to which the session's slots belong."""
-        return self._loop
+        return self._loop.events
 
     def post(self, work: Coroutine[object, object, T]) -> Future[T]:
         """Run a coroutine on the session's loop. Raises `SandboxError` if the session is closed."""
-        return self._post(work)
+        return self._loop.post(work)
 
     def task_tools(self, task_id: str) -> ToolRuntime:
         """Return the tools of a task, bound to its slot, for coroutines on the session's loop."""
@@ -187,26 +234,20 @@ class ToolSession:
 
     def release(self, task_id: str) -> None:
         """End the task's slot with everything that runs in it. The task's next call gets a new slot."""
-        if self._thread.is_alive() or self._lasting is not None:
-            self._wait(self._release(task_id))
+        if self._loop.runs or self._lasting is not None:
+            self._loop.wait(self.end_task(task_id))
 
     def tasks(self) -> list[str]:
         """Return the ids of the tasks that have a slot now."""
-        return self._wait(self._holders()) if self._thread.is_alive() or self._lasting is not None else []
+        return self._loop.wait(self._holders()) if self._loop.runs or self._lasting is not None else []
 
     def close(self) -> None:
         """End the loop, and every slot that the backend does not keep. Idempotent; a closed session accepts no
         calls."""
-        with self._starting:
-            already, self._closed = self._closed, True
-        if not already and self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CLOSE_S)
+        self._loop.stop(self._end)
         if self._world is not None:
             self._world.close()
-        if not self._loop.is_running():
-            self._loop.close()
+        self._loop.close()
 
     async def _definitions(
         self, enabled: Iterable[str] | None, disabled: Iterable[str] | None
@@ -239,7 +280,7 @@ class ToolSession:
                 slots = self._lasting.leases()
                 self._recovered = await self._processes.recover_from_checkpoint(slots)
                 for slot in slots:
-                    self._slots.take_up(slot)
+                    self._slots.leases.take_up(slot)
                     self._executor.trajectory(slot.trajectory_id).slot = slot
                     with self._in_use(slot.trajectory_id):
                         pass  # the idle time of the task begins now
@@ -248,23 +289,16 @@ class ToolSession:
     def _in_use(self, task_id: str) -> AbstractContextManager[None]:
         return nullcontext() if self._leases is None else self._leases.in_use(task_id)
 
-    async def _release(self, task_id: str) -> None:
+    async def end_task(self, task_id: str) -> None:
+        """Release a task's slot, as `release` does. Await this method on the session's loop."""
         await self._recover()
         if self._leases is not None:
             self._leases.end(task_id)
         await self._end_task(task_id)
 
-    async def end_task(self, task_id: str) -> None:
-        """Release a task's slot, as `release` does. Await this method on the session's loop."""
-        await self._release(task_id)
-
     async def _end_task(self, task_id: str) -> None:
         await self._executor.release_trajectory(task_id)
         self._processes.forget(task_id)
-
-    async def _is_busy(self, task_id: str) -> bool:
-        known = self._executor.trajectories.get(task_id)
-        return known is not None and await known.is_busy()
 
     async def _holders(self) -> list[str]:
         await self._recover()
@@ -279,32 +313,17 @@ class ToolSession:
         await self._servers.aclose()
         await self._slots.aclose()
 
-    def _wait(self, work: Coroutine[object, object, T]) -> T:
-        future = self._post(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # an interrupted caller leaves no command running
-            raise
-
-    def _post(self, work: Coroutine[object, object, T]) -> Future[T]:
-        with self._starting:
-            if self._closed:
-                work.close()
-                raise SandboxError("this tool session is closed")
-            if not self._thread.is_alive():
-                self._thread.start()
-                if self._leases is not None:
-                    sweeping = self._leases.sweep(self._end_task, self._is_busy)
-                    self._sweeping = asyncio.run_coroutine_threadsafe(sweeping, self._loop)
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _sweep_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._leases is not None:
+            sweeping = self._leases.sweep(self._end_task, self._executor.is_busy)
+            self._sweeping = asyncio.run_coroutine_threadsafe(sweeping, loop)
 
 
 class _TaskSlots(SlotPool):
     """The pool of a session, which applies the task's overrides to each slot."""
 
     def __init__(self, backend: Backend) -> None:
-        super().__init__(SlotPoolConfig(), backend)
+        super().__init__(SlotPoolConfig(), backend, start_when_used=True)
         self.overrides: dict[str, dict[str, JSON]] = {}
         self.leaving = False
 

@@ -8,6 +8,7 @@ the bytes of requests and answers are limited.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,7 +16,11 @@ from typing import Literal
 import msgspec
 
 from palaestra.core.clock import Clock
+from palaestra.core.errors import DiskError, EngineError
 from palaestra.core.types import JSON
+from palaestra.trainers.tinker.model import UserError
+
+log = logging.getLogger(__name__)
 
 KEPT_S, UNFETCHED_S = 60.0, 3600.0
 """Seconds that an answer is kept after it was fetched, and seconds that it is kept if no client fetches it."""
@@ -44,6 +49,16 @@ class FutureAnswer:
     def failure(cls, message: str, category: Literal["user", "server"]) -> FutureAnswer:
         """Return an answer for which the SDK raises `RequestFailedError` with this message and does not ask again."""
         return cls.of({"error": message, "category": category})
+
+
+def failed(error: Exception) -> FutureAnswer:
+    """Return the answer for an accepted request that failed: the SDK shows it and does not send the request again."""
+    if isinstance(error, UserError):
+        return FutureAnswer.failure(str(error), "user")
+    if isinstance(error, DiskError | EngineError):
+        return FutureAnswer.failure(str(error), "server")
+    log.error("a request failed", exc_info=error)
+    return FutureAnswer.failure(f"{type(error).__name__}: {error}", "server")
 
 
 @dataclass(slots=True, eq=False)

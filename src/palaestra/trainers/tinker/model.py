@@ -139,9 +139,10 @@ class BaseModel:
     def most_logits(self) -> int:
         return MOST_LOGITS_ON_CPU if self.module.device.type == "cpu" else MOST_LOGITS
 
-    def known_as(self, name: str) -> bool:
-        """Return whether a client that requests `name` means this model."""
-        return name.rstrip("/") in {self.name.rstrip("/"), self.source, Path(self.source).name}
+    def check_name(self, name: str) -> None:
+        """Raise `UserError` if a client that requests `name` means another model."""
+        if name.rstrip("/") not in {self.name.rstrip("/"), self.source, Path(self.source).name}:
+            raise UserError(f"This server does not have the model '{name}'; it has '{self.name}'.")
 
     def stop_ids(self) -> tuple[int, ...]:
         settings = self.module.generation_config

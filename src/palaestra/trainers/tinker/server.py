@@ -12,11 +12,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 import pydantic
 from aiohttp import web
 from tinker import types
@@ -25,10 +23,13 @@ from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.io.http_server import Handler, guard, listening, require_token
 from palaestra.core.types import JSON
-from palaestra.trainers.tinker.checkpoints import Checkpoint, CheckpointFolder, runs
+from palaestra.trainers.tinker.checkpoint_routes import CheckpointRoutes
+from palaestra.trainers.tinker.checkpoints import CheckpointFolder
+from palaestra.trainers.tinker.client_sessions import NotFound
 from palaestra.trainers.tinker.futures import Busy, PendingRequest
+from palaestra.trainers.tinker.http_bodies import page, read_json, read_request, texts
 from palaestra.trainers.tinker.model import BaseModel, UserError
-from palaestra.trainers.tinker.service import NotFound, TinkerService
+from palaestra.trainers.tinker.service import ServiceSettings, TinkerService
 from palaestra.trainers.tinker.wire import read_batch
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ KEY_PREFIX = "tml-"
 
 SWEEP_S = 10.0
 
+_USUAL = ServiceSettings()
+
 _Model = TypeVar("_Model", bound=pydantic.BaseModel)
 
 
@@ -62,12 +65,12 @@ class TinkerServer:
         )
         root = "/api/v1"
         post = {
-            "client/config": self._client_config,
-            "client/dynamic_config": self._dynamic_config,
+            "client/config": _client_config,
+            "client/dynamic_config": _dynamic_config,
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "sessions/{session}/finish": self._finish,
-            "telemetry": self._telemetry,
+            "telemetry": _telemetry,
             "create_model": self._create_model,
             "get_info": self._get_info,
             "unload_model": self._unload_model,
@@ -83,43 +86,24 @@ class TinkerServer:
             "asample": self._asample,
             "cancel_future": self._cancel,
             "retrieve_future": self._retrieve,
-            "weights_info": self._weights_info,
         }
         get = {
-            "healthz": self._health,
+            "healthz": _health,
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler}": self._get_sampler,
             "sessions": self._list_sessions,
             "sessions/{session}": self._get_session,
-            "training_runs": self._list_runs,
-            "training_runs/{run}": self._get_run,
-            "training_runs/{run}/checkpoints": self._run_checkpoints,
-            "checkpoints": self._list_checkpoints,
         }
-        checkpoint = f"{root}/training_runs/{{run}}/checkpoints/{{kind}}/{{name}}"
         self.app.add_routes(
             [
                 *(web.post(f"{root}/{path}", handler) for path, handler in post.items()),
                 *(web.get(f"{root}/{path}", handler) for path, handler in get.items()),
-                web.delete(checkpoint, self._delete_checkpoint),
-                web.put(f"{checkpoint}/ttl", self._set_ttl),
-                web.route("*", "/{path:.*}", self._unknown),
+                *CheckpointRoutes(service).under(root),
+                web.route("*", "/{path:.*}", _unknown),
             ]
         )
 
     # The first requests of the SDK
-
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
-    async def _client_config(self, request: web.Request) -> web.Response:
-        return web.json_response({"sample_join_sampling_session": True})
-
-    async def _dynamic_config(self, request: web.Request) -> web.Response:
-        return web.json_response({"sample_cancel_enabled": True})
-
-    async def _telemetry(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "accepted"})  # discarded
 
     async def _capabilities(self, request: web.Request) -> web.Response:
         base = self.service.base
@@ -129,14 +113,14 @@ class TinkerServer:
     # Sessions
 
     async def _create_session(self, request: web.Request) -> web.Response:
-        asked = await _read(request, types.CreateSessionRequest)
-        session = self.service.create_session(asked.user_metadata, asked.display_name)
+        asked = await read_request(request, types.CreateSessionRequest)
+        session = self.service.sessions.create(asked.user_metadata, asked.display_name)
         return web.json_response({"type": "create_session", "session_id": session.session_id})
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
-        asked = await _read(request, types.SessionHeartbeatRequest)
+        asked = await read_request(request, types.SessionHeartbeatRequest)
         try:
-            self.service.session(asked.session_id)
+            self.service.sessions.find(asked.session_id)
         except NotFound as error:
             return _error(410, error)  # the SDK then stops its heartbeat
         return web.json_response({"type": "session_heartbeat"})
@@ -146,16 +130,16 @@ class TinkerServer:
         return web.json_response({})
 
     async def _list_sessions(self, request: web.Request) -> web.Response:
-        start, count = _page(request)
-        return web.json_response({"sessions": list(self.service.sessions)[start : start + count]})
+        start, count = page(request)
+        return web.json_response({"sessions": list(self.service.sessions.open)[start : start + count]})
 
     async def _get_session(self, request: web.Request) -> web.Response:
-        session = self.service.session(request.match_info["session"])
+        session = self.service.sessions.find(request.match_info["session"])
         return web.json_response(
             {
                 "training_run_ids": session.models,
                 "sampler_ids": session.samplers,
-                "user_metadata": _texts(session.user_metadata),
+                "user_metadata": texts(session.user_metadata),
                 "display_name": session.display_name,
             }
         )
@@ -163,10 +147,10 @@ class TinkerServer:
     # Training
 
     async def _create_model(self, request: web.Request) -> web.Response:
-        return _accepted(self.service.create_model(await _read(request, types.CreateModelRequest)))
+        return _accepted(self.service.create_model(await read_request(request, types.CreateModelRequest)))
 
     async def _get_info(self, request: web.Request) -> web.Response:
-        asked = await _read(request, types.GetInfoRequest)
+        asked = await read_request(request, types.GetInfoRequest)
         training, base = self.service.training(asked.model_id), self.service.base
         lora = training.model.lora
         data = {
@@ -186,7 +170,7 @@ class TinkerServer:
         )
 
     async def _unload_model(self, request: web.Request) -> web.Response:
-        asked = await _read(request, types.UnloadModelRequest)
+        asked = await read_request(request, types.UnloadModelRequest)
         return _accepted(self.service.unload(asked.model_id))
 
     async def _batch(self, request: web.Request) -> web.Response:
@@ -217,7 +201,7 @@ class TinkerServer:
 
     async def _save_external(self, request: web.Request) -> web.Response:
         """Refuse the request when its turn comes, so that the requests after it run."""
-        asked = await _read(request, types.SaveWeightsExternalRequest)
+        asked = await read_request(request, types.SaveWeightsExternalRequest)
         reason = "This server does not export weights; save_state writes files that peft or transformers can load."
         return _accepted(self.service.refuse(asked.model_id, asked.seq_id or 0, reason))
 
@@ -226,9 +210,9 @@ class TinkerServer:
     ) -> web.Response:
         """Queue a request of a model. An invalid body still consumes its sequence number."""
         try:
-            return _accepted(submit(await _read(request, kind)))
+            return _accepted(submit(await read_request(request, kind)))
         except pydantic.ValidationError as error:
-            body = await _json(request)
+            body = await read_json(request)
             model_id, number = body.get("model_id"), body.get("seq_id")
             if not isinstance(model_id, str) or not isinstance(number, int) or number < 1:
                 raise
@@ -237,33 +221,33 @@ class TinkerServer:
     # Sampling
 
     async def _create_sampling(self, request: web.Request) -> web.Response:
-        sampling = self.service.create_sampling(await _read(request, types.CreateSamplingSessionRequest))
+        sampling = self.service.sampling.create(await read_request(request, types.CreateSamplingSessionRequest))
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampling.sampler_id})
 
     async def _join_sampling(self, request: web.Request) -> web.Response:
-        sampling = self.service.sampling_session((await _json(request))["sampling_session_id"])
+        sampling = self.service.sampling.find((await read_json(request))["sampling_session_id"])
         sampling.clients += 1
         return web.json_response({"type": "join_sampling_session", "client_counter": sampling.clients})
 
     async def _get_sampler(self, request: web.Request) -> web.Response:
-        sampling = self.service.sampling_session(request.match_info["sampler"])
+        sampling = self.service.sampling.find(request.match_info["sampler"])
         body = {"sampler_id": sampling.sampler_id, "base_model": self.service.base.name, "model_path": sampling.path}
         return web.json_response(body)
 
     async def _asample(self, request: web.Request) -> web.Response:
         def submit(raw: bytes) -> PendingRequest:
-            return self.service.sample(types.SampleRequest.model_validate_json(raw or b"{}"))
+            return self.service.sampling.sample(types.SampleRequest.model_validate_json(raw or b"{}"))
 
         return _accepted(await self._large(request, submit))
 
     # Results
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        self.service.cancel(str((await _json(request)).get("request_id")))
+        self.service.sampling.cancel(str((await read_json(request)).get("request_id")))
         return web.json_response({})
 
     async def _retrieve(self, request: web.Request) -> web.Response:
-        asked = await _read(request, types.FutureRetrieveRequest)
+        asked = await read_request(request, types.FutureRetrieveRequest)
         pending = self.service.futures.find(asked.request_id)
         if pending is None:
             raise NotFound(f"There is no request {asked.request_id}: its result was dropped, or its session has ended.")
@@ -279,75 +263,25 @@ class TinkerServer:
         kind = "application/x-protobuf" if answer.protobuf else "application/json"
         return web.Response(body=answer.body, content_type=kind)
 
-    # Checkpoints
 
-    async def _weights_info(self, request: web.Request) -> web.Response:
-        found = self.service.checkpoints.find(str((await _json(request)).get("tinker_path")))
-        body: dict[str, JSON] = {"base_model": found.base_model, "is_lora": found.lora is not None}
-        if found.lora is not None:
-            body["lora_rank"] = found.lora.rank
-            for name in ("train_unembed", "train_mlp", "train_attn"):
-                body[name] = getattr(found.lora, name)
-        return web.json_response(body)
+async def _health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
 
-    async def _list_runs(self, request: web.Request) -> web.Response:
-        start, count = _page(request)
-        found = self._runs()
-        body = {"training_runs": found[start : start + count], "cursor": _cursor(start, count, len(found))}
-        return web.json_response(body)
 
-    async def _get_run(self, request: web.Request) -> web.Response:
-        for run in self._runs():
-            if run["training_run_id"] == request.match_info["run"]:
-                return web.json_response(run)
-        raise NotFound(f"There is no training run {request.match_info['run']}.")
+async def _client_config(request: web.Request) -> web.Response:
+    return web.json_response({"sample_join_sampling_session": True})
 
-    def _runs(self) -> list[dict[str, Any]]:
-        """Return the models in training, and the models with checkpoints."""
-        saved = dict(runs(self.service.checkpoints.all()))
-        found = []
-        for run in dict.fromkeys([*saved, *self.service.trainings]):
-            training, checkpoints = self.service.trainings.get(run), saved.get(run, [])
-            lora = training.model.lora if training else checkpoints[-1].lora
-            times_s = [*(each.created_s for each in checkpoints), *([training.started_s] if training else [])]
-            body: dict[str, Any] = {
-                "training_run_id": run,
-                "base_model": self.service.base.name if training else checkpoints[-1].base_model,
-                "model_owner": "local",
-                "is_lora": lora is not None,
-                "lora_rank": lora.rank if lora else None,
-                "last_request_time": _time(max(times_s)),
-                "user_metadata": _texts(training.user_metadata) if training else None,
-            }
-            for each in checkpoints:
-                body["last_checkpoint" if each.kind == "weights" else "last_sampler_checkpoint"] = _described(each)
-            found.append(body)
-        return found
 
-    async def _run_checkpoints(self, request: web.Request) -> web.Response:
-        run = request.match_info["run"]
-        found = [_described(each) for each in self.service.checkpoints.all() if each.run == run]
-        return web.json_response({"checkpoints": found})
+async def _dynamic_config(request: web.Request) -> web.Response:
+    return web.json_response({"sample_cancel_enabled": True})
 
-    async def _list_checkpoints(self, request: web.Request) -> web.Response:
-        start, count = _page(request)
-        found = [_described(each) for each in self.service.checkpoints.all()]
-        body = {"checkpoints": found[start : start + count], "cursor": _cursor(start, count, len(found))}
-        return web.json_response(body)
 
-    async def _delete_checkpoint(self, request: web.Request) -> web.Response:
-        await asyncio.to_thread(self.service.checkpoints.delete, _checkpoint_path(request))
-        return web.json_response({})
+async def _telemetry(request: web.Request) -> web.Response:
+    return web.json_response({"status": "accepted"})  # discarded
 
-    async def _set_ttl(self, request: web.Request) -> web.Response:
-        ttl_s = (await _json(request)).get("ttl_seconds")
-        if ttl_s is not None and (not isinstance(ttl_s, int | float) or ttl_s <= 0):
-            raise UserError(f"ttl_seconds is {ttl_s!r}; it must be a number above 0, or null.")
-        await asyncio.to_thread(self.service.checkpoints.set_expiry, _checkpoint_path(request), ttl_s)
-        return web.json_response({})
 
-    async def _unknown(self, request: web.Request) -> web.Response:
-        raise NotFound(f"This server does not have {request.method} {request.path}; docs/tinker.md lists its calls.")
+async def _unknown(request: web.Request) -> web.Response:
+    raise NotFound(f"This server does not have {request.method} {request.path}; docs/tinker.md lists its calls.")
 
 
 @web.middleware
@@ -380,20 +314,6 @@ def _wrong(error: pydantic.ValidationError) -> str:
     return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5])
 
 
-async def _read(request: web.Request, kind: type[_Model]) -> _Model:
-    return kind.model_validate_json(await request.read() or b"{}")
-
-
-async def _json(request: web.Request) -> dict[str, JSON]:
-    try:
-        body = msgspec.json.decode(await request.read() or b"{}")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"The body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise UserError("The body is not a JSON object.")
-    return body
-
-
 def _accepted(pending: PendingRequest, model_id: str | None = None) -> web.Response:
     body: dict[str, JSON] = {"request_id": pending.request_id}
     if model_id is not None:
@@ -401,41 +321,6 @@ def _accepted(pending: PendingRequest, model_id: str | None = None) -> web.Respo
     if pending.sequences is not None:
         body["sample_sequence_ids"] = pending.sequences
     return web.json_response(body)
-
-
-def _checkpoint_path(request: web.Request) -> str:
-    return "tinker://{run}/{kind}/{name}".format_map(request.match_info)
-
-
-def _described(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
-        "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
-        "checkpoint_type": "training" if checkpoint.kind == "weights" else "sampler",
-        "time": _time(checkpoint.created_s),
-        "tinker_path": checkpoint.path,
-        "size_bytes": checkpoint.size_bytes,
-        "user_metadata": checkpoint.user_metadata,
-        "expires_at": None if checkpoint.expires_s is None else _time(checkpoint.expires_s),
-    }
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
-def _texts(metadata: Mapping[str, JSON] | None) -> dict[str, str] | None:
-    return None if metadata is None else {name: str(value) for name, value in metadata.items()}
-
-
-def _page(request: web.Request) -> tuple[int, int]:
-    try:
-        return max(0, int(request.query.get("offset", 0))), max(1, int(request.query.get("limit", 100)))
-    except ValueError:
-        raise UserError("offset and limit must be whole numbers.") from None
-
-
-def _cursor(start: int, count: int, total: int) -> dict[str, JSON]:
-    return {"offset": start, "limit": count, "total_count": total}
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,13 +344,8 @@ async def serving(
     host: str = "127.0.0.1",
     port: int = 0,
     *,
-    name: str | None = None,
-    device: str | None = None,
-    dtype: str = "float32",
     token: str | None = None,
-    most_models: int = 16,
-    most_samplers: int = 16,
-    seed: int | None = None,
+    settings: ServiceSettings = _USUAL,
     clock: Clock | None = None,
 ) -> AsyncIterator[ServedModel]:
     """Run a server for one base model. Port 0 selects a free port.
@@ -482,10 +362,10 @@ async def serving(
         checkpoints.sweep()
     except OSError as error:
         raise ConfigError(f"cannot keep checkpoints in {folder}: {error.strerror}; choose another folder") from None
-    base = await asyncio.to_thread(lambda: BaseModel(model, name=name, device=device, dtype=dtype))
-    service = TinkerService(
-        base, checkpoints, clock or SystemClock(), most_models=most_models, most_samplers=most_samplers, seed=seed
+    base = await asyncio.to_thread(
+        lambda: BaseModel(model, name=settings.name, device=settings.device, dtype=settings.dtype)
     )
+    service = TinkerService(base, checkpoints, clock or SystemClock(), settings)
     sweeper = asyncio.ensure_future(_sweeping(service))
     try:
         async with listening(TinkerServer(service, token=token).app, host, port, token=token) as url:

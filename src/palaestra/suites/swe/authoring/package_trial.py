@@ -61,7 +61,7 @@ async def open_trial(
         full_values = (*toolchain.pytest_args, "-o", "verbosity_assertions=2")  # for the problem statements
         yield PackageTrial(slots, name, spec, snapshot, replace(toolchain, pytest_args=full_values))
     finally:
-        await slots.forget(snapshot)
+        await slots.snapshots.forget(snapshot)
 
 
 def _tar(files: Mapping[str, SourceFile]) -> bytes:
