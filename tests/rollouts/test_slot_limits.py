@@ -73,7 +73,7 @@ CASES = {
     "memory of many processes": Case(("for i in 1 2 3 4 5; do python3 -c 'kept = bytearray(30 << 20)' & done; wait",)),
     "memory of files": Case(tuple(_FILL.format(number) for number in range(60))),
     "memory of a file": Case(
-        tuple(f"cat /dev/zero > fill{number}" for number in range(20)),
+        tuple(f"cat /dev/zero > fill{number}" for number in range(6)),
         (_NO_SPACE, _TOO_MUCH),
         limits=replace(LIMITS, disk_bytes=256 << 20),
     ),

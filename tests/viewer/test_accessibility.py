@@ -357,36 +357,41 @@ def visited(case: Case, chromium: str, check: Callable[[Page, View], Awaitable[N
     asyncio.run(main())
 
 
-@pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: scripts/axe_env")
+async def accessibility_problems(page: Page) -> list[Any]:
+    """Return the serious violations that axe-core finds, in both colour schemes."""
+    found = []
+    for scheme in ("light", "dark"):
+        await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        if not await page.evaluate("() => 'axe' in window"):
+            await page.evaluate(AXE.read_text())
+        found += [[scheme, *each] for each in await page.evaluate(FINDINGS)]
+    return found
+
+
+async def layout_problems(page: Page) -> list[Any]:
+    """Return what lies outside the window or over other texts, at three widths."""
+    found: list[Any] = []
+    for width in (400, 1280, 3840):
+        await page.set_viewport_size({"width": width, "height": 900})
+        await asyncio.sleep(0.05)
+        if await page.evaluate(OUTSIDE):
+            found.append((width, "a menu is outside the window"))
+        if not await page.evaluate("document.documentElement.scrollWidth <= innerWidth"):
+            found.append((width, "scrolls sideways", await page.evaluate(WIDE)))
+        found += [(width, *each) for each in await page.evaluate(OVERLAPS)]
+    await page.set_viewport_size({"width": 1280, "height": 720})
+    return found
+
+
 @pytest.mark.timeout(300)
-def test_no_view_has_a_serious_accessibility_problem(case: Case, chromium: str) -> None:
+def test_no_view_has_problems_of_accessibility_or_layout(case: Case, chromium: str) -> None:
+    """The views are opened once for all three, because opening them is most of the work. Without axe-core, only the
+    layout is checked."""
     found: list[Any] = []
 
     async def check(page: Page, view: View) -> None:
-        for scheme in ("light", "dark"):
-            await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-            if not await page.evaluate("() => 'axe' in window"):
-                await page.evaluate(AXE.read_text())
-            problems = await page.evaluate(FINDINGS)
-            found.extend((view.name, view.params, scheme, *each) for each in problems)
-
-    visited(case, chromium, check)
-    assert found == [], "\n".join(str(each) for each in found)
-
-
-@pytest.mark.timeout(300)
-def test_no_view_scrolls_sideways_and_no_texts_overlap(case: Case, chromium: str) -> None:
-    found: list[Any] = []
-
-    async def check(page: Page, view: View) -> None:
-        for width in (400, 1280, 3840):
-            await page.set_viewport_size({"width": width, "height": 900})
-            await asyncio.sleep(0.05)
-            if await page.evaluate(OUTSIDE):
-                found.append((view.name, view.params, width, "a menu is outside the window"))
-            if not await page.evaluate("document.documentElement.scrollWidth <= innerWidth"):
-                found.append((view.name, view.params, width, "scrolls sideways", await page.evaluate(WIDE)))
-            found.extend((view.name, view.params, width, *each) for each in await page.evaluate(OVERLAPS))
+        problems = [*(await accessibility_problems(page) if AXE.exists() else ()), *await layout_problems(page)]
+        found.extend((view.name, view.params, *each) for each in problems)
 
     visited(case, chromium, check)
     assert found == [], "\n".join(str(each) for each in found)

@@ -36,6 +36,7 @@ _EXAMPLES = {
     "docker": "docker_image=python:3.11",
     "singularity": "singularity_image=python.sif",
     "ssh": "ssh_hosts=me@big-machine",
+    "slurm": "slurm_job=12345",
     "nomad": "nomad_address=http://nomad:4646",
     "modal": "modal_image=python:3.11",
 }

@@ -23,6 +23,7 @@ from palaestra.core.io import plugins
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
+    from palaestra.rollouts.export.duplicates import Duplicates
     from palaestra.rollouts.export.exporter import Exporter, ExportReport
     from palaestra.rollouts.journal.reader import Recording
     from palaestra.rollouts.records import Group, Trajectory
@@ -109,6 +110,12 @@ class _Help(click.Command):
     help="Only tasks that match this pattern, such as `words-*`. Repeatable.",
 )
 @click.option("--outcome", "outcomes", multiple=True, help="Only this outcome (natural, …). Repeatable.")
+@click.option(
+    "--unique",
+    type=float,
+    metavar="SIMILARITY",
+    help="Leave out rollouts whose conversation repeats an earlier one: 1 if equal, 0.8 if about four fifths are.",
+)
 @click.option("--placeholders", is_flag=True, help="For `rows`: export placeholder tokens too.")
 @click.option("--counterfactual", is_flag=True, help="Export rollouts of `palaestra fork` too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -118,6 +125,7 @@ def command(
     name: str,
     out: Path | None,
     scored_only: bool | None,
+    unique: float | None,
     placeholders: bool,
     counterfactual: bool,
     as_json: bool,
@@ -127,6 +135,7 @@ def command(
     from palaestra.core.errors import ConfigError
     from palaestra.core.types import Outcome
     from palaestra.rollouts.annotations import read_annotations
+    from palaestra.rollouts.export.duplicates import Duplicates, duplicates_of
     from palaestra.rollouts.export.formats import exporter_named
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.regraded import read_grades
@@ -138,12 +147,16 @@ def command(
     exporter = exporter_named(name)
     everything = exporter.everything if scored_only is None else not scored_only
     wanted = Filter(**selection, discarded=everything)
+    if unique is not None:
+        wanted.duplicates = Duplicates(unique)
     if source == "sessions":
         _export_sessions(exporter, run, out, wanted, as_json=as_json)
         return
     if not run:
         raise ConfigError("specify the run to export: its folder, its id, or last")
     recording = open_recording(run)
+    if unique is None and not everything:
+        wanted.duplicates = duplicates_of(recording.meta)
     said = read_annotations(recording.path.parent)
     meta = replace(
         recording.meta,
@@ -206,6 +219,7 @@ class Filter:
     outcomes: tuple[str, ...]
     discarded: bool
     """Whether to export the samples that a batch discarded."""
+    duplicates: Duplicates | None = None
     left_out: Counter[str] = field(default_factory=Counter)
 
     def of(self, groups: Iterable[Group]) -> Iterator[Group]:
@@ -221,6 +235,7 @@ class Filter:
 
     def _reason(self, rollout: Trajectory) -> str:
         """Return the reason why a rollout is left out, or an empty string if it is exported."""
+        from palaestra.rollouts.export.duplicates import REPEATED
         from palaestra.rollouts.export.exporter import discarded
 
         if not self.discarded and (why := discarded(rollout)):
@@ -231,6 +246,8 @@ class Filter:
             return f"reward below {self.min_reward:g}, or none"
         if self.max_reward is not None and (rollout.reward is None or rollout.reward > self.max_reward):
             return f"reward above {self.max_reward:g}, or none"
+        if self.duplicates is not None and (rollout.scored or self.discarded) and self.duplicates.repeats(rollout):
+            return REPEATED
         return ""
 
 

@@ -1,6 +1,8 @@
 """A model server whose replies follow from the conversation alone, so that a batch that is killed can be compared.
 
-A prompt with a number N is answered by N % 3 calls of `terminal` and then a text; every fourth reply has reasoning. It
+A prompt with a number N is answered by N % 3 calls of `terminal` and then a text; every fourth reply has reasoning. A
+prompt with JSON in it is answered by an object the third time that it comes. As a judge, the server accepts answers to
+even numbers. It
 counts the requests for each conversation, and runs in a process of its own: `python answering.py LOG`.
 """
 
@@ -19,9 +21,21 @@ from pathlib import Path
 
 from aiohttp import web
 
+_ASKED_FOR_JSON = Counter[str]()
+
 
 def reply(messages: list[dict[str, object]]) -> dict[str, object]:
     prompt = next(str(each["content"]) for each in messages if each["role"] == "user")
+    if str(messages[0]["content"]).startswith("You judge"):
+        said = "Answer" in json.loads(prompt)[-1]["content"] and int(re.findall(r"\d+", prompt)[0]) % 2 == 0
+        return {
+            "role": "assistant",
+            "content": f'Let me see: {{"reason": "even {{or not}}", "meets": {str(said).lower()}}}',
+        }
+    if prompt.startswith("JSON"):
+        _ASKED_FOR_JSON[prompt] += 1
+        texts = ('{"n": "one"}', "No.", '```json\n{"n": 1}\n```')
+        return {"role": "assistant", "content": texts[min(_ASKED_FOR_JSON[prompt], 3) - 1]}
     number = int((re.search(r"\d+", prompt) or ["0"])[0])
     turn = sum(each["role"] == "assistant" for each in messages)
     message: dict[str, object] = {"role": "assistant", "content": f"Answer {number}."}

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from palaestra import open_run
 from palaestra.cli.main import main
 from palaestra.tools.registry.catalog import get_all_tool_names
 
-KILLS = int(os.environ.get("PALAESTRA_KILLS", "8"))
+KILLS = int(os.environ.get("PALAESTRA_KILLS", "4"))
 """How often a batch is killed."""
 
 TIMEOUT_S = 100
@@ -215,6 +216,60 @@ def test_discarded_samples_are_recorded_and_not_asked_again(folder: Path, server
 
 
 @pytest.mark.slots
+def test_a_judge_is_asked_once_and_what_it_refuses_is_discarded(
+    folder: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    file = write(folder / "p.jsonl", *prompts(range(4)))
+    words = (file, "--judge", "The number is even.", "--judge-model", "other", *of(server))
+    assert batch(*words, "--run-name", "one").returncode == 0
+    assert [row["prompt_index"] for row in rows(folder / "data/one/trajectories.jsonl")] == [0, 2]
+    (refused,) = (each.trajectories[0] for each in open_run("data/one") if each.number == 1)
+    assert refused.detail["judge"] == {"meets": False, "reason": "even {or not}"}
+
+    def judged() -> int:
+        return sum("You judge" in line for line in (folder / "asked.log").read_text().splitlines())
+
+    before = judged()
+    assert batch(*words, "--run-name", "two").returncode == 0
+    assert (before, judged()) == (4, 4)
+
+
+@pytest.mark.slots
+def test_a_sample_is_tried_again_until_it_fits_the_schema(folder: Path, server: str) -> None:
+    file = write(folder / "p.jsonl", {"prompt": "JSON 1"}, {"prompt": "Do 0"})
+    (folder / "schema.json").write_text(
+        '{"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}'
+    )
+    words = ("--schema", folder / "schema.json", "--tries", 3, "--run-name", "shaped", "--lean", *of(server))
+    assert batch(file, *words).returncode == 0
+    (kept,) = rows(folder / "data/shaped/trajectories.jsonl")
+    assert json.loads(kept["conversations"][-1]["value"].strip("`json\n")) == {"n": 1}
+    assert kept["tool_stats"] == {}
+    assert "terminal" in json.loads((folder / "data/shaped/tools.json").read_text())
+    reasons = [(row["prompt_index"], row["reason"]) for row in rows(folder / "data/shaped/discarded.jsonl")]
+    assert reasons[0] == (0, "the last reply does not fit the schema: data.n must be integer")
+    assert reasons[1:] == [(0, "the last reply is not JSON"), *[(1, "the last reply is not JSON")] * 3]
+
+
+@pytest.mark.slots
+def test_equal_and_similar_conversations_are_kept_once_and_exported_once(folder: Path, server: str) -> None:
+    words = " ".join(f"word{number}" for number in range(60))
+    texts = (f"Do 0 {words}", f"Do 3 {words}", f"Do 0  {words.upper()}", "Do 0 nothing like it")
+    file = write(folder / "p.jsonl", *({"prompt": text} for text in texts))
+    for similarity, left in ((1, [0, 1, 3]), (0.7, [0, 3])):
+        name = f"unique-{similarity}"
+        assert batch(file, "--run-name", name, "--unique", similarity, *of(server)).returncode == 0
+        assert [row["prompt_index"] for row in rows(folder / f"data/{name}/trajectories.jsonl")] == left
+        assert main(["export", f"data/{name}", "--to", "openai", "--out", f"{name}.jsonl"]) == 0
+        assert len(rows(folder / f"{name}.jsonl")) == len(left)
+    refused = rows(folder / "data/unique-0.7/discarded.jsonl")
+    assert [row["repeats"].split("-")[0] for row in refused] == ["000000", "000000"]
+    assert main(["export", "data/unique-1", "--to", "openai", "--unique", "0.7", "--out", "again.jsonl"]) == 0
+    assert len(rows(folder / "again.jsonl")) == 2
+
+
+@pytest.mark.slots
 def test_what_goes_to_the_server(folder: Path, server: str) -> None:
     file = write(folder / "p.jsonl", {"prompt": "Do 1"})
     prefill = folder / "prefill.json"
@@ -309,6 +364,18 @@ def test_stdin_is_kept_unless_nothing_is_to_be_made(folder: Path) -> None:
     assert done.returncode == 1
     assert "cannot write data/stdin-" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_dry_run_estimates_the_cost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(folder / "p.jsonl", {"prompt": "x" * 4_000_000}, {"prompt": "x" * 4_000_000})
+    flags = ("--policy", "noop", "--max-turns", "2", "--max-tokens", "500000", "--dry-run")
+    assert main(["batch", str(file), *flags, "--env.prompt_price", "1", "--env.completion_price", "2"]) == 0
+    found = re.search(r"about (\S+) with one call .* (\S+) with 2 calls of 500000 tokens", capsys.readouterr().out)
+    assert found
+    least, most = map(float, found.groups())
+    assert 2 <= least < 2.1  # two prompts of 1e6 tokens, and the tools
+    assert 9 <= most < 9.2  # each is sent twice, with the first reply the second time
+    assert not (folder / "runs").exists()
 
 
 def test_distributions_are_listed(folder: Path) -> None:

@@ -21,6 +21,7 @@ from palaestra.core.io.durable_files import replaced, writing
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.export.batch import batch_line, samples
+from palaestra.rollouts.export.duplicates import REPEATED, duplicates_of
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, discarded
 from palaestra.rollouts.export.sharegpt import Unfit
 from palaestra.rollouts.journal.reader import Recording
@@ -37,6 +38,10 @@ class BatchReport:
     discarded: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     tools: dict[str, Counter[str]] = field(default_factory=dict)
+    unknown_tools: Counter[str] = field(default_factory=Counter)
+    """Calls of tools that the agent did not have, by name, in kept and discarded samples."""
+    schemas: dict[str, JSON] = field(default_factory=dict)
+    """The definitions of all tools of the batch, by name."""
     turns: int = 0
     turns_with_reasoning: int = 0
 
@@ -72,6 +77,8 @@ def write_batch_files(folder: Path) -> BatchReport:
                 line = encode_line(row)
                 batch[2].write(line)
                 kept.write(line)
+        if (meta.config.get("env") or {}).get("lean"):
+            _write_json(folder / "tools.json", report.schemas)
         _write_json(folder / "statistics.json", _statistics(folder, meta, report))
         checkpoint = {
             "run_name": folder.name,
@@ -86,19 +93,20 @@ def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: 
     """Yield a line of data for each kept sample, in order. For every other sample, and for every group that failed as a
     whole, write a line with the reason to `refused`."""
 
-    def refuse(number: int, kind: Counter[str], reason: str) -> None:
+    def refuse(number: int, kind: Counter[str], reason: str, **more: str) -> None:
         kind[reason] += 1
-        refused.write(
-            encode_line(
-                {"prompt_index": number, "kind": "failed" if kind is report.failed else "discarded", "reason": reason}
-            )
-        )
+        name = "failed" if kind is report.failed else "discarded"
+        refused.write(encode_line({"prompt_index": number, "kind": name, "reason": reason, **more}))
 
-    unscored = ExportReport()
+    unscored, duplicates = ExportReport(), duplicates_of(meta)
     for group in recording:
+        report.schemas |= {tool["function"]["name"]: tool for tool in group.tools}
+        known = {tool["function"]["name"] for tool in group.tools}
         if group.error:
             refuse(group.number, report.failed, group.error)
         for trajectory in group.trajectories:
+            called = (name for turn in trajectory.turns for name in turn.tools)
+            report.unknown_tools.update(name for name in called if name not in known)
             if not trajectory.scored:
                 refuse(group.number, report.failed, trajectory.error or trajectory.outcome.value)
     for group, trajectory, names in samples(recording, meta, unscored):
@@ -106,6 +114,9 @@ def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: 
             report.rows.append(group.number)
         if why := discarded(trajectory):
             refuse(group.number, report.discarded, "; ".join(why))
+            continue
+        if duplicates is not None and (earlier := duplicates.repeats(trajectory)):
+            refuse(group.number, report.discarded, REPEATED, repeats=earlier)
             continue
         try:
             line, _ = batch_line(group, trajectory, meta, names)
@@ -134,6 +145,7 @@ def _statistics(folder: Path, meta: ExportMeta, report: BatchReport) -> dict[str
             "failed": dict(report.failed),
         },
         "tool_statistics": {name: _rates(counts) for name, counts in sorted(report.tools.items())},
+        "unknown_tools": dict(report.unknown_tools.most_common()),
         "reasoning_statistics": {
             "total_assistant_turns": report.turns,
             "turns_with_reasoning": report.turns_with_reasoning,

@@ -25,6 +25,14 @@ SETTINGS = {
     "--max-samples": "--tasks",
     "--num-workers": "--concurrency",
     "--require": "--env.require",
+    "--tries": "--env.tries",
+    "--schema": "--env.schema_file",
+    "--judge": "--env.judge",
+    "--judge-model": "--env.judge_model",
+    "--judge-base-url": "--env.judge_base_url",
+    "--judge-api-key": "--env.judge_api_key",
+    "--unique": "--env.unique",
+    "--lean": "--env.lean",
     "--prompt-field": "--env.prompt_field",
     "--api-key": "--openai.api_key",
     "--ephemeral-system-prompt": "--env.ephemeral_system_prompt",
@@ -58,6 +66,11 @@ row has a `prompt` (text or messages), and may have an `image` and a `cwd`.
   --run-name NAME        write to data/NAME instead of a folder below runs/
   --distribution NAME    draw the toolsets of each row at random   --toolsets T …   or use these
   --require WHAT …       discard samples without WHAT: reasoning, natural (end), known_tools, tool_calls
+  --schema FILE          discard samples whose last reply is not JSON that fits this JSON schema
+  --judge CRITERION      discard samples that a model judges not to meet it   --judge-model M, --judge-base-url U
+  --unique SIMILARITY    discard samples that repeat an earlier row's: 1 if equal, 0.8 if nearly
+  --tries N              sample a row again until a sample is kept, at most N times
+  --lean                 write neither tool schemas nor counts of 0 in each line
   --num-workers N        rows in progress at a time [64]           --max-samples N  at most N rows
   --max-turns N          model calls per row [10]                  --max-tokens N   tokens per reply
   --batch-size N         rows in one file batch_N.jsonl [100]      --group N        samples per row

@@ -7,12 +7,13 @@ a hash of the row, so that a resumed batch detects a changed file.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import random
 import shlex
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,14 +21,19 @@ from palaestra.core.config import host_path, local_path, setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Message, Outcome, Score, Task
 from palaestra.doors.batch.batch_files import write_batch_files
+from palaestra.doors.batch.json_schema import JsonSchema
+from palaestra.doors.batch.judge import Judge, judgement_cache
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.datasets import read_rows
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.config import APIServerConfig, ServerBaseline
+from palaestra.inference.server_group import ServerGroup
+from palaestra.rollouts.environment import GroupCollection
 from palaestra.rollouts.export.batch import has_reasoning
 from palaestra.rollouts.export.chat_messages import chat_messages
+from palaestra.rollouts.export.duplicates import Duplicates
 from palaestra.rollouts.export.exporter import DISCARDED
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
@@ -46,6 +52,8 @@ REQUIREMENTS: Mapping[str, tuple[str, Callable[[Rollout], bool]]] = {
 }
 """The conditions that `require` can name, each with the reason recorded for a discarded sample, and the test."""
 
+NOT_JUDGED_GOOD = "the judge says that it does not meet the criterion"
+
 
 class BatchConfig(HermesAgentEnvConfig):
     """The settings of a batch: the common settings of agents, and the file of prompts."""
@@ -61,6 +69,25 @@ class BatchConfig(HermesAgentEnvConfig):
         [],
         f"Discard samples that lack one of these: {', '.join(REQUIREMENTS)}. Discarded samples are not sampled again.",
     )
+    tries: int = setting(
+        1, "Sample a row again until a sample is kept, at most this many times. The others stay recorded.", ge=1
+    )
+    schema_file: str | None = host_path(
+        None, "A file with a JSON schema. Discard samples whose last reply is not JSON that fits it."
+    )
+    judge: str | None = setting(
+        None, "A criterion in words. A model judges each sample that meets the other conditions by it."
+    )
+    judge_model: str | None = setting(None, "The judge's model. Default: the batch's own model.")
+    judge_base_url: str | None = setting(None, "The address of the judge's server. Default: the batch's own server.")
+    judge_api_key: str | None = setting(None, "The API key of the judge's server. Default: the one of the batch.")
+    unique: float | None = setting(
+        None,
+        "Discard samples whose conversation repeats an earlier row's: 1 if equal, 0.8 if about four fifths of it are.",
+        gt=0,
+        le=1,
+    )
+    lean: bool = setting(False, "Write neither the tools' schemas (they are in tools.json) nor counts of 0 in lines.")
     prefill_messages_file: str | None = host_path(
         None, "A file with a JSON list of messages to put before every prompt."
     )
@@ -79,6 +106,10 @@ class BatchConfig(HermesAgentEnvConfig):
             raise ConfigError("set either system_prompt or ephemeral_system_prompt, not both")
         if self.reasoning_disabled and (self.reasoning_effort or self.max_reasoning_tokens):
             raise ConfigError("set either reasoning_disabled, or reasoning_effort and max_reasoning_tokens, not both")
+        if not self.judge and (self.judge_model or self.judge_base_url or self.judge_api_key):
+            raise ConfigError("a judge needs a criterion: --judge 'The answer is right and names its source.'")
+        if self.unique is not None:
+            Duplicates(self.unique)  # raises `ConfigError` without the package that it needs
 
 
 class BatchForm:
@@ -100,7 +131,7 @@ class BatchForm:
 
     def build(self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer) -> BatchEnvironment:
         assert isinstance(config, BatchConfig)
-        return BatchEnvironment(config)
+        return BatchEnvironment(config, servers)
 
 
 batch = BatchForm()
@@ -112,10 +143,12 @@ class BatchEnvironment(EvaluatedEnvironment):
     name = BatchForm.name
     score_name = "kept"
 
-    def __init__(self, config: BatchConfig) -> None:
-        """Raises `ConfigError` if `prefill_messages_file` cannot be used."""
+    def __init__(self, config: BatchConfig, servers: Sequence[APIServerConfig] = ()) -> None:
+        """Raises `ConfigError` if `prefill_messages_file`, `schema_file` or the judge's server cannot be used."""
         self.config = config
         self._prefill = _read_messages(config.prefill_messages_file) if config.prefill_messages_file else []
+        self._schema = _read_schema(config.schema_file) if config.schema_file else None
+        self._judges = ServerGroup(_judge_settings(config, servers)) if config.judge else None
         self._mcp = mcp_servers(config)
 
     @property
@@ -142,6 +175,8 @@ class BatchEnvironment(EvaluatedEnvironment):
     async def open(self) -> None:
         if self._mcp is not None:
             await self._mcp.open()
+        if self._judges is not None:
+            await self._judges.start()
         self.kit(Task(id="", prompt=""), random.Random(0))  # report wrong settings and files before a run begins
         if await anext(self.tasks(), None) is None:
             raise ConfigError(f"{self.config.dataset_name} has no rows")
@@ -149,6 +184,8 @@ class BatchEnvironment(EvaluatedEnvironment):
     async def aclose(self) -> None:
         if self._mcp is not None:
             await self._mcp.aclose()
+        if self._judges is not None:
+            await self._judges.aclose()
 
     async def tasks(self) -> AsyncIterator[Task]:
         config = self.config
@@ -209,11 +246,39 @@ class BatchEnvironment(EvaluatedEnvironment):
     def kit(self, task: Task, rng: random.Random) -> Kit:
         return kit(self.config, None, rng, (), self._mcp, self.shared)
 
+    @property
+    def collects_groups(self) -> bool:
+        return self.config.tries > 1
+
+    async def collect(self, task: Task, group: GroupCollection) -> int:
+        """Play every sample until one is kept, at most `tries` times."""
+        if not self.collects_groups:
+            return group.wanted
+        return sum(await asyncio.gather(*(self._sample(group.play) for _ in range(group.wanted))))
+
+    async def _sample(self, play: Callable[[], Awaitable[Rollout]]) -> int:
+        """Return how many times a sample was played. One without a score, whose server failed, is not played again."""
+        for played in range(1, self.config.tries):
+            score = (await play()).score
+            if score is None or score.reward > 0:
+                return played
+        await play()
+        return self.config.tries
+
     async def grade(self, rollout: Rollout) -> Score:
-        lacking = [name for name in self.config.require if not REQUIREMENTS[name][1](rollout)]
-        unknown = unknown_tools(rollout)
-        detail: dict[str, JSON] = {DISCARDED: [REQUIREMENTS[name][0] for name in lacking]} if lacking else {}
-        return Score(0.0 if lacking else 1.0, {}, detail | ({"unknown_tools": unknown} if unknown else {}))
+        lacking = [REQUIREMENTS[name][0] for name in self.config.require if not REQUIREMENTS[name][1](rollout)]
+        detail: dict[str, JSON] = {}
+        if self._schema is not None and (why := self._schema.problem(rollout.final_response)):
+            lacking.append(why)
+        if self._judges is not None and self.config.judge and not lacking:
+            verdict = await Judge(self.config.judge, self._judges, judgement_cache()).verdict(rollout.messages)
+            detail["judge"] = asdict(verdict)
+            lacking += [] if verdict.meets else [NOT_JUDGED_GOOD]
+        if lacking:
+            detail[DISCARDED] = lacking
+        if unknown := unknown_tools(rollout):
+            detail["unknown_tools"] = unknown
+        return Score(0.0 if lacking else 1.0, {}, detail)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         return await self.grade(rollout)
@@ -261,6 +326,30 @@ def _read_messages(path: str) -> list[Message]:
     if not isinstance(value, list) or not all(isinstance(each, dict) and each.get("role") for each in value):
         raise ConfigError(f"prefill_messages_file {path} must hold a list of messages, each with a role")
     return value
+
+
+def _judge_settings(config: BatchConfig, servers: Sequence[APIServerConfig]) -> list[APIServerConfig]:
+    """Return the settings of the judge's server: its own, or those of the batch's servers with the judge's model.
+    Raises `ConfigError` if there is no such server."""
+    if config.judge_base_url:
+        if not config.judge_model:
+            raise ConfigError("name the model at the judge's server: --judge-model NAME")
+        return [
+            APIServerConfig(base_url=config.judge_base_url, model_name=config.judge_model, api_key=config.judge_api_key)
+        ]
+    own = [each for each in servers if each.server_type != "scripted"]
+    if not own:
+        raise ConfigError("a judge needs a model server: --judge-base-url http://HOST/v1 --judge-model NAME")
+    changes = {"model_name": config.judge_model, "api_key": config.judge_api_key}
+    return [each.model_copy(update={name: value for name, value in changes.items() if value}) for each in own]
+
+
+def _read_schema(path: str) -> JsonSchema:
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"schema_file {path} cannot be read: {problem}") from None
+    return JsonSchema(value, path)
 
 
 def _turns(rollout: Rollout) -> Sequence[JSON]:

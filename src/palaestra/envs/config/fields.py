@@ -385,6 +385,10 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     ssh_port: int | None = setting(None, "SSH: the port on all machines; None: as in ~/.ssh/config.", ge=1, le=65535)
     ssh_key: str | None = host_path(None, "SSH: the file of the private key; None: as in ~/.ssh/config.")
     ssh_slots_per_host: int = setting(64, "SSH: maximum slots on one machine.", ge=1)
+    slurm_job: str | None = setting(
+        None, "Slurm: the id of the running job whose nodes have the slots; None: the job in which the command runs."
+    )
+    slurm_slots_per_node: int = setting(64, "Slurm: maximum slots on one node.", ge=1)
     slots_per_container: int = setting(10, "Docker, Singularity, Nomad: maximum slots in one container.", ge=1)
     max_containers: int = setting(10, "Docker, Singularity, Nomad: maximum containers for one image.", ge=1)
     container_cpus: float | None = setting(None, "Docker: cores of one container; None: no limit.", gt=0)

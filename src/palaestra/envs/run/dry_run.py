@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from palaestra.core.exits import plural
-from palaestra.envs.config.build import server_settings
+from palaestra.core.types import Task
+from palaestra.envs.config.build import prices, server_settings
+from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.form import Form
 from palaestra.envs.run.evaluate import EvaluatedEnvironment
-from palaestra.envs.run.run import concurrency, opened, task_limit
+from palaestra.envs.run.run import concurrency, offered_tools, opened, task_limit
 from palaestra.envs.run.run_folder import RunLine, resumed_folder, run_place
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.journal.reader import RUNS
@@ -19,6 +22,9 @@ from palaestra.rollouts.schedule import numbered
 
 _SHOWN = 3
 """The maximum number of tasks that a plan names."""
+
+_CHARS_PER_TOKEN = 4
+"""A common estimate for English text; the run itself counts the server's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,8 @@ class RunPlan:
     servers: tuple[str, ...]
     folder: str
     kept_groups: int = 0
+    cost: str = ""
+    """An estimate of what the model's tokens cost; empty without prices."""
 
     def __str__(self) -> str:
         most = "" if self.most_tasks is None else f", at most {self.most_tasks}"
@@ -54,6 +62,7 @@ class RunPlan:
             f"  groups  of {self.group_size}, {self.groups_in_flight} in flight",
             f"  slots   {self.slots or 'as memory and open files allow'}, isolation {self.isolation}",
             f"  model   {self.model}{' at ' + ', '.join(self.servers) if self.servers else ''}",
+            *([f"  cost    {self.cost}"] if self.cost else ()),
             f"  folder  {self.folder}{kept}",
         ])  # fmt: skip
 
@@ -68,9 +77,13 @@ async def plan_run(form: Form, parsed: RunLine) -> RunPlan:
         environment = form.build(config, servers, engine)
         limit = task_limit(parsed, environment)
         async with opened(environment):
-            tasks = (
-                None if (found := await _tasks(parsed, environment, limit)) is None else [each async for each in found]
-            )
+            found = await _tasks(parsed, environment, limit)
+            tasks, prompt_chars = None if found is None else list[str](), 0
+            if tasks is not None and found is not None:
+                async for task in found:
+                    tasks.append(task.id)
+                    prompt_chars += len(task.prompt if isinstance(task.prompt, str) else json.dumps(task.prompt))
+            cost = _cost(config, environment, len(tasks or ()), prompt_chars)
         folder, kept = run_place(RUNS, form.name, engine.name), 0
         if parsed.resume is not None:
             resumed = resumed_folder(parsed.resume)
@@ -89,12 +102,33 @@ async def plan_run(form: Form, parsed: RunLine) -> RunPlan:
             servers=tuple(each.base_url for each in servers if each.server_type != "scripted" and each.base_url),
             folder=str(folder) if parsed.resume is not None else f"{folder}/<new>",
             kept_groups=kept,
+            cost=cost,
         )
 
 
-async def _tasks(parsed: RunLine, environment: EvaluatedEnvironment, limit: int | None) -> AsyncIterator[str] | None:
-    """Return the ids of the tasks; None if they are not known before the run."""
+def _cost(config: BaseEnvConfig, environment: EvaluatedEnvironment, tasks: int, prompt_chars: int) -> str:
+    """Estimate what the model's tokens cost: with one call per rollout and an empty reply, and with all calls and the
+    longest replies, each of which the next calls send again. Results of tools are not known, and left out. Empty
+    without prices."""
+    price = prices(config)
+    if price is None or not tasks:
+        return ""
+    agent = environment.agent
+    offered = json.dumps(offered_tools(environment, config.seed)) + (agent.system_prompt or "")
+    sent = (prompt_chars / tasks + len(offered)) / _CHARS_PER_TOKEN
+    calls, reply, rollouts = agent.max_turns, config.max_token_length, tasks * config.group_size
+    least = rollouts * price.cost(round(sent), 0)
+    most = rollouts * price.cost(round(calls * sent + calls * (calls - 1) / 2 * reply), calls * reply)
+    return (
+        f"about {least:.2f} with one call per rollout and empty replies, {most:.2f} with {plural(calls, 'call')} of "
+        f"{reply} tokens each, at {_CHARS_PER_TOKEN} characters per token and without results of tools; --max-cost "
+        "limits it"
+    )
+
+
+async def _tasks(parsed: RunLine, environment: EvaluatedEnvironment, limit: int | None) -> AsyncIterator[Task] | None:
+    """Return the tasks; None if they are not known before the run."""
     found = await environment.evaluated_tasks() if parsed.command == "evaluate" else environment.tasks()
     if found is None or (parsed.command == "serve" and limit is None):
         return None
-    return (task.id async for _, task in numbered(found, 0, limit))
+    return (task async for _, task in numbered(found, 0, limit))

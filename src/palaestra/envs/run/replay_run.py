@@ -47,6 +47,7 @@ HOST_SETTINGS = frozenset({
     "workspace_store_bytes", "backend_options", "creates_per_s", "max_starting", "drain_file", "slot_prices",
     "terminal_backend", "tool_pool_mode", "docker_hosts", "docker_image",
     "docker_privileged", "docker_runtime", "singularity_image", "ssh_hosts", "ssh_user", "ssh_port", "ssh_key",
+    "slurm_job", "slurm_slots_per_node",
     "nomad_address", "nomad_token", "nomad_datacenter", "nomad_cpu", "nomad_memory", "nomad_scale_cooldown",
     "sandbox_job_id", "sandbox_image", "min_containers", "privileged", "purge_job_on_start", "purge_job_on_shutdown",
     "driver", "container_cpus", "container_memory", "browser_executable", "builder", "build_network", "force_build",

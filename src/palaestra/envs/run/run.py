@@ -213,7 +213,7 @@ class Assembly:
         environment = self.form.build(self.parsed.env_config, self._servers, engine)
         await self.stack.enter_async_context(opened(environment))
         task_limit(self.parsed, environment)  # reports an unusable limit before the run begins
-        await engine.probe(_offered_tools(environment, self.parsed.env_config.seed))
+        await engine.probe(offered_tools(environment, self.parsed.env_config.seed))
         return environment
 
     def output(
@@ -375,7 +375,7 @@ async def opened(environment: Environment) -> AsyncIterator[None]:
             await environment.shared.aclose()
 
 
-def _offered_tools(environment: Environment, seed: int) -> Sequence[Mapping[str, JSON]]:
+def offered_tools(environment: Environment, seed: int) -> Sequence[Mapping[str, JSON]]:
     """Return the definitions of the tools that a task gets by default; empty if the environment cannot choose tools
     without a real task."""
     try:

@@ -3,7 +3,8 @@
 A line has `prompt_index, conversations, metadata, completed, partial, api_calls, toolsets_used, tool_stats,
 tool_error_counts, reasoning_stats`. `tool_stats` and `tool_error_counts` have the same keys in every line, so that the
 lines load as one table. The keys are all built-in tools of this Palaestra version and the tools of the run's first
-group. Discarded samples (score 0) are left out.
+group. A batch with the setting `lean` repeats neither the tools' schemas nor counts of 0 in each line. Discarded
+samples (score 0) are left out.
 """
 
 from __future__ import annotations
@@ -73,8 +74,12 @@ def batch_line(
     """Return the line of a sample, and remarks on it. Raises `Unfit`."""
     env: Mapping[str, JSON] = meta.config.get("env") or {}
     conversation = chat_messages(_without(trajectory.messages, env.get("ephemeral_system_prompt")))
-    turns, remarks = alternating(conversation, group.tools)
+    lean = bool(env.get("lean"))
+    turns, remarks = alternating(conversation, () if lean else group.tools)
     stats, errors = tool_stats(trajectory, names)
+    if lean:
+        stats = {name: counts for name, counts in stats.items() if counts["count"]}
+        errors = {name: count for name, count in errors.items() if count}
     line: dict[str, JSON] = {
         "prompt_index": group.number,
         "conversations": turns,

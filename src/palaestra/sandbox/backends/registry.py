@@ -36,6 +36,7 @@ BUILTIN: Mapping[str, str] = {
     "singularity": f"{_MODULES}.singularity:SingularityBackend.from_config",
     "nomad": f"{_MODULES}.nomad:NomadBackend.from_config",
     "ssh": f"{_MODULES}.ssh:SSHBackend.from_config",
+    "slurm": f"{_MODULES}.slurm:SlurmBackend.from_config",
     "modal": f"{_MODULES}.modal:ModalBackend.from_config",
 }
 """The entry points of this package's backends, by name."""
@@ -57,12 +58,13 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "container_": ("docker",),
     "singularity_": ("singularity",),
     "ssh_": ("ssh",),
+    "slurm_": ("slurm",),
     "nomad_": ("nomad",),
     "modal_": ("modal",),
     **dict.fromkeys(("slots_per_container", "max_containers"), _CONTAINERS),
     **dict.fromkeys(("sandbox_job_id", "sandbox_image", "min_containers", "privileged", "driver"), ("nomad",)),
     **dict.fromkeys(("purge_job_on_start", "purge_job_on_shutdown"), ("nomad",)),
-    **dict.fromkeys(("creates_per_s", "max_starting", "drain_file"), (*_CONTAINERS, "ssh", "modal")),
+    **dict.fromkeys(("creates_per_s", "max_starting", "drain_file"), (*_CONTAINERS, "ssh", "slurm", "modal")),
     "backend_options": (),
 }
 """For each setting, or prefix of settings, that only some backends of this package read: the names of these
@@ -75,6 +77,7 @@ _INSTEAD: Mapping[tuple[str, str], str] = {
     ("sandbox_image", "modal"): "modal_image",
     ("slots_per_container", "modal"): "modal_slots_per_sandbox",
     ("slots_per_container", "ssh"): "ssh_slots_per_host",
+    ("slots_per_container", "slurm"): "slurm_slots_per_node",
     ("min_containers", "modal"): "modal_min_sandboxes",
     ("max_containers", "modal"): "modal_max_sandboxes",
 }

@@ -72,7 +72,7 @@ class RepositoryVenv:
             if not (await self.slot.execute(command, cwd="/", env=variables, timeout_s=_UV_S)).success:
                 return False
         settings = {uv: variables[pip] for pip, uv in _INDEXES.items() if pip in variables}
-        settings |= {"UV_NO_CACHE": "1", "UV_PYTHON_DOWNLOADS": "never"}
+        settings |= {"UV_NO_CACHE": "1", "UV_PYTHON_DOWNLOADS": "never", "UV_COMPILE_BYTECODE": "1"}
         settings |= {"SSL_CERT_FILE": variables["PIP_CERT"]} if "PIP_CERT" in variables else {}
         argv = [f"{_UV_DIR}/bin/uv", "pip", "install", "--python", _PYTHON, "--exclude-newer", self.before, "--quiet"]
         environment = {**variables, **settings}
