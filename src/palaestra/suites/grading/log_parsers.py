@@ -59,7 +59,7 @@ class LineParser:
             match = self.pattern.match(line.strip())
             status = match and self.statuses.get(match["status"])
             if match and status:
-                found[match["name"].strip()] = status
+                found[match["name"]] = status
         return found
 
 
