@@ -94,6 +94,10 @@ RUNNER_LOGS = [
 """Logs of real runners, with the statuses that SWE-bench's parser reads in them (`benchmarks/runner_logs.py`)."""
 
 
+def test_at_least_a_hundred_logs_are_compared() -> None:
+    assert len(RUNNER_LOGS) + sum(name.startswith("parse_log_") for name, *_ in LOGS) >= 100
+
+
 @pytest.mark.parametrize(
     "kept", RUNNER_LOGS, ids=[f"{kept['parser']}-{kept['runner']}-{kept['scenario']}" for kept in RUNNER_LOGS]
 )
