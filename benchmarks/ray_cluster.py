@@ -11,28 +11,32 @@
   the same events to a journal takes, with as many commits.
 - `throughput`: rollouts per second on two nodes, beside one process on the same cores.
 
-Needs the extra `ray`. Each Ray node takes about 0.3 GB of memory.
+Needs the extra `ray`, except with `--processes`. Each Ray node takes about 0.3 GB of memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import _measure as measure
 
+from palaestra.cluster.launcher import ProcessLauncher
 from palaestra.cluster.messages import (
     FINISHED,
     KINDS,
-    GroupWork,
     PlayGroup,
     Ready,
     StreamEnded,
@@ -41,6 +45,7 @@ from palaestra.cluster.messages import (
     read_frame,
     this_process,
     to_worker,
+    unpacked,
 )  # fmt: skip
 from palaestra.core.types import Score, Task
 from palaestra.rollouts.environment import Environment
@@ -56,6 +61,12 @@ from palaestra.rollouts.journal.journal import EventStream, Journal, read_journa
 from palaestra.rollouts.resume.state import read_finished
 
 GROUP = 4
+LINES = 5
+"""The lines of a journal for each rollout, at least."""
+MARK = "PALAESTRA_CLUSTER_BENCHMARK"
+"""The variable that tells this benchmark's processes from those of others on the machine."""
+SHARED = ("palaestra-gates-", "ray")
+"""The folders that all runs of a user share, and that of the Ray cluster, which outlives its runs."""
 RECORDED = "000000-lines-0"
 DRIVER_TARGET, THROUGHPUT_TARGET = 3.0, 0.9
 
@@ -105,25 +116,52 @@ def seconds(run: Path) -> float:
 
 
 def workers() -> list[int]:
-    found = []
+    """Return the ids of the workers of this benchmark's runs."""
+    found, mine = [], f"{MARK}={os.environ[MARK]}".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"palaestra.cluster.worker" in path.read_bytes():
+            if b"palaestra.cluster.worker" in path.read_bytes() and mine in (path.parent / "environ").read_bytes():
                 found.append(int(path.parent.name))
         except OSError:
             continue
     return found
 
 
-def none_left() -> bool:
-    """Whether no worker is left, five seconds after the last one should have ended."""
-    deadline = time.monotonic() + 5
-    while workers() and time.monotonic() < deadline:
+def none_left(folder: Path) -> bool:
+    """Whether no worker is left, and nothing in the folder for temporary files, ten seconds after they should have
+    ended."""
+
+    def left() -> list[int | Path]:
+        return [*workers(), *(each for each in folder.iterdir() if not each.name.startswith(SHARED))]
+
+    deadline = time.monotonic() + 10
+    while left() and time.monotonic() < deadline:
         time.sleep(0.1)
-    return not workers()
+    if found := left():
+        print(f"left behind: {found[:5]}", file=sys.stderr)
+    return not found
 
 
-class Cluster:
+class Processes:
+    """Workers that are processes of the run: `--on processes:N`."""
+
+    address = ""
+
+    def __init__(self, nodes: int) -> None:
+        self.on = ("--on", f"processes:{nodes}")
+
+    def kill(self) -> None:
+        """Kill one worker."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(min(workers()), signal.SIGKILL)
+
+    def add(self) -> None:
+        """Do nothing: the driver starts the worker again."""
+
+    def close(self) -> None: ...
+
+
+class RayNodes:
     """A Ray cluster of some nodes with one CPU each, on this machine."""
 
     def __init__(self, nodes: int) -> None:
@@ -165,7 +203,8 @@ def killed(folder: Path, words: list[str], after: int, kill: Any) -> Path:
 async def instant(recorded: Path, slots: int) -> None:
     """Be a worker that plays each group at once, with the events of the recorded one."""
     from palaestra.cluster.event_outbox import EventOutbox
-    from palaestra.cluster.worker import _unpickled, streams
+    from palaestra.cluster.group import JOURNALLED
+    from palaestra.cluster.worker import streams
 
     reader, writer = await streams()
     events = [line.split(b"\t", 2) for line in recorded.read_bytes().splitlines()]
@@ -184,11 +223,15 @@ async def instant(recorded: Path, slots: int) -> None:
         while True:
             message = to_worker(await read_frame(reader))
             if isinstance(message, PlayGroup):
-                work: GroupWork = _unpickled(message.work)
+                work = unpacked(message.work)
                 name = f"{work.number:06d}-{work.task.id}".encode()
                 for kind, index, line in events:
+                    if int(kind) in message.unheard and int(kind) not in JOURNALLED:
+                        continue
                     outbox.put(message.key, int(kind), int(index), line.replace(RECORDED.encode(), name))
                 outbox.put(message.key, FINISHED, -1, b"")
+                await outbox.room()
+                await asyncio.sleep(0)  # as a rollout waits: the batches are sent meanwhile
     except StreamEnded:
         sending.cancel()
 
@@ -222,17 +265,25 @@ class Instant(Environment):
         raise NotImplementedError
 
 
+def launcher_of(address: str, nodes: int, command: tuple[str, ...]) -> Any:
+    """Return what starts instant workers: on the Ray cluster at the address, or as processes without one."""
+    if not address:
+        return ProcessLauncher(nodes, command)
+    from palaestra.cluster.ray_launcher import RayLauncher
+
+    return RayLauncher(address, command)
+
+
 async def driver(address: str, recorded: Path, groups: int, in_flight: int, nodes: int) -> measure.Sample:
     """Measure the driver's CPU per rollout, and that of its journal alone."""
     from palaestra.cluster.driver import Driver
     from palaestra.cluster.nodes import Terms
-    from palaestra.cluster.ray_launcher import RayLauncher
     from palaestra.rollouts.runner import Runner
     from palaestra.rollouts.spec import RunContext, RunSettings
     from palaestra.rollouts.workspaces import Workspaces
 
     slots = -(-in_flight // nodes)
-    launcher = RayLauncher(address, (str(Path(__file__).resolve()), "--instant", str(recorded), str(slots)))
+    launcher = launcher_of(address, nodes, (str(Path(__file__).resolve()), "--instant", str(recorded), str(slots)))
     cluster = Driver(launcher, Terms(WorkerSetup(reference="", script=None, folder="/", settings=b"", flush_s=0.1)))
     await cluster.open()
     with tempfile.TemporaryDirectory() as folder:
@@ -246,6 +297,7 @@ async def driver(address: str, recorded: Path, groups: int, in_flight: int, node
         totals = await Runner(Instant(groups), context, concurrency=-(-in_flight // GROUP)).run()
         took, used = time.perf_counter() - began, time.process_time() - cpu
         assert totals.rollouts == totals.scored == groups * GROUP
+        peak_kb = measure.peak_kb()  # before the journal is read back
         journal.close()
         events = list(read_journal(Path(folder, "journal.jsonl")))
         alone = Journal(Path(folder, "alone.jsonl"))
@@ -262,7 +314,7 @@ async def driver(address: str, recorded: Path, groups: int, in_flight: int, node
     rollouts = groups * GROUP
     return {
         "driver_us": used / rollouts * 1e6, "journal_us": journal_cpu / rollouts * 1e6,
-        "rollouts_per_s": rollouts / took, "peak_kb": measure.peak_kb(),
+        "rollouts_per_s": rollouts / took, "peak_kb": peak_kb,
     }  # fmt: skip
 
 
@@ -286,11 +338,62 @@ def recorded_group(run: Path, path: Path) -> None:
     path.write_bytes(b"\n".join(b"%d\t%d\t%s" % each for each in lines))
 
 
+def compared(
+    folder: Path, words: list[str], cluster: Processes | RayNodes, alone: Path, expected: dict[str, Any]
+) -> Iterator[measure.Row]:
+    """Run on the cluster, and yield the rows that compare this run with the one in one process."""
+    measure.progress(f"one process: {len(expected)} rollouts in {seconds(alone):.1f} s")
+    there = finished(folder, *words, *cluster.on)
+    measure.progress(f"cluster: {seconds(there):.1f} s")
+    found = content(there)
+    same = sum(found.get(name) == each for name, each in expected.items())
+    yield measure.with_floor(measure.Row("same rollouts", same / len(expected), "share"), 1.0)
+    ratio = seconds(alone) / seconds(there)
+    rate = measure.Row("throughput", len(expected) / seconds(there), "rollouts/s", ratio)
+    yield measure.judged(rate, THROUGHPUT_TARGET, ratio >= THROUGHPUT_TARGET)
+
+
+def kill_rows(
+    folder: Path, words: list[str], cluster: Processes | RayNodes, expected: dict[str, Any], what: str, count: int
+) -> Iterator[measure.Row]:
+    """Kill a node or the driver of so many runs at random moments, and yield how many of them ended well."""
+    rng, good, clean = random.Random(what), 0, 0
+    for number in range(count):
+        lines = rng.randrange(2, len(expected) * LINES)
+        if what == "node":
+            run = killed(folder, [*words, *cluster.on], lines, lambda _: cluster.kill())
+        else:
+            run = killed(folder, [*words, *cluster.on], lines, lambda running: running.kill())
+        clean += none_left(folder / "tmp")
+        if what == "node":
+            cluster.add()
+        else:
+            finished(folder, "resume", str(run))
+        good += content(run) == expected
+        shutil.rmtree(run)
+        print(f"{what} kill {number + 1} at line {lines}: {good} the same, {clean} left nothing", file=sys.stderr)
+    yield measure.with_floor(measure.Row(f"{what} kills with the same journal", good, f"of {count}"), count)
+    yield measure.with_floor(measure.Row(f"{what} kills that left nothing", clean, f"of {count}"), count)
+
+
+def driver_rows(recorded: Path, cluster: Processes | RayNodes, nodes: int, rollouts: int) -> Iterator[measure.Row]:
+    """Yield the driver's CPU, memory and rate with workers that answer at once."""
+    for in_flight in (100, 1000, min(10_000, rollouts)):
+        arguments = (cluster.address, str(recorded), str(rollouts // GROUP), str(in_flight))
+        found = measure.fresh_process(__file__, "--driver", *arguments, str(nodes))
+        ratio = found["driver_us"] / found["journal_us"]
+        row = measure.Row(f"driver, {in_flight} in flight", found["driver_us"], "µs/rollout", ratio)
+        yield measure.judged(row, DRIVER_TARGET, ratio <= DRIVER_TARGET)
+        yield measure.Row(f"driver's memory, {in_flight} in flight", found["peak_kb"] / 1024, "MB")
+        yield measure.Row(f"driver, {in_flight} in flight", found["rollouts_per_s"], "rollouts/s")
+
+
 def main() -> int:
     """Measure and print the table."""
     parser = measure.options_parser(__doc__)
     parser.add_argument("--rollouts", type=int, default=None, help="rollouts of each run (default 500, --quick 40)")
     parser.add_argument("--nodes", type=int, default=3, help="nodes of the cluster (default 3)")
+    parser.add_argument("--processes", action="store_true", help="workers as processes, without Ray")
     parser.add_argument("--kills", type=int, default=None, help="runs in which a node is killed (20, --quick 1)")
     parser.add_argument("--driver-kills", type=int, default=None, help="runs with a killed driver (20, --quick 1)")
     parser.add_argument("--instant-rollouts", type=int, default=None, help="rollouts for the driver (20000, 2000)")
@@ -300,58 +403,28 @@ def main() -> int:
     kills = options.kills if options.kills is not None else (1 if quick else 20)
     driver_kills = options.driver_kills if options.driver_kills is not None else (1 if quick else 20)
     many = options.instant_rollouts or (2000 if quick else 20000)
-    rng, rows = random.Random(0), []
+    os.environ[MARK] = str(os.getpid())
+    rows: list[measure.Row] = []
     words = ["run", "lines_env.py", "--policy", "oracle", "--group", str(GROUP), "--slots", "16"]
     words += ["--env.n", str(rollouts // GROUP)]
-    cluster = Cluster(options.nodes)
-    try:
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
+    with tempfile.TemporaryDirectory() as place:
+        folder, scratch = Path(place), Path(place, "tmp")
+        scratch.mkdir()
+        os.environ["TMPDIR"] = str(scratch)  # of the runs and their workers
+        cluster = Processes(options.nodes) if options.processes else RayNodes(options.nodes)
+        try:
             (folder / "lines_env.py").write_text(ENVIRONMENT)
             alone = finished(folder, *words)
             expected = content(alone)
-            lines = (alone / "journal.jsonl").read_bytes().count(b"\n")
-            measure.progress(f"one process: {len(expected)} rollouts in {seconds(alone):.1f} s")
-            on_ray = finished(folder, *words, *cluster.on)
-            measure.progress(f"{options.nodes} nodes: {seconds(on_ray):.1f} s")
-            same = sum(content(on_ray).get(name) == each for name, each in expected.items())
-            rows.append(measure.with_floor(measure.Row("same rollouts", same / len(expected), "share"), 1.0))
-            ratio = seconds(alone) / seconds(on_ray)
-            rate = measure.Row("throughput", len(expected) / seconds(on_ray), "rollouts/s", ratio)
-            rows.append(measure.judged(rate, THROUGHPUT_TARGET, ratio >= THROUGHPUT_TARGET))
-            good = clean = 0
-            for number in range(kills):
-                after = rng.randrange(2, int(lines * 0.9))
-                run = killed(folder, [*words, *cluster.on], after, lambda _: cluster.kill())
-                good += content(run) == expected
-                clean += none_left()
-                cluster.add()
-                measure.progress(f"node kill {number + 1} at line {after}: {good} the same")
-            rows.append(measure.with_floor(measure.Row("node kills with the same journal", good, f"of {kills}"), kills))
-            good = 0
-            for number in range(driver_kills):
-                after = rng.randrange(2, int(lines * 0.9))
-                run = killed(folder, [*words, *cluster.on], after, lambda running: running.kill())
-                clean += none_left()
-                finished(folder, "resume", str(run))
-                good += content(run) == expected
-                measure.progress(f"driver kill {number + 1} at line {after}: {good} the same")
-            row = measure.Row("driver kills with the same journal", good, f"of {driver_kills}")
-            rows.append(measure.with_floor(row, driver_kills))
-            row = measure.Row("kills that left no worker", clean, f"of {kills + driver_kills}")
-            rows.append(measure.with_floor(row, kills + driver_kills))
+            rows += compared(folder, words, cluster, alone, expected)
+            for what, many_kills in (("node", kills), ("driver", driver_kills)):
+                rows += kill_rows(folder, words, cluster, expected, what, many_kills)
             recorded_group(alone, folder / "recorded")
-            for in_flight in (100, 1000, min(10_000, many)):
-                arguments = (cluster.address, str(folder / "recorded"), str(many // GROUP), str(in_flight))
-                found = measure.fresh_process(__file__, "--driver", *arguments, str(options.nodes))
-                ratio = found["driver_us"] / found["journal_us"]
-                row = measure.Row(f"driver, {in_flight} in flight", found["driver_us"], "µs/rollout", ratio)
-                rows.append(measure.judged(row, DRIVER_TARGET, ratio <= DRIVER_TARGET))
-                rows.append(measure.Row(f"driver's memory, {in_flight} in flight", found["peak_kb"] / 1024, "MB"))
-                rows.append(measure.Row(f"driver, {in_flight} in flight", found["rollouts_per_s"], "rollouts/s"))
-    finally:
-        cluster.close()
-    return measure.report(f"Ray, {options.nodes} nodes, runs of {rollouts} rollouts", rows, options.json)
+            rows += driver_rows(folder / "recorded", cluster, options.nodes, many)
+        finally:
+            cluster.close()
+    where = "processes" if options.processes else "Ray nodes"
+    return measure.report(f"{options.nodes} {where}, runs of {rollouts} rollouts", rows, options.json)
 
 
 if __name__ == "__main__":

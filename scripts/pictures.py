@@ -135,7 +135,9 @@ def draw_plot(_folder: Path, target: Path) -> None:
 
 ALL = {
     "run.svg": Picture(record_run, {"README.md": _EXAMPLE, "src/palaestra/rollouts/observe/console.py": ""}),
-    "chat.svg": Picture(record_chat, {"src/palaestra/doors/chat/terminal.py": ""}),
+    "chat.svg": Picture(
+        record_chat, {f"src/palaestra/doors/chat/terminal/{name}.py": "" for name in ("screen", "renderers", "people")}
+    ),
     "report.png": Picture(draw_report, {"README.md": _EXAMPLE, "src/palaestra/viewer/page/run.js": ""}),
     "view.png": Picture(
         partial(draw_report, failed=True), {"README.md": _EXAMPLE, "src/palaestra/viewer/page/rollout.js": ""}

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from cluster.on_loop import on_loop
-from palaestra.cluster.placement import Placement, Room
+from palaestra.cluster.placement import PATIENCE_S, Placement, Room
 
 
 def placement(*slots: int) -> Placement:
@@ -111,3 +111,34 @@ async def test_whatever_is_placed_and_freed_no_node_is_overfull_and_none_starves
         assert step - placed <= 21
     for each in waiting:
         each.cancel()
+
+
+@on_loop
+async def test_a_group_overtakes_on_the_node_that_has_its_image_until_another_has_waited_long() -> None:
+    now = [0.0]
+    made = Placement(lambda: now[0])
+    made.add(Room("node", 8))
+    held = await made.place(8, "image")
+    far, near, later = (asyncio.create_task(made.place(8, needs)) for needs in ("other", "image", "image"))
+    await asyncio.sleep(0)
+    made.free(held, 8, ended=True)
+    assert await near is held
+    assert not far.done()
+    now[0] = PATIENCE_S
+    made.free(held, 8, ended=True)
+    assert await far is held
+    assert not later.done()
+    later.cancel()
+
+
+@on_loop
+async def test_room_for_groups_ahead_is_kept_for_those_with_a_prepared_node() -> None:
+    two = placement(16, 16)
+    first = await two.place(15, "image")
+    await two.place(17, "another")
+    far = asyncio.create_task(two.place(3, "another"))
+    await asyncio.sleep(0)
+    assert first.free == 3
+    assert not far.done(), "the node lacks it, and its slots are busy"
+    assert (await two.place(3, "image")) is first
+    far.cancel()

@@ -102,7 +102,7 @@ def test_text_is_readable_on_a_phone() -> None:
 def test_the_check_finds_a_plot_that_is_older_than_its_data(tmp_path: Path) -> None:
     needed = [
         "scripts", "docs/pictures", "README.md", "src/palaestra/rollouts/observe/console.py",
-        "src/palaestra/doors/chat/terminal.py", "src/palaestra/viewer/page",
+        "src/palaestra/doors/chat/terminal", "src/palaestra/viewer/page",
     ]  # fmt: skip
     for path in needed:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,18 +1,19 @@
 """What happens in the groups of a worker, on its way to the driver.
 
 Entries are sent in batches, because each message costs the driver about a millisecond in Ray. Signs of life are sent
-once per batch and rollout. If the driver takes too long, `commit` waits, and so do the rollouts that end.
+once per second and rollout. If the driver takes too long, `commit` waits, and so do the rollouts that end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 import msgspec
 
-from palaestra.cluster.messages import KINDS, GroupEntry, Happened
+from palaestra.cluster.messages import FAILED, FINISHED, KINDS, GroupEntry, Happened
 from palaestra.rollouts.events import (
     Alive,
     Graded,
@@ -31,6 +32,9 @@ MOST_WAITING = 8 << 20
 FULL_BATCH = 1 << 18
 """The bytes with which a batch is sent at once."""
 
+SIGNS_EVERY_S = 1.0
+"""How often a rollout's latest sign of life is sent: as often as `status.json` is written."""
+
 _KIND = {kind: place for place, kind in enumerate(KINDS)}
 _encoder = msgspec.json.Encoder()
 
@@ -42,7 +46,8 @@ class EventOutbox:
         self._send = send
         self._flush_s = flush_s
         self._entries: list[GroupEntry] = []
-        self._signs: dict[str, tuple[int, int, Alive]] = {}
+        self._signs: dict[str, tuple[int, Alive]] = {}
+        self._signs_sent_at = 0.0
         self._bytes = 0
         self._some, self._full, self._room = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._room.set()
@@ -58,8 +63,8 @@ class EventOutbox:
             self._room.clear()
 
     def put_sign(self, key: int, event: Alive) -> None:
-        """Keep the latest sign of life of a rollout or a group until the next batch."""
-        self._signs[event.name] = (key, -1, event)
+        """Keep the latest sign of life of a rollout or a group until signs are sent again, or its play ends."""
+        self._signs[event.name] = (key, event)
         self._some.set()
 
     async def room(self) -> None:
@@ -69,7 +74,11 @@ class EventOutbox:
     async def run(self) -> None:
         """Send what is put, until this is cancelled."""
         while True:
-            await self._some.wait()
+            try:
+                async with asyncio.timeout(SIGNS_EVERY_S if self._signs else None):
+                    await self._some.wait()
+            except TimeoutError:
+                pass
             if not self._full.is_set():
                 try:
                     async with asyncio.timeout(self._flush_s):
@@ -80,15 +89,27 @@ class EventOutbox:
 
     async def flush(self) -> None:
         """Send everything that has been put so far."""
-        entries, signs = self._entries, self._signs
-        self._entries, self._signs, self._bytes = [], {}, 0
+        entries = self._due_signs() + self._entries  # the signs first: a play's last entry ends it
+        self._entries, self._bytes = [], 0
         self._some.clear()
         self._full.clear()
-        entries += [GroupEntry(key, _KIND[Alive], index, _encoder.encode(each)) for key, index, each in signs.values()]
         if entries:
             await self._send(Happened(entries))
         if self._bytes < MOST_WAITING:
             self._room.set()
+
+    def _due_signs(self) -> list[GroupEntry]:
+        if not self._signs:
+            return []
+        signs, now = self._signs, time.monotonic()
+        if now - self._signs_sent_at >= SIGNS_EVERY_S:
+            self._signs, self._signs_sent_at = {}, now
+        else:
+            ended = {each.key for each in self._entries if each.kind in (FINISHED, FAILED)}
+            signs = {name: sign for name, sign in signs.items() if sign[0] in ended} if ended else {}
+            for name in signs:
+                del self._signs[name]
+        return [GroupEntry(key, _KIND[Alive], -1, _encoder.encode(each)) for key, each in signs.values()]
 
 
 class ForwardedJournal(Journal):
@@ -116,14 +137,17 @@ class ForwardedJournal(Journal):
 
 
 class Forwarding:
-    """Subscribes to the events of a play that are not in the journal, and forwards them."""
+    """Subscribes to the events of a play that are not in the journal, and forwards them, except for the `unheard`
+    kinds."""
 
-    def __init__(self, outbox: EventOutbox, key: int) -> None:
+    def __init__(self, outbox: EventOutbox, key: int, unheard: Collection[int] = ()) -> None:
         self._outbox = outbox
         self._key = key
+        self._unheard = unheard
 
     def handlers(self) -> Handlers:
-        return dict.fromkeys((RolloutBegun, TokensSpent, Graded, Note), self._forward) | {Alive: self._on_alive}
+        heard = [each for each in (RolloutBegun, TokensSpent, Graded, Note) if _KIND[each] not in self._unheard]
+        return dict.fromkeys(heard, self._forward) | {Alive: self._on_alive}
 
     def _forward(self, event: MemoryEvent) -> None:
         self._outbox.put(self._key, _KIND[type(event)], _index(event), _encoder.encode(event))

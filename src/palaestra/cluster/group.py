@@ -8,20 +8,20 @@ continue after their last turn in the journal. So a lost node costs no rollout, 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import msgspec
 
 from palaestra.cluster.launcher import NodeLost
-from palaestra.cluster.messages import KINDS, Failure, GroupEntry, GroupWork
+from palaestra.cluster.messages import KINDS, Failure, GroupEntry, GroupWork, Packer
 from palaestra.cluster.placement import Room
 from palaestra.core.errors import ConfigError, PalaestraError, TaskError
-from palaestra.core.types import Blame, Task
+from palaestra.core.types import JSON, Blame, Task
 from palaestra.core.user_code import told
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import (
@@ -46,16 +46,55 @@ MOST_NODES = 4
 
 _decoders: list[msgspec.json.Decoder[Any]] = [msgspec.json.Decoder(kind) for kind in KINDS]
 _failures = msgspec.json.Decoder(Failure)
-_STARTED, _ENDED, _GROUP_ENDED = (KINDS.index(each) for each in (GroupStarted, RolloutEnded, GroupEnded))
+_ENDED, _GROUP_ENDED = (KINDS.index(each) for each in (RolloutEnded, GroupEnded))
 JOURNALLED = frozenset(place for place, kind in enumerate(KINDS) if issubclass(kind, JournalEvent))
 """The kinds of entries that are lines of the journal."""
 
 COMMITTED = frozenset({_ENDED, _GROUP_ENDED})
 """The kinds of entries that must be on the disk before anything else hears of them."""
 
+PASSED_ON = JOURNALLED - COMMITTED - {KINDS.index(GroupStarted)}
+"""The kinds of entries that the driver writes and need not read."""
+
+
+class _StartedGroup(msgspec.Struct):
+    """A `Group` that starts. Its tools stay encoded, because most groups of a run have the same."""
+
+    group_id: str
+    number: int
+    task_id: str
+    asked: str = ""
+    toolsets: tuple[str, ...] = ()
+    tools: msgspec.Raw = msgspec.Raw(b"[]")
+    tools_hash: str = ""
+    tools_missing: dict[str, str] = {}
+    error: str = ""
+    blame: Blame | None = None
+    prepare_s: float = 0.0
+    from_store: bool = False
+
+
+class _Started(msgspec.Struct):
+    """A `GroupStarted`."""
+
+    group: _StartedGroup
+    at: float = 0.0
+
+
+_started = msgspec.json.Decoder(_Started)
+
+
+@lru_cache(maxsize=64)
+def _tools(encoded: bytes) -> list[dict[str, JSON]]:
+    """Return the tools of groups, one list for all groups that have the same."""
+    tools: list[dict[str, JSON]] = msgspec.json.decode(encoded)
+    return tools
+
 
 class Nodes(Protocol):
     """What a group needs of the nodes; `Driver` implements it."""
+
+    packer: Packer
 
     def earlier_of(self, run: RunContext, group_id: str) -> EarlierWork: ...
 
@@ -89,6 +128,9 @@ class RemoteGroup:
         self.placed: Playing | None = None
         """The room that the group has on a node."""
         self.reserved = run.settings.group_size
+        events = run.events
+        self.heard = frozenset(place for place, kind in enumerate(KINDS) if events.hears(kind))
+        """The kinds of entries that somebody in the run hears."""
         self._nodes = nodes
         self._places = places
         self._earlier = nodes.earlier_of(run, self.group.group_id)
@@ -132,7 +174,8 @@ class RemoteGroup:
     def work(self) -> bytes:
         """Return the pickled work that is left. Raises `TaskError` for a task that cannot be sent."""
         try:
-            return pickle.dumps(GroupWork(self.number, self.task, self.run_context.settings, self._earlier))
+            work = GroupWork(self.number, self.task, self.run_context.settings, self._earlier)
+            return self._nodes.packer.pack(work)
         except Exception as error:
             raise TaskError(
                 f"task {self.task.id} cannot be sent to a node: {told(error)}. Keep plain data in `data`, `answer` and "
@@ -145,33 +188,42 @@ class RemoteGroup:
 
     def take(self, entry: GroupEntry) -> JournalEvent | MemoryEvent | None:
         """Take note of an entry, and return the event to announce, if anybody hears it. The caller writes its line."""
-        kind, events = KINDS[entry.kind], self.run_context.events
-        event: JournalEvent | MemoryEvent | None = None
-        if not issubclass(kind, JournalEvent):
-            if not events.hears(kind):
+        kind = entry.kind
+        if kind not in JOURNALLED:
+            return self._heard(entry) if kind in self.heard else None
+        event: JournalEvent
+        if kind in PASSED_ON:
+            self._lines.setdefault(entry.index, []).append((kind, entry.data))
+            if kind not in self.heard:
                 return None
-            event = _decoders[entry.kind].decode(entry.data)
-            if isinstance(event, TokensSpent) and self._counted[entry.index] > 0:
-                self._counted[entry.index] -= 1
-                return None
-            if isinstance(event, Note) and not events.unreported([event.text]):
-                return None
-            return event
-        if entry.kind in (_STARTED, _ENDED, _GROUP_ENDED) or events.hears(kind):
-            event = _decoders[entry.kind].decode(entry.data)
-        match event:
-            case GroupStarted(group=started):
-                started.trajectories = self.group.trajectories
-                for name in started.__struct_fields__:
-                    setattr(self.group, name, getattr(started, name))
-                self.begun = True
-            case GroupEnded(error=error, blame=blame):
-                self.group.error, self.group.blame = error, blame
-            case RolloutEnded(trajectory=trajectory):
-                self._add(trajectory)
-        if entry.index >= 0 and (not isinstance(event, RolloutEnded) or event.trajectory.blame in CUT_OFF):
-            self._lines.setdefault(entry.index, []).append((entry.kind, entry.data))
-        return event if event is not None and events.hears(kind) else None
+            event = _decoders[kind].decode(entry.data)
+        elif kind == _ENDED:
+            event = ended = _decoders[kind].decode(entry.data)
+            self._add(ended.trajectory)
+            if ended.trajectory.blame in CUT_OFF:
+                self._lines.setdefault(entry.index, []).append((kind, entry.data))
+        elif kind == _GROUP_ENDED:
+            event = last = _decoders[kind].decode(entry.data)
+            self.group.error, self.group.blame = last.error, last.blame
+        else:
+            event = self._start(_started.decode(entry.data))
+        return event if kind in self.heard else None
+
+    def _start(self, started: _Started) -> GroupStarted:
+        for name in _StartedGroup.__struct_fields__:
+            value = getattr(started.group, name)
+            setattr(self.group, name, _tools(bytes(value)) if name == "tools" else value)
+        self.begun = True
+        return GroupStarted(at=started.at, group=self.group)
+
+    def _heard(self, entry: GroupEntry) -> MemoryEvent | None:
+        event: MemoryEvent = _decoders[entry.kind].decode(entry.data)
+        if isinstance(event, TokensSpent) and self._counted[entry.index] > 0:
+            self._counted[entry.index] -= 1
+            return None
+        if isinstance(event, Note) and not self.run_context.events.unreported([event.text]):
+            return None
+        return event
 
     def failure(self, entry: GroupEntry) -> PalaestraError:
         """Return the error that ended the group on its node. `NodeLost` means that the node is to blame."""

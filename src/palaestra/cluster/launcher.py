@@ -115,18 +115,20 @@ class ProcessLink:
 
 
 class ProcessLauncher:
-    """Starts `count` workers on this machine, each as if it were a node."""
+    """Starts `count` workers on this machine, each as if it were a node. `command` has the arguments with which Python
+    is a worker."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, command: Sequence[str] = COMMAND) -> None:
         self.name = f"{count} processes"
         self.links: dict[str, ProcessLink] = {}
         self._count = count
+        self._command = command
 
     async def nodes(self) -> list[NodeAddress]:
         return [NodeAddress(f"process-{number}", f"process-{number}") for number in range(self._count)]
 
     async def start(self, node: NodeAddress) -> ProcessLink:
-        link = self.links[node.id] = ProcessLink(await start_worker())
+        link = self.links[node.id] = ProcessLink(await start_worker(command=self._command))
         return link
 
     async def aclose(self) -> None:

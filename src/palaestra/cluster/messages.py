@@ -14,12 +14,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import pickle
 import platform
 import socket
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -27,7 +29,7 @@ import msgspec
 
 import palaestra
 from palaestra.core.errors import PalaestraError
-from palaestra.core.types import Task
+from palaestra.core.types import JSON, Task
 from palaestra.rollouts.events import (
     Alive,
     AttemptDiscarded,
@@ -120,10 +122,12 @@ class WorkerSetup(msgspec.Struct, tag=True, kw_only=True):
 
 
 class PlayGroup(msgspec.Struct, tag=True):
-    """Play a group. `work` is a pickled `GroupWork`."""
+    """Play a group. `work` is a `GroupWork`, packed by a `Packer`. `unheard` has the kinds of events that the driver
+    drops, because they are not in the journal and nothing in the run hears them."""
 
     key: int
     work: bytes
+    unheard: list[int] = []
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -152,6 +156,42 @@ class GroupWork:
     task: Task
     settings: RunSettings
     earlier: EarlierWork
+
+
+class Packer:
+    """Pickles the groups of a run. Groups share their settings, and most tasks their limits, so neither is pickled for
+    each group: pickling a dataclass takes far longer than pickling its values."""
+
+    def __init__(self) -> None:
+        self._settings: tuple[RunSettings, bytes] | None = None
+
+    def pack(self, work: GroupWork) -> bytes:
+        """Return the work as bytes. Raises whatever pickling the task's data raises."""
+        if self._settings is None or self._settings[0] is not work.settings:
+            self._settings = work.settings, pickle.dumps(work.settings)
+        task: Task | tuple[JSON, ...] = work.task
+        if type(task) is Task:
+            pairs = zip(_values(task), _DEFAULTS, strict=True)
+            task = tuple([... if value is default else value for value, default in pairs])
+        earlier = work.earlier
+        begun = earlier.rollouts, earlier.cut_off, earlier.asked, earlier.turns
+        return pickle.dumps((work.number, task, self._settings[1], begun if any(begun) else None))
+
+
+def unpacked(work: bytes) -> GroupWork:
+    """Return the work that a `Packer` packed. Raises whatever unpickling raises."""
+    number, task, settings, begun = pickle.loads(work)  # noqa: S301 - from the driver, which started this process
+    if isinstance(task, tuple):
+        task = Task(*(default if value is ... else value for value, default in zip(task, _DEFAULTS, strict=True)))
+    earlier = EarlierWork()
+    if begun is not None:
+        earlier.rollouts, earlier.cut_off, earlier.asked, earlier.turns = begun
+    return GroupWork(number, task, pickle.loads(settings), earlier)  # noqa: S301 - as above
+
+
+_FIELDS = fields(Task)
+_DEFAULTS: tuple[JSON, ...] = tuple(each.default for each in _FIELDS)
+_values: Callable[[Task], tuple[JSON, ...]] = attrgetter(*(each.name for each in _FIELDS))
 
 
 class StreamEnded(PalaestraError):

@@ -46,16 +46,20 @@ async def on_processes(words: str, request: ClusterRequest) -> AsyncIterator[Dri
 async def opened(launcher: Launcher, request: ClusterRequest) -> AsyncIterator[Driver]:
     """Open the nodes that `launcher` finds. Raises `ConfigError` if none can be used."""
     try:
-        nodes = len(await launcher.nodes())
-        flush_s = max(_FLUSH_S, nodes / _FLUSHES_PER_S)
-        driver = Driver(launcher, Terms(setup_of(request, flush_s), request.servers))
+        nodes = await launcher.nodes()
+        driver = Driver(launcher, Terms(setup_of(request, flush_seconds(len(nodes))), request.servers))
         try:
-            request.stream.write(await driver.open())
+            request.stream.write(await driver.open(nodes))
             yield driver
         finally:
             await driver.aclose()
     finally:
         await launcher.aclose()
+
+
+def flush_seconds(nodes: int) -> float:
+    """Return how long events wait on each of so many nodes until they are sent."""
+    return max(_FLUSH_S, nodes / _FLUSHES_PER_S)
 
 
 def setup_of(request: ClusterRequest, flush_s: float) -> WorkerSetup:

@@ -18,8 +18,8 @@ import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Collection
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from palaestra.cluster.messages import (
     read_frame,
     this_process,
     to_worker,
+    unpacked,
 )
 from palaestra.core.errors import ConfigError, DiskError, PalaestraError
 from palaestra.core.types import JSON
@@ -117,8 +118,8 @@ class Worker:
 
     def _obey(self, message: WorkerSetup | PlayGroup | Cancel | Stop, node: _Node, outbox: EventOutbox) -> None:
         match message:
-            case PlayGroup(key=key, work=work):
-                task = asyncio.create_task(_play(node, outbox, key, work), name=f"play-{key}")
+            case PlayGroup(key=key, work=work, unheard=unheard):
+                task = asyncio.create_task(_play(node, outbox, key, work, unheard), name=f"play-{key}")
                 self._playing[key] = task
                 task.add_done_callback(lambda _: self._playing.pop(key, None))
             case Cancel(key=key) if key in self._playing:
@@ -142,11 +143,11 @@ def told_briefly(error: BaseException) -> str:
     return str(error) if isinstance(error, PalaestraError) else told(error)
 
 
-async def _play(node: _Node, outbox: EventOutbox, key: int, work: bytes) -> None:
+async def _play(node: _Node, outbox: EventOutbox, key: int, work: bytes, unheard: Collection[int]) -> None:
     """Play one group, and report its end even if it failed."""
     try:
-        group = _unpickled(work)
-        events = EventStream(ForwardedJournal(outbox, key), Forwarding(outbox, key))
+        group = _unpacked(work)
+        events = EventStream(ForwardedJournal(outbox, key), Forwarding(outbox, key, unheard))
         context = replace(node.context, events=events, settings=group.settings, earlier=group.earlier)
         await GroupRun(node.environment, context, group.number, group.task, node.places).play()
     except asyncio.CancelledError:
@@ -161,24 +162,23 @@ async def _play(node: _Node, outbox: EventOutbox, key: int, work: bytes) -> None
     outbox.put(key, FINISHED, -1, b"")
 
 
-def _unpickled(work: bytes) -> GroupWork:
+def _unpacked(work: bytes) -> GroupWork:
     try:
-        group: GroupWork = pickle.loads(work)  # noqa: S301 - from the driver, which started this process
+        return unpacked(work)
     except Exception as error:
         raise ConfigError(
             f"a task cannot be read on this node: {told(error)}. Its data must not use classes of modules that only "
             "the driver's machine has"
         ) from error
-    return group
 
 
 @asynccontextmanager
 async def _opened_node(setup: WorkerSetup, outbox: EventOutbox) -> AsyncIterator[_Node]:
     """Open the environment, the model client and the slots of this node. Raises the errors of a run's start."""
-    with tempfile.TemporaryDirectory(prefix="palaestra-worker-") as scratch:
+    with ExitStack() as files:
         folder = Path(setup.folder)
-        os.chdir(folder if folder.is_dir() and os.access(folder, os.X_OK) else scratch)
-        form = load_environment(_script_here(setup, Path(scratch)), Path.cwd())
+        os.chdir(folder if folder.is_dir() and os.access(folder, os.X_OK) else _scratch(files))
+        form = load_environment(_script_here(setup, files), Path.cwd())
         env_values, server_values = _settings(setup)
         config = form.config_type()(**env_values)
         servers = [APIServerConfig(**values) for values in server_values]
@@ -215,7 +215,12 @@ def _not_kept(error: ConfigError) -> None:
     logger.warning("a prepared workspace is not kept for other runs: %s", error)
 
 
-def _script_here(setup: WorkerSetup, scratch: Path) -> str:
+def _scratch(files: ExitStack) -> Path:
+    """Return a new temporary folder. Most workers need none, so that most workers that are killed leave none."""
+    return Path(files.enter_context(tempfile.TemporaryDirectory(prefix="palaestra-worker-")))
+
+
+def _script_here(setup: WorkerSetup, files: ExitStack) -> str:
     """Return the reference by which this node loads the environment. If this node lacks the driver's file, or has
     another one at its path, a copy is loaded."""
     if setup.script is None:
@@ -227,7 +232,7 @@ def _script_here(setup: WorkerSetup, scratch: Path) -> str:
             return setup.reference
     except OSError:
         pass
-    copy = scratch / here.name
+    copy = _scratch(files) / here.name
     copy.write_bytes(setup.script)
     return f"{copy}{colon}{name}"
 

@@ -84,8 +84,9 @@ class RunLimits:
         return self._tokens_cost + self._slot_cost()
 
     def handlers(self) -> Handlers:
+        spending: Handlers = {} if self._prices is None else {TokensSpent: self._on_tokens}
         return {
-            TokensSpent: self._on_tokens,
+            **spending,
             RolloutEnded: self._on_rollout,
             RolloutKept: self._on_rollout,
             GroupFinished: self._on_group,

@@ -147,7 +147,10 @@ class Runner:
 
     async def _run_tasks(self) -> None:
         size = self.run_context.settings.group_size
-        places = Places(self.concurrency * size, groups_ahead(self.concurrency) * size)
+        ahead = groups_ahead(self.concurrency)
+        if self.run_context.elsewhere is not None:
+            ahead *= 2  # half of them are prepared ahead on nodes, and the others wait for a node that has their image
+        places = Places(self.concurrency * size, ahead * size)
         async with asyncio.TaskGroup() as groups:
             while True:
                 await places.reserve(size)

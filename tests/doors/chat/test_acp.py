@@ -96,6 +96,37 @@ def test_an_editor_gets_text_calls_permissions_and_changes(tmp_path: Path) -> No
     play(tmp_path, scene)
 
 
+def test_an_editor_gets_modes_a_plan_and_commands(tmp_path: Path) -> None:
+    commands = tmp_path / "work/.claude/commands"
+    commands.mkdir(parents=True)
+    (commands / "tell.md").write_text("---\ndescription: Tell a word\n---\nsay told $ARGUMENTS")
+
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        opened = await agent.new_session(cwd=str(tmp_path / "work"), mcp_servers=[])
+        session = opened.session_id
+        assert [mode.id for mode in opened.modes.available_modes] == ["plan", "ask", "auto"]
+        assert opened.modes.current_mode_id == "auto"
+        await agent.prompt(session_id=session, prompt=[acp.text_block("/tell twice")])
+        assert editor.text() == "told twice"
+        offered = [each for each in editor.updates if each.session_update == "available_commands_update"]
+        assert ("tell", "Tell a word") in [(each.name, each.description) for each in offered[0].available_commands]
+
+        steps = {"todos": [{"id": "1", "content": "look", "status": "in_progress"}]}
+        await agent.prompt(session_id=session, prompt=[acp.text_block(f"call todo {json.dumps(steps)}")])
+        [plan] = [each for each in editor.updates if each.session_update == "plan"]
+        assert [(entry.content, entry.status) for entry in plan.entries] == [("look", "in_progress")]
+
+        await agent.set_session_mode(mode_id="plan", session_id=session)
+        await agent.prompt(
+            session_id=session, prompt=[acp.text_block(f"call terminal {json.dumps({'command': 'ls'})}")]
+        )
+        assert "Plan mode is on" in str(editor.updates)
+        with pytest.raises(acp.RequestError):
+            await agent.set_session_mode(mode_id="root", session_id=session)
+
+    play(tmp_path, scene)
+
+
 def test_a_turn_is_cancelled_and_a_session_is_listed_loaded_and_forked(tmp_path: Path) -> None:
     async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
         session = (await agent.new_session(cwd=str(tmp_path), mcp_servers=[])).session_id

@@ -17,7 +17,8 @@ from aiohttp import web
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
-from palaestra.doors.chat.conversation import COPIED_SANDBOX, NEW_SANDBOX, Conversation, People
+from palaestra.doors.chat.conversation import NEW_SANDBOX, Conversation, People
+from palaestra.doors.chat.conversation_files import COPIED_SANDBOX
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
 from palaestra.doors.chat.turn import STOPPED

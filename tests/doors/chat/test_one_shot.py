@@ -194,7 +194,8 @@ def test_an_interrupt_ends_the_command_and_the_conversation_goes_on(tmp_path: Pa
 
 def test_the_prompt_appears_before_anything_heavy_is_imported() -> None:
     heavy = "('pydantic', 'aiohttp', 'msgspec')"
-    script = f"import palaestra.doors.chat.terminal, sys; print([name for name in {heavy} if name in sys.modules])"
+    module = "palaestra.doors.chat.terminal.chat_terminal"
+    script = f"import {module}, sys; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

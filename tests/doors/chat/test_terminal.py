@@ -18,14 +18,16 @@ from doors.chat.chat_process import environment
 from palaestra.core.io.threads import LoopThread
 from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.store import ConversationStore
-from palaestra.doors.chat.terminal import Screen
+from palaestra.doors.chat.terminal.renderers import diff_lines
 from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
 
 pytestmark = pytest.mark.slow
 
 HOST_WRITER = str(Path(__file__).parents[2] / "tools" / "mcp" / "host_writer.py")
 """A real MCP server whose tools write files on the host."""
-CTRL_C, CTRL_D, PROMPT = "\x03", "\x04", "›"
+CTRL_C, CTRL_D = "\x03", "\x04"
+PROMPT = "(plan|ask|auto) · "
+"""The line above the prompt while nothing runs. The prompt itself is there all the time."""
 
 
 @contextmanager
@@ -94,8 +96,8 @@ def test_text_and_a_tool_call_stream_into_the_scrollback(tmp_path: Path) -> None
         seen(child, PROMPT)
         child.send(f"{terminal_call('for i in $(seq 30); do echo row $i; done')}\r")
         seen(child, "● terminal")
-        seen(child, "row 1\r?\n?")
-        seen(child, "more lines")
+        seen(child, "earlier lines")
+        seen(child, "row 30\\b")
         assert "--resume" in finish(child)
         assert "\x1b[?1049h" not in child.before  # never the alternate screen
 
@@ -120,7 +122,7 @@ def test_a_call_that_changes_the_host_shows_server_tool_and_arguments(tmp_path: 
     file = tmp_path / "written"
     call = f"call mcp_fs_write {json.dumps({'path': str(file), 'content': 'a' + chr(27) + '[8m' + chr(0x202E)})}"
     with echo_server() as server, terminal(tmp_path, server.url, "--mcp", "mcp.json") as child:
-        for answer, result in (("n", "did not allow"), ("s", "written"), ("", "written")):
+        for answer, result in (("n", "did not allow"), ("s", "│ "), ("", "│ ")):
             seen(child, PROMPT)
             child.send(f"{call}\r")
             if answer:
@@ -163,7 +165,7 @@ def test_approval_no_then_yes(tmp_path: Path) -> None:
 def test_ctrl_c_interrupts_an_approved_command_and_a_turn_that_begins(tmp_path: Path) -> None:
     """A prompt takes the signal over while it asks, and the chat is still loading when the first message is sent."""
     with echo_server(delay_s=0.3) as server, terminal(tmp_path, server.url) as child:
-        seen(child, PROMPT)
+        seen(child, "›")
         child.send(f"say {'word ' * 50}\r")
         seen(child, r"\x1b\[\?2004l")  # the prompt has ended; the message has not been sent
         child.send(CTRL_C)
@@ -197,6 +199,32 @@ def test_ctrl_c_interrupts_the_model_and_a_command_and_keeps_the_conversation(tm
         asked(server, 3)
         finish(child)
     assert [message["role"] for message in messages(tmp_path)][-2:] == ["user", "assistant"]
+
+
+def test_a_message_steers_the_running_turn_and_commands_wait(tmp_path: Path) -> None:
+    with echo_server() as server, terminal(tmp_path, server.url) as child:
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('echo began; sleep 4; seq 20')}\x1b\rsay never\r")
+        seen(child, "│ began")
+        seen(child, "terminal echo began.*Esc stops")
+        child.send("say steered\r")
+        seen(child, "queued: say steered")
+        child.send("/mode plan\r")  # this command does not wait
+        seen(child, "only tools that read")
+        child.send("/undo\r")
+        seen(child, "2 queued")
+        seen(child, "13 earlier lines")
+        seen(child, "undone; the files are as they were")
+        seen(child, "plan · ")
+        child.send("/show 1\r")
+        seen(child, "began")
+        child.send("\x1b[Z")  # Shift-Tab
+        seen(child, "ask · ")
+        child.send(CTRL_D)
+        child.expect(pexpect.EOF)
+    sent = [str(message["content"]) for message in server.asked[-1]["messages"] if message["role"] == "user"]
+    assert sent[-1] == "say steered"
+    assert len(server.asked) == 2  # no turn of its own
 
 
 def test_a_background_process_has_a_status_and_a_notice(tmp_path: Path) -> None:
@@ -266,11 +294,10 @@ def test_changes_of_the_shared_folder_are_shown_and_asked_about(tmp_path: Path) 
 
 
 def test_a_diff_says_what_it_does_not_show() -> None:
-    shown = io.StringIO()
-    Screen(shown).diff("".join(f"+{number}\n" for number in range(205)))
-    assert "+199" in shown.getvalue()
-    assert "+200" not in shown.getvalue()
-    assert "5 more lines of this change are not shown" in shown.getvalue()
+    shown = "\n".join(diff_lines("".join(f"+{number}\n" for number in range(205))))
+    assert "+199" in shown
+    assert "+200" not in shown
+    assert "5 more lines of this change are not shown" in shown
 
 
 def test_a_command_that_was_cut_off_is_reported_and_not_repeated(tmp_path: Path) -> None:
@@ -344,7 +371,7 @@ def test_a_full_conversation_is_compacted_and_its_advice_works(tmp_path: Path) -
         seen(child, "/undo removes the last message, /compact replaces")
         seen(child, PROMPT)
         child.send("/undo\r")
-        seen(child, "undone; files stay")
+        seen(child, "undone")
         seen(child, PROMPT)
         child.send("/compact\r")
         seen(child, "the summary")

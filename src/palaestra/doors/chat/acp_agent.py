@@ -21,8 +21,10 @@ from palaestra.core.errors import ConfigError, ContextExceeded, PalaestraError
 from palaestra.core.exits import plural
 from palaestra.core.printable import escaped, quoted
 from palaestra.core.types import JSON, Message
-from palaestra.doors.chat.config import ChatOptions, chat_service, open_store, prompt
+from palaestra.doors.chat.config import ChatOptions, chat_service, open_store, project, prompt
 from palaestra.doors.chat.conversation import Conversation, People
+from palaestra.doors.chat.permissions import ABOUT, Mode
+from palaestra.doors.chat.project import Project, command_description, command_message
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.turn_events import (
     INTERRUPTED,
@@ -75,7 +77,7 @@ _ANSWERS = {
 
 _COMMANDS = {
     "compact": "Replace the history with a summary",
-    "undo": "Remove the last message and its answer; files stay as they are",
+    "undo": "Remove the last message and its answer, and restore the files of the time before it",
 }
 """The commands that the editor offers, which are sent as prompts such as `/undo`."""
 
@@ -83,7 +85,7 @@ _COMMANDS = {
 async def serve_acp(options: ChatOptions) -> None:
     """Serve one editor until it closes this process's standard input."""
     with open_store(options.config) as store:
-        async with chat_service(options, store) as (service, _):
+        async with chat_service(options, store) as service:
             await acp.run_agent(ChatAgent(service, options), use_unstable_protocol=True)  # type: ignore[arg-type]
 
 
@@ -94,7 +96,6 @@ class ChatAgent:
         self._service = service
         self._options = options
         self._client: acp.Client
-        self._folders: dict[str, WorkFolder] = {}
         self._calls = 0
         self._call_ids: dict[str, str] = {}
         self._told: set[asyncio.Task[None]] = set()
@@ -140,7 +141,7 @@ class ChatAgent:
         )
         self._join(conversation, folder, people)
         self._offer_commands(conversation.id)
-        return schema.NewSessionResponse(session_id=conversation.id)
+        return schema.NewSessionResponse(session_id=conversation.id, modes=_modes(conversation))
 
     async def load_session(self, cwd: str, session_id: str, **_: Any) -> schema.LoadSessionResponse:
         """Open a stored conversation, and show the editor its history."""
@@ -148,21 +149,21 @@ class ChatAgent:
         for message in conversation.history.messages:
             await self._replay(conversation.id, message)
         self._offer_commands(session_id)
-        return schema.LoadSessionResponse()
+        return schema.LoadSessionResponse(modes=_modes(conversation))
 
     async def resume_session(self, session_id: str, cwd: str, **_: Any) -> schema.ResumeSessionResponse:
         """Open a stored conversation without sending its history, which the editor already has."""
-        self._opened(session_id, cwd)
+        conversation = self._opened(session_id, cwd)
         self._offer_commands(session_id)
-        return schema.ResumeSessionResponse()
+        return schema.ResumeSessionResponse(modes=_modes(conversation))
 
     async def fork_session(self, session_id: str, cwd: str, **_: Any) -> schema.ForkSessionResponse:
         """Fork a conversation: return a new conversation that begins with the same history."""
         people: list[str] = []
         other = await self._conversation(session_id).fork(people=self._people(people))
-        self._join(other, self._folder(cwd), people)
+        self._join(other, None, people)  # the fork has the folder of the session
         self._offer_commands(other.id)
-        return schema.ForkSessionResponse(session_id=other.id)
+        return schema.ForkSessionResponse(session_id=other.id, modes=_modes(other))
 
     async def list_sessions(
         self, cwd: str | None = None, cursor: str | None = None, **_: Any
@@ -179,12 +180,13 @@ class ChatAgent:
 
     async def close_session(self, session_id: str, **_: Any) -> None:
         """Close a conversation, but keep it in the store."""
-        self._folders.pop(session_id, None)
         await self._conversation(session_id).close()
 
     async def set_session_mode(self, mode_id: str, session_id: str, **_: Any) -> None:
-        """Reject every mode: the agent has none."""
-        raise acp.RequestError.invalid_params({"mode_id": mode_id})
+        """Switch the permission mode."""
+        if mode_id not in list(Mode):
+            raise acp.RequestError.invalid_params({"mode_id": mode_id, "details": f"the modes are {', '.join(Mode)}"})
+        self._conversation(session_id).permissions.switch(Mode(mode_id))
 
     async def cancel(self, session_id: str, **_: Any) -> None:
         """Interrupt the turn."""
@@ -194,12 +196,14 @@ class ChatAgent:
         """Answer a message, then write the agent's changes back if the settings allow it. If a killed process left a
         turn open, that turn is finished first."""
         conversation = self._conversation(session_id)
-        content = _content(prompt)
+        content: JSON = _content(prompt)
         try:
             if content in [f"/{name}" for name in _COMMANDS]:
                 text = await (self._undo(conversation) if content == "/undo" else conversation.compact())
                 await self._client.session_update(session_id, acp.update_agent_message_text(text))
                 return schema.PromptResponse(stop_reason="end_turn")
+            if isinstance(content, str):
+                content = self._message(session_id, content)
             if conversation.unfinished:
                 await self._play(conversation, conversation.resume())
             ended = await self._play(conversation, conversation.send(content))
@@ -222,7 +226,10 @@ class ChatAgent:
     # Internal
 
     def _offer_commands(self, session_id: str) -> None:
-        commands = [schema.AvailableCommand(name=name, description=about) for name, about in _COMMANDS.items()]
+        about = {f"/{name}": text for name, text in _COMMANDS.items()}
+        for name, path in self._project(session_id).commands().items():
+            about.setdefault(name, command_description(path))
+        commands = [schema.AvailableCommand(name=name[1:], description=text) for name, text in about.items()]
         update = schema.AvailableCommandsUpdate(session_update="available_commands_update", available_commands=commands)
         self._update_later(session_id, update)
 
@@ -237,6 +244,8 @@ class ChatAgent:
                 ended = event
             elif not isinstance(event, Notice) and (update := self._update(event)) is not None:
                 await self._client.session_update(conversation.id, update)
+                if isinstance(event, ToolEnded) and (plan := _plan(event)) is not None:
+                    await self._client.session_update(conversation.id, plan)
         assert ended is not None
         return ended
 
@@ -286,7 +295,7 @@ class ChatAgent:
             await self._client.session_update(session_id, self._update(ended))
 
     async def _write_back(self, conversation: Conversation) -> None:
-        folder, slot = self._folders.get(conversation.id), conversation.seat.slot
+        folder, slot = conversation.slots.folder, conversation.seat.slot
         mode = self._options.config.write
         if folder is None or slot is None or mode == "no":
             return
@@ -357,6 +366,15 @@ class ChatAgent:
         self._told.add(task)
         task.add_done_callback(self._told.discard)
 
+    def _message(self, session_id: str, text: str) -> str:
+        """Return the message of a command of the person or the project, and any other text as it is."""
+        word, _, rest = text.partition(" ")
+        path = self._project(session_id).commands().get(word)
+        return text if path is None else command_message(path, rest.strip())
+
+    def _project(self, session_id: str) -> Project:
+        return project(self._conversation(session_id).slots.folder)
+
     def _folder(self, cwd: str) -> WorkFolder | None:
         if self._options.config.workdir is not None:
             cwd = self._options.config.workdir
@@ -380,14 +398,33 @@ class ChatAgent:
     def _join(self, conversation: Conversation, folder: WorkFolder | None, people: list[str]) -> None:
         people.append(conversation.id)
         if folder is not None:
-            self._folders[conversation.id] = folder
-            conversation.slots.fill_with(folder.fill)
+            conversation.slots.share(folder)
 
     def _conversation(self, session_id: str) -> Conversation:
         found = self._service.conversations.get(session_id)
         if not isinstance(found, Conversation):
             raise acp.RequestError.invalid_params({"session_id": session_id, "details": "no open session has this id"})
         return found
+
+
+def _modes(conversation: Conversation) -> schema.SessionModeState:
+    modes = [schema.SessionMode(id=mode.value, name=mode.value, description=about) for mode, about in ABOUT.items()]
+    return schema.SessionModeState(current_mode_id=conversation.permissions.mode.value, available_modes=modes)
+
+
+def _plan(event: ToolEnded) -> Any:
+    """Return the plan of a call of the tool `todo` as an update, or None."""
+    reply = _decoded(event.text) if event.name == "todo" and not event.error else None
+    steps = reply.get("todos") if isinstance(reply, dict) else None
+    if not isinstance(steps, list):
+        return None
+    states: dict[str, Any] = {"in_progress": "in_progress", "completed": "completed", "cancelled": "completed"}
+    entries = [
+        acp.plan_entry(str(step.get("content")), status=states.get(str(step.get("status")), "pending"))
+        for step in steps
+        if isinstance(step, dict)
+    ]
+    return acp.update_plan(entries)
 
 
 def _content(blocks: Sequence[Any]) -> JSON:

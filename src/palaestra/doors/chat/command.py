@@ -36,8 +36,9 @@ _HELP = """Talk to an agent that works in a sandbox.
   --toolsets T …       the agent's tools (palaestra tools)           --mcp FILE  MCP servers, in the mcpServers format
   --backend NAME       where the sandbox is: local, docker, ssh, …   --image IMAGE
   --no-network         no network in the sandbox                     --system TEXT  the system prompt
+  --mode MODE          plan: only tools that read; ask: asks before each change; auto: free in the sandbox [auto]
 
-In the terminal: /help lists the commands, Ctrl-C stops the model or the command, Ctrl-D ends. @file adds a file or an
+In the terminal: /help lists the commands, Esc stops the model or the command, Ctrl-D ends. @file adds a file or an
 image. You are asked before a dangerous command runs. The agent reads AGENTS.md. Settings are also read from
 ~/.config/palaestra/chat.yaml, and the settings of `palaestra run` for servers, tools and slots work too (--help-all).
 Exit codes with -p: 0 answered, 1 failed, 2 usage, 4 model server, 5 isolation, 130 interrupted."""
@@ -45,6 +46,7 @@ Exit codes with -p: 0 answered, 1 failed, 2 usage, 4 model server, 5 isolation, 
 _SETTINGS = {
     "--workdir": "--env.workdir",
     "--write": "--env.write",
+    "--mode": "--env.mode",
     "--toolsets": "--env.enabled_toolsets",
     "--image": "--env.image",
     "--system": "--env.system_prompt",
@@ -95,7 +97,7 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
 
 def _talk(own: Mapping[str, str], words: Sequence[str]) -> int:
     """Talk in the terminal; returns the exit code."""
-    from palaestra.doors.chat.terminal import run_terminal
+    from palaestra.doors.chat.terminal.chat_terminal import run_terminal
 
     return run_terminal(which, own, words)
 

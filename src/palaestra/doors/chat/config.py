@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ValidationError
+
 from palaestra.agent.budget import Budget
 from palaestra.core.config import host_path, setting
-from palaestra.core.types import Limits, Network
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON, Limits, Network
 from palaestra.doors.chat.folders import settings_file, state_folder
+from palaestra.doors.chat.permissions import Mode
+from palaestra.doors.chat.project import Project
 from palaestra.doors.chat.service import SYSTEM_PROMPT, TOOLSETS, ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
 from palaestra.doors.chat.workdir import WorkFolder
@@ -27,11 +32,6 @@ from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.config.layers import read_dotenv, shell_variables
 from palaestra.inference.config import APIServerConfig
 from palaestra.sandbox.slot import SlotSpec
-
-AGENTS_FILES = ("AGENTS.md", "CLAUDE.md")
-"""Files with instructions for agents. The first of them that exists in the folder is used."""
-
-MAX_AGENTS_BYTES = 64 << 10
 
 
 class ChatConfig(HermesAgentEnvConfig):
@@ -48,6 +48,15 @@ class ChatConfig(HermesAgentEnvConfig):
         "ask", "Whether the agent's changes are written back to the shared folder after each turn."
     )
     store: str | None = host_path(None, "The file that stores conversations. Default: one in your state folder.")
+    mode: Mode = setting(
+        Mode.AUTO, "The permission mode: plan (only tools that read), ask (asks before each change) or auto."
+    )
+    models: dict[str, dict[str, JSON]] = setting(
+        {}, "Further models for /model: a name, and the settings of its server (base_url, model_name, api_key, …)."
+    )
+    checkpoints: int = setting(
+        100, "The maximum number of turns whose files /undo, /rewind and /fork can restore; 0 keeps none.", ge=0
+    )
     context_tokens: int | None = setting(
         None, "The size of the model's context window in tokens. Default: what the server reports.", gt=0
     )
@@ -84,21 +93,21 @@ def open_store(config: ChatConfig) -> ConversationStore:
 
 
 @asynccontextmanager
-async def chat_service(
-    options: ChatOptions, store: ConversationStore
-) -> AsyncIterator[tuple[ChatService, WorkFolder | None]]:
-    """Yield the service for these settings, and the shared folder if there is one. The MCP servers run until the block
+async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncIterator[ChatService]:
+    """Yield the service for these settings. The MCP servers run until the block
     ends. Raises `ConfigError`, and `ToolServerError` for a required MCP server that does not start."""
     config = options.config
     folder = None if config.workdir is None else WorkFolder(Path(config.workdir).expanduser())
     async with AsyncExitStack() as stack:
         servers = mcp_servers(config)
+        about = project(folder)
+        skills = () if config.skills_dir else about.skill_tools()
         if servers is not None:
             await stack.enter_async_context(servers)
         settings = ChatSettings(
             system_prompt=prompt(config, folder),
             toolsets=tuple(config.enabled_toolsets or ()),
-            build_tools=lambda toolsets: tools_with(servers, list(toolsets), config, ()),
+            build_tools=lambda toolsets: tools_with(servers, list(toolsets), config, skills),
             max_turns=config.max_agent_turns,
             temperature=config.agent_temperature,
             max_tokens=config.max_token_length if "max_token_length" in config.model_fields_set else None,
@@ -108,29 +117,41 @@ async def chat_service(
             prices=prices(config),
             spec=spec(config),
             memory=Path(config.memory_dir) if config.memory_dir else state_folder() / "memory",
-            prepare=None if folder is None else folder.fill,
+            workdir=None if folder is None else folder.root,
+            checkpoints=config.checkpoints,
+            mode=config.mode.value,
+            rules_folder=about.folder,
+            models=_models(config, options.servers),
         )
         one = options.servers[0] if len(options.servers) == 1 else options.servers
-        service = await stack.enter_async_context(ChatService(one, store, settings, pool=make_pool(config)))
-        yield service, folder
+        yield await stack.enter_async_context(ChatService(one, store, settings, pool=make_pool(config)))
 
 
 def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
-    """Return the system prompt, followed by the instructions of the first of `AGENTS_FILES` that the shared folder has.
-    If there is no shared folder, the current folder is used. A symlink that leads out of the folder is not followed,
-    because it could expose private files to the model."""
-    where = (folder.root if folder is not None else Path.cwd()).resolve()
-    for name in AGENTS_FILES:
-        file_path = (where / name).resolve()
-        if not file_path.is_relative_to(where) or not file_path.is_file():
-            continue
+    """Return the system prompt, followed by what the project's folder and the person's own tell the agent."""
+    return project(folder).prompt(config.system_prompt)
+
+
+def project(folder: WorkFolder | None) -> Project:
+    """Return the project that a conversation is about: the shared folder or, without one, the current folder."""
+    return Project((folder.root if folder is not None else Path.cwd()).resolve(), settings_file().parent)
+
+
+def _models(config: ChatConfig, servers: Sequence[APIServerConfig]) -> dict[str, APIServerConfig]:
+    """Return the servers of the setting `models` by name. What a model does not set is as in the first server. Raises
+    `ConfigError`."""
+    found = {}
+    for name, given in config.models.items():
+        base = {"model_name": name, **given}
+        if "base_url" not in given and servers:
+            base = {**servers[0].model_dump(exclude_unset=True), **base}
         try:
-            with open(file_path, "rb") as file:
-                text = file.read(MAX_AGENTS_BYTES).decode(errors="replace")
-        except OSError:
-            continue
-        return "\n\n".join(filter(None, (config.system_prompt, f"Instructions of {name}:\n\n{text.strip()}")))
-    return config.system_prompt
+            found[name] = APIServerConfig.model_validate(base)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(str(part) for part in problem["loc"])
+            raise ConfigError(f"the setting models.{name}.{where} is wrong: {problem['msg']}") from None
+    return found
 
 
 def spec(config: ChatConfig) -> SlotSpec:

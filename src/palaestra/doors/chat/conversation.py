@@ -25,12 +25,12 @@ import asyncio
 import fcntl
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self, cast
+from typing import Self
 
 from palaestra.agent.budget import Budget
 from palaestra.agent.loop import LoopSettings
@@ -40,14 +40,15 @@ from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, InfraError, PalaestraError, SandboxError
 from palaestra.core.types import JSON
 from palaestra.doors.chat.context_window import ContextWindow
+from palaestra.doors.chat.conversation_files import Checkpoints, ConversationSlots, Undone
 from palaestra.doors.chat.history import ChatHistory, turn_ended
 from palaestra.doors.chat.model_session import ModelSession
+from palaestra.doors.chat.permissions import Mode, Permissions
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.store import ConversationRecord, ConversationStore, StoredTurn
-from palaestra.doors.chat.turn import RunningTurn, WatchedSlot
+from palaestra.doors.chat.turn import RunningTurn
 from palaestra.doors.chat.turn_events import Event, Notice, TextDelta
 from palaestra.processes.session import ProcessSession
-from palaestra.sandbox.slot import Slot, Snapshot
 from palaestra.tools.builtin.clarify import Ask as Answer
 from palaestra.tools.builtin.clarify import User
 from palaestra.tools.builtin.memory import Notes
@@ -59,9 +60,7 @@ from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import ToolOutcome
 
 NEW_SANDBOX = "The sandbox is new: the earlier one is gone with its processes and all files that were not copied out."
-COPIED_SANDBOX = (
-    "The sandbox is a copy: it has the current files, even after a fork from an earlier turn, but no processes."
-)
+ENDED_PROCESSES = "The user undid messages, so the files of that time were restored, and all processes were ended."
 
 _BEYOND = frozenset({"memory", "session_search"})
 _CLOSE_S = 5.0
@@ -70,55 +69,14 @@ _CLOSE_S = 5.0
 @dataclass(frozen=True, slots=True)
 class People:
     """Callbacks to the person. `approve` decides on dangerous commands and on calls that act outside the sandbox (if it
-    is None, they run), `answer` answers
-    questions of the `clarify` tool, and `notice` receives notices at any time, also between turns."""
+    is None, they run), `answer` answers questions of the `clarify` tool, and `notice` receives notices at any time,
+    also between turns. `waiting` takes the messages that the person has sent while a turn runs, each as text and as
+    content: they are delivered after the turn's next tool calls."""
 
     approve: Approve | None = None
     answer: Answer | None = None
     notice: Callable[[Notice], None] | None = None
-
-
-class ConversationSlots:
-    """The place of a conversation's seat: slots of the service, whose output `emit` gets. `leased` is called when the
-    conversation has a slot."""
-
-    def __init__(
-        self, service: ChatService, conversation: str, emit: Callable[[Event], None], leased: Callable[[], None]
-    ) -> None:
-        self._service = service
-        self._id = conversation
-        self._emit = emit
-        self._leased = leased
-        self._prepare = service.settings.prepare
-        self._snapshot: Snapshot | None = None
-
-    def fill_with(self, prepare: Callable[[Slot], Awaitable[None]]) -> None:
-        """Call `prepare` with each new slot, to put files into it."""
-        self._prepare = prepare
-
-    def start_from(self, snapshot: Snapshot) -> None:
-        """Make new slots from this snapshot."""
-        self._snapshot = snapshot
-
-    async def lease(self) -> Slot:
-        """Lease a slot, or take over the one that the conversation had in an earlier service."""
-        slot, kept = await self._service.lease(self._id, self._snapshot)
-        if not kept and self._prepare is not None:
-            await self._prepare(slot)
-        self._leased()
-        return cast("Slot", WatchedSlot(slot, self._emit))
-
-    async def release(self, slot: Slot) -> None:
-        """End the slot and its processes."""
-        await self._service.release(_own(slot))
-
-    async def copy(self, slot: Slot) -> Snapshot:
-        """Return a snapshot of the files in the slot. Raises `SandboxError` if it cannot be copied."""
-        return await self._service.pool.checkpoint(_own(slot))
-
-
-def _own(slot: Slot) -> Slot:
-    return cast("WatchedSlot", slot).slot
+    waiting: Callable[[], Sequence[tuple[str, JSON]]] | None = None
 
 
 class Conversation:
@@ -142,8 +100,9 @@ class Conversation:
         self.slots = ConversationSlots(
             service, record.id, self._emit, lambda: self.history.change_settings(sandbox=True)
         )
-        approvals = Approvals(None if people.approve is None else _remembered(people.approve, self._store, record.user))
-        approvals.allowed |= self._store.allowed(record.user)
+        rules = rules_of(record, service.settings.rules_folder)
+        approvals = Approvals(None if people.approve is None else _remembered(people.approve, self._store, rules))
+        approvals.allowed |= self._store.allowed(record.user) | self._store.allowed(rules)
         self.seat = Seat(
             record.id,
             Kit(ToolRegistry()),
@@ -160,7 +119,9 @@ class Conversation:
             ),
             session_key=record.key or record.id,
         )
+        self.checkpoints = Checkpoints(service, self.seat, self.slots)
         self.history = ChatHistory(self._store, record)
+        self.permissions = Permissions(approvals, self.history, Mode(service.settings.mode))
         self._notices: list[Notice] = []
         if record.settings.get("sandbox") and not service.lasting:
             self.history.note(NEW_SANDBOX)
@@ -261,14 +222,31 @@ class Conversation:
         return self._turn is not None and self._turn.interrupt()
 
     async def undo(self) -> JSON:
-        """Remove the last turn from the history; returns its message, or None. Files are not changed."""
+        """Undo the last turn, and restore the files of the time before it; returns its message, or None if there is no
+        turn. `rewind` reports more."""
+        turns = self.history.messages_sent()
+        return (await self.rewind(before=turns[-1].number)).content if turns else None
+
+    async def rewind(self, *, before: int) -> Undone:
+        """Remove the turn `before` and all later ones from the history, and restore the files of that time. Raises
+        `ConfigError` for an unknown turn, and `SandboxError` if the files cannot be restored; then the history stays as
+        it is."""
         async with self._busy:
-            turn = self._store.undo_last(self.id)
-            if turn is None:
-                return None
+            numbers = [turn.number for turn in self.history.messages_sent()]
+            if before not in numbers:
+                raise ConfigError(f"{self.id} has no turn {before}; its turns are {numbers}")
+            running = any(session.running for session in self._service.processes.sessions(self.id))
+            files, left = await self.checkpoints.restore(before)
+            count, content = 0, None
+            while (last := self.history.messages_sent()) and last[-1].number >= before:
+                undone = self._store.undo_last(self.id)
+                assert undone is not None
+                count, content = count + 1, undone.content
             self.history.reload()
             self.context.restore()
-            return turn.content
+            if running and self.seat.slot is not None:
+                self.history.note(ENDED_PROCESSES)
+            return Undone(count, content, files, left)
 
     async def retry(self) -> AsyncGenerator[Event, None]:
         """Undo the last turn and send its message again. Raises `ConfigError` if there is no turn."""
@@ -281,19 +259,21 @@ class Conversation:
 
     async def fork(self, turn: int | None = None, people: People | None = None) -> Self:
         """Return a new conversation with the history up to `turn`, or with the whole history if `turn` is None. If the
-        slot can be checkpointed, the new conversation gets a copy of the current files. Raises `ConfigError` for an
-        unknown turn."""
+        slot can be copied, the new conversation gets a copy of the files after that turn. This conversation stays open.
+        Raises `ConfigError` for an unknown turn."""
         record = self._store.fork(self.id, turn, title=self.history.record.title)
         other = self._opened(self._service, record, people or self.people)
-        if self.seat.slot is not None:
-            try:
-                other.slots.start_from(await self.slots.copy(self.seat.slot))
-            except SandboxError:
-                note = NEW_SANDBOX
-            else:
-                note = COPIED_SANDBOX
-            other.history.note(note, alone=True)
-            other._notices = [Notice(text=note, kind="sandbox")]
+        kept = [each.number for each in self.history.messages_sent() if turn is None or each.number <= turn]
+        later = [each.number for each in self.history.messages_sent() if turn is not None and each.number > turn]
+        point = self.checkpoints.before(later[0]) if later else None
+        if self.slots.folder is not None:
+            other.slots.share(self.slots.folder.copy(None if point is None else point.written))
+        copied = [each.number for each in other.history.messages_sent()]
+        other.checkpoints.inherit(self.checkpoints, dict(zip(kept[::-1], copied[::-1], strict=False)))
+        lost = NEW_SANDBOX if self.history.record.settings.get("sandbox") else ""
+        note = await self.checkpoints.copy_to(other.checkpoints, point, lost, behind=bool(later))
+        other.history.note(note, alone=True)
+        other._notices = [Notice(text=note, kind="sandbox")] if note else []
         return other
 
     def take_notices(self) -> list[Notice]:
@@ -310,19 +290,20 @@ class Conversation:
             return await self.context.compact()
 
     async def use_model(self, model: str) -> bool:
-        """Switch to another model of the service's server; a resumed conversation keeps that model. Returns True if the
-        server lists the model, and False if the server has no list. Raises `ConfigError` if the list lacks the
-        model."""
+        """Switch to a model of the settings (`ChatSettings.models`), or to another model of the service's server; a
+        resumed conversation keeps that model. Returns True if the settings or the server list the model, and False if
+        the server has no list. Raises `ConfigError` if the list lacks the model."""
         server = self._service.server_for(model)
-        listed = await self._service.models()
-        if listed and model not in listed:
-            known = f"it lists {', '.join(listed[:20])}.{nearest(model, listed)}"
+        named = list(self._service.settings.models)
+        listed = [*named, *([] if model in named else await self._service.models())]
+        if len(listed) > len(named) and model not in listed:
+            known = f"it lists {', '.join(listed[len(named) :][:20])}.{nearest(model, listed)}"
             raise ConfigError(
                 f"the model server does not list {model!r}; {known} The model is still {self.model.name}."
             )
         self.model.use(server)
         self.history.change_settings(model=model)
-        return bool(listed)
+        return model in listed
 
     async def use_toolsets(self, toolsets: Sequence[str]) -> None:
         """Change the model's toolsets from the next message on. Raises `ConfigError` for an unknown toolset."""
@@ -356,6 +337,7 @@ class Conversation:
         if keep_slot:
             await self.seat.leave()
         await self.seat.aclose()
+        await self.checkpoints.clear()
         os.close(self._lock)
 
     def on_process(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
@@ -372,10 +354,13 @@ class Conversation:
 
     async def _play(self, turn: StoredTurn) -> AsyncGenerator[Event, None]:
         """Run a turn and yield its events. Notices that nobody has taken come first."""
-        running = self._turn = RunningTurn(turn, self._store, self.history, self.model, self.context)
+        running = self._turn = RunningTurn(
+            turn, self._store, self.history, self.model, self.context, self.people.waiting
+        )
         self.failure = None
         for notice in self.take_notices():
             self._notice(notice, in_turn=True)
+        await self.checkpoints.take(turn.number)
         started_s = time.monotonic()
         try:
             async with aclosing(running.events(self._work(running, turn), f"turn of {self.id}")) as events:
@@ -408,7 +393,10 @@ class Conversation:
         return await running.work(self.seat, limits)
 
     async def _called(self, call: CheckedCall, then: Next) -> ToolOutcome:
-        return await (then(call) if self._turn is None else self._turn.called(call, then))
+        async def permitted(call: CheckedCall) -> ToolOutcome:
+            return await self.permissions.call(call, then, self.id)
+
+        return await (permitted(call) if self._turn is None else self._turn.called(call, permitted))
 
     def _emit(self, event: Event) -> None:
         if self._turn is not None:
@@ -422,13 +410,20 @@ class Conversation:
             self._emit(notice)
 
 
-def _remembered(approve: Approve, store: ConversationStore, user: str) -> Approve:
-    """Return `approve`, but what it allows for ever is stored for this user."""
+def rules_of(record: ConversationRecord, folder: Path | None) -> str:
+    """Return under which name the store keeps what is always allowed in a conversation: its user, or the user and the
+    folder that it is about."""
+    where = str(record.settings.get("cwd") or folder or "")
+    return f"{record.user}\0{where}" if where else record.user
+
+
+def _remembered(approve: Approve, store: ConversationStore, rules: str) -> Approve:
+    """Return `approve`, but what it allows for always is stored under the name `rules`."""
 
     async def ask(request: ApprovalRequest) -> ApprovalAnswer:
         answer = await approve(request)
-        if answer is ApprovalAnswer.ALWAYS:
-            store.allow(user, request.covers)
+        if answer in (ApprovalAnswer.ALWAYS, ApprovalAnswer.SERVER):
+            store.allow(rules, request.covers(answer))
         return answer
 
     return ask

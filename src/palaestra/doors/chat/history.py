@@ -58,14 +58,19 @@ class ChatHistory:
         summarize. With `every`, return all turns that are not undone."""
         return self._store.turns(self._id, every=every)
 
+    def messages_sent(self) -> list[StoredTurn]:
+        """Return the turns that are not undone and not compactions: one for each message of the user."""
+        return [turn for turn in self.turns(every=True) if turn.kind == "message"]
+
     def open_turn(self) -> StoredTurn | None:
         """Return the last turn, if it has not ended."""
         turns = [turn for turn in self.turns() if turn.kind == "message"]
         return turns[-1] if turns and turns[-1].state == "open" else None
 
     def note(self, text: str, *, alone: bool = False) -> None:
-        """Put this note in front of the user's next message, in place of earlier notes if `alone`."""
-        self._notes = [text] if alone else [*self._notes, text]
+        """Put this note in front of the user's next message, in place of earlier notes if `alone`. An empty note only
+        replaces them."""
+        self._notes = [*(() if alone else self._notes), *([text] if text else ())]
 
     def begin(self, content: JSON, message_id: str | None) -> StoredTurn:
         """Store the user's message, with the notes since the previous one, as the begin of a turn."""

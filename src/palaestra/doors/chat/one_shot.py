@@ -80,7 +80,7 @@ async def answer_once(
         content = with_files(text, piped=piped)
         for path in missing_files(text):
             click.echo(f"note: there is no file {path}; its name is sent as text", err=True)
-        async with chat_service(options, store) as (service, folder):
+        async with chat_service(options, store) as service:
             conversation = which.opened(service, People(approve=approve, notice=write))
             if as_json:
                 click.echo(
@@ -92,7 +92,7 @@ async def answer_once(
                 ended = await _turn(conversation, content, which.message_id, write)
             finally:
                 loop.remove_signal_handler(signal.SIGINT)
-            if folder is not None and conversation.seat.slot is not None:
+            if (folder := conversation.slots.folder) is not None and conversation.seat.slot is not None:
                 await _write_back(folder, conversation, options.config.write, write)
             return _exit_code(conversation, ended)
 

@@ -62,9 +62,13 @@ class ChatSettings:
 
     `max_turns` is the maximum number of model calls for one message, and `budget` limits tokens and cost for one
     message. `context_tokens` is the size of the model's context window, or None for what the server reports. `spec`
-    describes the slots, and `prepare` puts files into each new slot. `tools` are added to the tools of every toolset;
-    `provided` replace built-in tools of the same name; `build_tools` replaces `build_tool_registry`. `memory` is the
-    folder of the `memory` tool's notes. `shared` are objects that tools find by type (`ToolRun.state`).
+    describes the slots, and `prepare` puts files into each new slot; `workdir` is a folder of this machine that each
+    new slot gets a copy of, instead. `checkpoints` is the maximum number of turns of a conversation whose files can be
+    restored. `mode` is the permission mode (`permissions.py`), and `rules_folder` the folder for which approvals are
+    kept, or None to keep them for all folders. `models` are further model servers by name. `tools` are added to the
+    tools of every toolset; `provided` replace built-in tools of the same name; `build_tools` replaces
+    `build_tool_registry`. `memory` is the folder of the `memory` tool's notes. `shared` are objects that tools find by
+    type (`ToolRun.state`).
     """
 
     system_prompt: str | None = SYSTEM_PROMPT
@@ -84,6 +88,11 @@ class ChatSettings:
     spec: SlotSpec = field(default_factory=SlotSpec)
     memory: Path | None = None
     prepare: Callable[[Slot], Awaitable[None]] | None = None
+    workdir: Path | None = None
+    checkpoints: int = 0
+    mode: str = "auto"
+    rules_folder: Path | None = None
+    models: Mapping[str, APIServerConfig] = field(default_factory=dict)
     shared: Sequence[object] = ()
 
 
@@ -233,8 +242,10 @@ class ChatService:
         return ", ".join(each.name if isinstance(each, ServerEngine) else each.model_name for each in several)
 
     def server_for(self, model: str) -> Server:
-        """Return the service's server settings with a different model. Raises `ConfigError` unless the service has
-        exactly one `APIServerConfig`."""
+        """Return the server of this name among the settings' `models`, or else the service's server with a different
+        model. Raises `ConfigError` unless the service has exactly one `APIServerConfig`."""
+        if model in self.settings.models:
+            return self.settings.models[model]
         if not isinstance(self.server, APIServerConfig):
             raise ConfigError("the model can be changed only if exactly one model server is configured")
         return self.server.model_copy(update={"model_name": model})

@@ -528,6 +528,13 @@ class ConversationStore:
         """Return the kinds of danger, and the keys of tools, that a user always allows."""
         return {danger for (danger,) in self._db.execute("SELECT danger FROM allowed WHERE user = ?", (user,))}
 
+    def disallow(self, user: str, dangers: Collection[str]) -> None:
+        """Ask this user again about these kinds of danger and tools."""
+        with self._writing():
+            self._db.executemany(
+                "DELETE FROM allowed WHERE user = ? AND danger = ?", [(user, each) for each in dangers]
+            )
+
     def set_consent(self, user: str, consent: bool) -> None:
         """Record whether a user's conversations may be exported for training."""
         with self._writing():

@@ -37,6 +37,7 @@ from palaestra.doors.chat.turn_events import (
     ToolEnded,
     ToolOutput,
     TurnEnded,
+    UserMessage,
 )
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.http.sse import Delta
@@ -53,7 +54,8 @@ _current_call: ContextVar[str] = ContextVar("current_call", default="")
 
 
 class RunningTurn:
-    """A turn that runs. `failure` is the infrastructure failure that ended it, and `error` what it raised."""
+    """A turn that runs. `failure` is the infrastructure failure that ended it, and `error` what it raised. `waiting`
+    takes the messages that the person has sent meanwhile, each as text and as content."""
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class RunningTurn:
         history: ChatHistory,
         model: ModelSession,
         context: ContextWindow,
+        waiting: Callable[[], Sequence[tuple[str, JSON]]] | None = None,
     ) -> None:
         self.failure: PalaestraError | None = None
         self.error: BaseException | None = None
@@ -70,6 +73,7 @@ class RunningTurn:
         self._history = history
         self._model = model
         self._context = context
+        self._waiting = waiting
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._task: asyncio.Task[AgentResult] | None = None
         self._loop: AgentLoop | None = None
@@ -190,6 +194,10 @@ class RunningTurn:
                 self.emit(ToolBegun(call_id=call_id, name=name, arguments=arguments, preview=arguments[:80]))
                 self._emit_result(call_id, name, text, text, 0.0)
         self._calls = {}
+        if names and self._waiting is not None:
+            for text, content in self._waiting():
+                self._history.messages.append({"role": "user", "content": content})
+                self.emit(UserMessage(text=text))
         self._history.write(self._turn)
         self._model.save_ledger(self._turn)
 

@@ -58,6 +58,13 @@ class ToolEnded(_Event, tag="tool_result"):
     seconds: float = 0.0
 
 
+class UserMessage(_Event, tag="message"):
+    """A message that the person sent while the turn runs. The model reads it with the results of the latest tool
+    calls."""
+
+    text: str
+
+
 class Notice(_Event, tag="notice"):
     """A notice for the person. `kind` is process, recovery, sandbox, workdir, approval or compaction; `source` is the
     id of the background process, if the notice is about one."""
@@ -88,7 +95,9 @@ class TurnEnded(_Event, tag="end"):
     cost: float | None = None
 
 
-Event: TypeAlias = TextDelta | ReasoningDelta | ReplyRestarted | ToolBegun | ToolOutput | ToolEnded | Notice | TurnEnded
+Event: TypeAlias = (
+    TextDelta | ReasoningDelta | ReplyRestarted | ToolBegun | ToolOutput | ToolEnded | UserMessage | Notice | TurnEnded
+)
 
 NATURAL, INTERRUPTED = "natural", "interrupted"
 

@@ -26,10 +26,14 @@ from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.printable import without_middle
 from palaestra.sandbox.slot import WORKSPACE, Slot
 
+MAX_KEPT_BYTES = 256 << 20
+"""The maximum total size of the earlier contents that are kept so that written changes can be taken back."""
+
 MAX_BYTES, MAX_FILES = 512 << 20, 20_000
 """The maximum total size, in bytes, and the maximum number of files. Both apply to the folder when it is copied, and to
 the changes in the sandbox."""
 
+NOT_KEPT = "its earlier content was too large to keep"
 CHANGED_HERE = "it changed on this machine in the meantime"
 MAKES_GIT_RUN = "git could run commands from it on this machine"
 
@@ -67,6 +71,19 @@ class FolderChange:
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """One file that was written to the folder: its content and mode before, the hash of its content after, and the
+    directories that were made for it, the outermost first. `lost` means that the content before was not kept."""
+
+    path: str
+    before: bytes | None
+    mode: int
+    after: str
+    made: Sequence[Path] = ()
+    lost: bool = False
+
+
 @dataclass(slots=True)
 class WorkFolder:
     """The shared folder `root`. Raises `ConfigError` if `root` is not a folder. `fill` raises `ConfigError` if the
@@ -75,6 +92,17 @@ class WorkFolder:
     root: Path
     _copied: dict[str, str] = field(default_factory=dict)
     _listed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _written: list[_Written] = field(default_factory=list)
+
+    @property
+    def written(self) -> int:
+        """The number of files that have been written to the folder and not taken back."""
+        return len(self._written)
+
+    def copy(self, written: int | None = None) -> WorkFolder:
+        """Return the folder for another slot with the files of the time when `written` files had been written to the
+        folder, by default now."""
+        return WorkFolder(self.root, dict(self._copied), dict(self._listed), self._written[:written])
 
     def __post_init__(self) -> None:
         if not self.root.is_dir():
@@ -155,7 +183,42 @@ class WorkFolder:
                 left.append(replace(change, problem=problem))
         return left
 
+    def take_back(self, written: int) -> list[FolderChange]:
+        """Undo all but the first `written` files that were written to the folder, the latest first. Returns what was
+        not undone, each with its `problem`: a file that has changed on this machine since then keeps its content."""
+        left: dict[str, FolderChange] = {}
+        while len(self._written) > written:
+            last = self._written.pop()
+            now = self._read(last.path)
+            change = FolderChange(last.path, "restored", now, last.before, last.mode)
+            problem = NOT_KEPT if last.lost else "" if self._inside(self.root / last.path) else CHANGED_HERE
+            if _digest(now) != last.after:
+                problem = CHANGED_HERE
+            if not problem and last.path not in left:
+                try:
+                    self._replace(self.root / last.path, change)
+                    for folder in reversed(last.made):
+                        folder.rmdir()
+                except OSError as error:
+                    problem = "" if error.errno == errno.ENOTEMPTY else f"it cannot be written: {error.strerror}"
+            if problem:
+                left.setdefault(last.path, replace(change, problem=problem))
+        return list(left.values())
+
     def _write(self, target: Path, change: FolderChange) -> None:
+        """Write a change, and remember what was there before."""
+        made = [folder for folder in target.parents if folder.is_relative_to(self.root) and not folder.exists()][::-1]
+        mode = stat.S_IMODE(target.stat().st_mode) if change.before is not None else change.mode
+        self._replace(target, change)
+        self._written.append(_Written(change.path, change.before, mode, _digest(change.after), made))
+        room = MAX_KEPT_BYTES
+        for place in range(len(self._written) - 1, -1, -1):
+            kept = self._written[place]
+            room -= len(kept.before or b"")
+            if room < 0 and kept.before:
+                self._written[place] = replace(kept, before=b"", lost=True)
+
+    def _replace(self, target: Path, change: FolderChange) -> None:
         if change.after is None:
             with contextlib.suppress(FileNotFoundError):
                 target.unlink()

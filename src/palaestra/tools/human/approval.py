@@ -31,16 +31,20 @@ class ApprovalAnswer(StrEnum):
     SESSION = "session"
     ALWAYS = "always"
     """Like `SESSION`, but the `ask` function also keeps the approval for later sessions."""
+    SERVER = "server"
+    """Like `ALWAYS`, but for all tools of the tool's server."""
     DENY = "deny"
 
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """What a person is asked before each call of a tool. `what` names the tool and its server, and `key` identifies the
-    tool in approvals that last."""
+    """What a person is asked before each call of a tool. `what` names the tool and its server. `key` identifies the
+    tool in approvals that last, and `server` its server, if it has one. `why` is the reason for the question."""
 
     what: str
     key: str
+    server: str = ""
+    why: str = "may change things outside the sandbox"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class ApprovalRequest:
     """A command or a call to approve. `dangers` lists its kinds of danger, for a person to read.
 
     For a call, `tool` names the tool and its server, `arguments` are the call's arguments, and `command` is their full
-    text. All texts may contain control characters. `key` identifies the tool of a call.
+    text. All texts may contain control characters. `key` identifies the tool of a call, and `server` its server.
     """
 
     command: str
@@ -57,11 +61,13 @@ class ApprovalRequest:
     tool: str = ""
     arguments: Mapping[str, JSON] | None = None
     key: str = ""
+    server: str = ""
 
-    @property
-    def covers(self) -> Sequence[str]:
+    def covers(self, answer: ApprovalAnswer) -> Sequence[str]:
         """What an answer for the session, or for always, allows: the kinds of danger of a command, or the tool of a
-        call."""
+        call, or all tools of its server."""
+        if answer is ApprovalAnswer.SERVER and self.server:
+            return [self.server]
         return [self.key] if self.key else self.dangers
 
     def asked(self, question: str, text: str) -> str:
@@ -119,8 +125,6 @@ def dangers(command: str) -> list[str]:
     return list(dict.fromkeys(danger for danger, pattern in _COMPILED if pattern.search(text)))
 
 
-ACTS_OUTSIDE = "may change things outside the sandbox"
-
 _LONG_ARGUMENT = 200
 _LONG_TEXT, _LONG_LINES = 1000, 10
 
@@ -158,10 +162,10 @@ class Approvals:
         """Ask the user about a call. Return the reason why it must not run, or None if it may."""
 
         def request() -> ApprovalRequest | None:
-            if permit.key in self.allowed:
+            if permit.key in self.allowed or permit.server in self.allowed:
                 return None
             text = arguments_text(arguments)
-            return ApprovalRequest(text, [ACTS_OUTSIDE], task_id, permit.what, arguments, permit.key)
+            return ApprovalRequest(text, [permit.why], task_id, permit.what, arguments, permit.key, permit.server)
 
         denied = await self._denied(request)
         return (
@@ -178,6 +182,6 @@ class Approvals:
             if asked is None:
                 return None
             answer = await self.ask(asked)
-            if answer in (ApprovalAnswer.SESSION, ApprovalAnswer.ALWAYS):
-                self.allowed.update(asked.covers)
+            if answer in (ApprovalAnswer.SESSION, ApprovalAnswer.ALWAYS, ApprovalAnswer.SERVER):
+                self.allowed.update(asked.covers(answer))
         return asked if answer is ApprovalAnswer.DENY else None

@@ -151,6 +151,7 @@ class MCPServer:
         return Permit(  # quoted, because a server's name for a tool could otherwise imitate another server
             f"the tool {tool.name[:_MOST_ASKED]!r} of the MCP server '{self.name}'",
             f"mcp:{self.name}:{self._config.target}:{tool.name}",
+            f"mcp-server:{self.name}:{self._config.target}",
         )
 
     def _check_choice(self, names: Sequence[str]) -> None:

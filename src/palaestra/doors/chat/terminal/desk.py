@@ -1,0 +1,126 @@
+"""What the commands of the chat work with: the screen, the person, and what is open."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from palaestra.core.errors import ContextExceeded
+from palaestra.core.exits import plural
+from palaestra.doors.chat.terminal.people import FolderChanges, TerminalPeople
+from palaestra.doors.chat.terminal.screen import Screen
+from palaestra.doors.chat.terminal.styles import DIM, PLAIN, YELLOW
+
+if TYPE_CHECKING:
+    from palaestra.doors.chat.config import ChatOptions
+    from palaestra.doors.chat.conversation import Conversation
+    from palaestra.doors.chat.project import Project
+    from palaestra.doors.chat.service import ChatService
+    from palaestra.doors.chat.store import ConversationStore
+    from palaestra.doors.chat.turn_events import Event
+
+CONTEXT_ADVICE = (
+    "/undo removes the last message, /compact replaces the history with a summary, /new begins a new conversation"
+)
+
+
+@dataclass(slots=True)
+class Opened:
+    """What there is once the chat is loaded. `talk` is the conversation that is shown."""
+
+    options: ChatOptions
+    store: ConversationStore
+    service: ChatService
+    project: Project
+    talk: Conversation
+
+
+class Desk:
+    """The conversation that is shown, and how to show it. `stop` stops what is running, and returns False if nothing
+    is; `finish` ends the chat."""
+
+    def __init__(
+        self, screen: Screen, people: TerminalPeople, stop: Callable[[], bool], finish: Callable[[], None]
+    ) -> None:
+        self.screen = screen
+        self.people = people
+        self.changes = FolderChanges(screen, people)
+        self.stop = stop
+        self.finish = finish
+        self._opened: Opened | None = None
+
+    def open(self, opened: Opened) -> None:
+        """Take what was loaded."""
+        self._opened = opened
+
+    def use(self, talk: Conversation) -> None:
+        """Show this conversation from now on."""
+        self.opened.talk = talk
+
+    @property
+    def ready(self) -> bool:
+        """Whether the chat is loaded."""
+        return self._opened is not None
+
+    @property
+    def opened(self) -> Opened:
+        """What was loaded."""
+        assert self._opened is not None
+        return self._opened
+
+    @property
+    def talk(self) -> Conversation:
+        """The conversation that is shown."""
+        return self.opened.talk
+
+    @property
+    def service(self) -> ChatService:
+        """The service of the conversations."""
+        return self.opened.service
+
+    @property
+    def store(self) -> ConversationStore:
+        """The store of the conversations."""
+        return self.opened.store
+
+    @property
+    def project(self) -> Project:
+        """The project that the chat is about."""
+        return self.opened.project
+
+    async def show_turn(self, events: AsyncGenerator[Event, None]) -> None:
+        """Show a turn as it happens, then offer to write the agent's changes back to the shared folder."""
+        from palaestra.doors.chat.turn_events import Notice
+
+        self.screen.live.begin()
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    if not isinstance(event, Notice):  # `People.notice` already shows them
+                        self.screen.show(event)
+        finally:
+            self.screen.live.end()
+            self.screen.settle()
+        if isinstance(self.talk.failure, ContextExceeded):
+            self.screen.prose(f"{YELLOW}{CONTEXT_ADVICE}{PLAIN}")
+        await self.changes.offer(self.talk, self.opened.options.config.write)
+
+    async def show_last(self) -> None:
+        """Show the end of a resumed conversation, and continue a turn that was cut off."""
+        from palaestra.tools.builtin.session_search import message_text
+
+        talk = self.talk
+        turns = talk.history.turns()
+        self.screen.line(f"{DIM}continues {talk.id}, {plural(len(turns), 'turn')}{PLAIN}")
+        for turn in turns[-2:]:
+            self.screen.said(message_text(turn.content))
+            if turn.answer:
+                self.screen.markdown(turn.answer)
+        if talk.unfinished:
+            self.screen.prose(f"{YELLOW}note: this turn was cut off and is continued; Ctrl-C stops it{PLAIN}")
+        for notice in talk.take_notices():
+            self.people.notice(notice)
+        if talk.unfinished:
+            await self.show_turn(talk.resume())

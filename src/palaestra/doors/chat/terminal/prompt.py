@@ -1,0 +1,222 @@
+"""The prompt: it stays while a turn runs, so that what is typed is visible. A question takes its place for a moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import termios
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application.current import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition, has_completions
+from prompt_toolkit.formatted_text import ANSI
+from prompt_toolkit.history import FileHistory
+from prompt_toolkit.input.typeahead import clear_typeahead
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.output import ColorDepth, Output, create_output
+from prompt_toolkit.output.vt100 import Vt100_Output
+
+from palaestra.core.printable import printable
+from palaestra.doors.chat.folders import state_folder
+from palaestra.doors.chat.terminal.styles import PROMPT
+
+_ESCAPE_S = 0.15
+"""How long the prompt waits for the rest of a key after Esc, in seconds."""
+
+
+class _Paused(Exception):
+    """A question takes the place of the prompt."""
+
+
+class Prompt:
+    """The prompt of the chat. `head` returns the lines above it, `commands` the names and descriptions for completion.
+    `stop` is called for Ctrl-C and Esc, and returns whether there was something to stop; `switch_mode` for
+    Shift-Tab."""
+
+    def __init__(
+        self,
+        raw: TextIO,
+        head: Callable[[], str],
+        commands: Callable[[], Mapping[str, str]],
+        stop: Callable[[], bool],
+        switch_mode: Callable[[], None],
+    ) -> None:
+        self._raw = raw
+        self._head = head
+        self._stop = stop
+        self._switch_mode = switch_mode
+        self._asking = asyncio.Lock()
+        self._kept = ""
+        self._session: PromptSession[str] = self._new_session(commands)
+
+    @property
+    def shown(self) -> bool:
+        """Whether the prompt is on the screen."""
+        return self._session.app.is_running
+
+    def redraw(self, *, whole: bool = False) -> None:
+        """Draw the prompt and the lines above it again: what has changed, or the `whole`."""
+        if self.shown:
+            if whole:
+                self._session.app.renderer.erase()
+            self._session.app.invalidate()
+
+    def put(self, text: str) -> None:
+        """Put a text in front of what is typed."""
+        if self.shown:
+            self._session.default_buffer.text = "\n".join(
+                part for part in (text, self._session.default_buffer.text) if part
+            )
+        else:
+            self._kept = text
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the prompt, by raising `error` from `read` or else as if the person had pressed Ctrl-D."""
+        if self.shown:
+            self._session.app.exit(exception=error or EOFError())
+
+    async def read(self) -> str | None:
+        """Return the next message or command; None at the end of input."""
+        while True:
+            try:
+                async with self._asking:
+                    kept, self._kept = self._kept, ""
+                    return await self._session.prompt_async(self._message, handle_sigint=False, default=kept)
+            except (_Paused, KeyboardInterrupt):
+                continue
+            except EOFError:
+                return None
+
+    async def ask(self, question: str) -> str | None:
+        """Read one line as the answer to a question; None at Ctrl-C, and an empty line at Ctrl-D. What was typed before
+        the question does not count; it is in the prompt again after the answer."""
+        if self.shown:
+            self._kept = self._session.default_buffer.text
+            self._session.app.exit(exception=_Paused())
+        async with self._asking:
+            session: PromptSession[str] = PromptSession(output=self._output())
+            clear_typeahead(session.app.input)
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)
+            try:
+                return (await session.prompt_async(printable(question), handle_sigint=False)).strip()
+            except KeyboardInterrupt:
+                return None
+            except EOFError:
+                return ""
+
+    def _output(self) -> Output:
+        """Return the terminal. It is not asked where its cursor is: the answer could come among the keys."""
+        found = create_output(self._raw)
+        if not isinstance(found, Vt100_Output):
+            return found
+        return Vt100_Output(
+            self._raw, found.get_size, term=os.environ.get("TERM"), default_color_depth=ColorDepth.from_env(),
+            enable_cpr=False,
+        )  # fmt: skip
+
+    def _message(self) -> ANSI:
+        head = self._head()
+        return ANSI(f"{head}\n{PROMPT}" if head else PROMPT)
+
+    def _new_session(self, commands: Callable[[], Mapping[str, str]]) -> PromptSession[str]:
+        folder = state_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        history = folder / "history"
+        os.close(os.open(history, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        session: PromptSession[str] = PromptSession(
+            history=FileHistory(history),
+            multiline=True,
+            key_bindings=self._keys(),
+            completer=_Words(commands),
+            complete_while_typing=Condition(_completes),
+            output=self._output(),
+            prompt_continuation="  ",
+            erase_when_done=True,
+            reserve_space_for_menu=6,
+        )
+        session.app.ttimeoutlen = session.app.timeoutlen = _ESCAPE_S
+        return session
+
+    def _keys(self) -> KeyBindings:
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        @keys.add("c-j")  # an Enter that was typed before the prompt appeared
+        def _(event: KeyPressEvent) -> None:
+            buffer = event.current_buffer
+            if buffer.complete_state is not None and buffer.complete_state.current_completion is not None:
+                buffer.complete_state = None
+            elif buffer.document.text_before_cursor.endswith("\\"):
+                buffer.delete_before_cursor()
+                buffer.insert_text("\n")
+            else:
+                buffer.validate_and_handle()
+
+        @keys.add("escape", "enter")
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text("\n")
+
+        @keys.add("escape", filter=~has_completions)
+        def _(event: KeyPressEvent) -> None:
+            self._stop()
+
+        @keys.add("c-c")
+        def _(event: KeyPressEvent) -> None:
+            if not self._stop():
+                event.current_buffer.reset()
+
+        @keys.add("s-tab", filter=~has_completions)
+        def _(event: KeyPressEvent) -> None:
+            self._switch_mode()
+
+        @keys.add(Keys.BracketedPaste)
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text(pasted(event.data))
+
+        return keys
+
+
+def _completes() -> bool:
+    """Whether what is typed may be completed. Otherwise no lines are reserved for a menu."""
+    text = get_app().current_buffer.document.text_before_cursor
+    if text.startswith("/"):
+        return " " not in text and "\n" not in text
+    words = text.split()
+    return bool(words) and words[-1].startswith("@") and not text[-1].isspace()
+
+
+class _Words(Completer):
+    """Completes commands at the start of the input, and paths after @."""
+
+    def __init__(self, commands: Callable[[], Mapping[str, str]]) -> None:
+        self._commands = commands
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+        text = document.text_before_cursor
+        if text.startswith("/") and " " not in text and "\n" not in text:
+            for name, about in self._commands().items():
+                if name.startswith(text):
+                    yield Completion(name, start_position=-len(text), display_meta=printable(about))
+            return
+        word = document.get_word_before_cursor(WORD=True)
+        if word.startswith("@"):
+            path = Document(word[1:], len(word) - 1)
+            yield from self._paths.get_completions(path, complete_event)
+
+
+def pasted(text: str) -> str:
+    """Return pasted text. If the text is only the path of an image, return it as `@"path"`, so that the image becomes
+    an attachment."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    path = text.strip().strip("'\"").removeprefix("file://")
+    if path.lower().endswith((".png", ".jpg", ".jpeg", ".gif", ".webp")) and Path(path).expanduser().is_file():
+        return f'@"{path}" '
+    return text
