@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,12 @@ from palaestra.inference.server_group import ServerGroup
 @dataclass(frozen=True)
 class Rewards:
     """The rewards of both policies on a row, and the reason if they are not 1 and 0. A reward is None if the rollout
-    has no score."""
+    has no score. `seconds` is the time of both, with the preparation of the row."""
 
     oracle: float | None
     noop: float | None
     reason: str
+    seconds: float = 0.0
 
 
 async def play(title: str, settings: Sequence[str], ids: Sequence[str], workers: int) -> dict[str, Rewards]:
@@ -42,11 +44,12 @@ async def play(title: str, settings: Sequence[str], ids: Sequence[str], workers:
 
     async def both(runs: PolicyRuns, task: Task) -> Rewards:
         async with width:
+            started = time.monotonic()
             noop, noop_error = await reward(runs, NoopPolicy(), task)
             oracle, oracle_error = await reward(runs, OraclePolicy(), task)
         reason = "" if (oracle, noop) == (1.0, 0.0) else oracle_error if oracle != 1.0 else noop_error
         print(f"{task.id}: oracle {oracle}, noop {noop} {reason[:600]}", file=sys.stderr, flush=True)
-        return Rewards(oracle, noop, reason)
+        return Rewards(oracle, noop, reason, time.monotonic() - started)
 
     async with contextlib.aclosing(engine), make_pool(parsed.env_config, local=True) as pool:
         await engine.start()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from palaestra.core.errors import TaskError
+from palaestra.core.types import JSON
 from palaestra.suites.grading.harness import Status
 from palaestra.suites.grading.log_parsers import PARSERS, has_run, knows, parser
 
@@ -83,6 +86,69 @@ def test_a_log_is_read(name: str, log: str, expected: dict[str, Status]) -> None
 def test_colours_and_other_line_ends_change_nothing(name: str, log: str, expected: dict[str, Status]) -> None:
     coloured = log.replace("\n", "\x1b[0m\r\n\x1b[32m")
     assert parser(name)(coloured) == expected
+
+
+RUNNER_LOGS = [
+    json.loads(line) for line in Path(__file__).with_name("runner_logs.jsonl").read_text("utf-8").splitlines()
+]
+"""Logs of real runners, with the statuses that SWE-bench's parser reads in them (`benchmarks/runner_logs.py`)."""
+
+
+def test_at_least_a_hundred_logs_are_compared() -> None:
+    assert len(RUNNER_LOGS) + sum(name.startswith("parse_log_") for name, *_ in LOGS) >= 100
+
+
+@pytest.mark.parametrize(
+    "kept", RUNNER_LOGS, ids=[f"{kept['parser']}-{kept['runner']}-{kept['scenario']}" for kept in RUNNER_LOGS]
+)
+def test_the_log_of_a_real_runner_is_read_like_swebench_reads_it(kept: dict[str, JSON]) -> None:
+    found = parser(str(kept["parser"]))(str(kept["log"])).items()
+    words = {Status.XFAILED: "XFAIL"}
+    assert {test: words.get(status, status.value.upper()) for test, status in found} == kept["statuses"]
+    if importlib.util.find_spec("swebench") is not None:
+        registry = importlib.import_module("swebench.harness.log_parsers").PARSER_REGISTRY
+        spec = SimpleNamespace(instance_id="o__n-1", version="1.0")
+        assert registry[kept["parser"]](kept["log"], spec) == kept["statuses"]
+
+
+RSPEC = """
+Calc
+  adds
+    one and two
+    one and three (FAILED - 1)
+  takes one (PENDING: Temporarily skipped with xit)
+
+Pending: (Failures listed here are expected and do not affect your suite's status)
+
+  1) Calc takes one
+
+Failures:
+
+  1) Calc adds one and three
+"""
+MINITEST = (
+    "Run options: -v --seed 1\n\n# Running:\n\nCalc::AddTest#test_0001_adds two = 1.5 = 0.00 s = .\n"
+    "CalcTest#test_takes = 0.01 s = F\nCalcTest#test_later = 0.00 s = S\nCalcTest#test_raises = 0.00 s = E\n\n"
+    "  1) Failure:\nCalcTest#test_takes [it_test.rb:9]:\n"
+)
+
+
+@pytest.mark.parametrize("name", ["ruby", "parse_log_rspec"])
+def test_the_documentation_format_of_rspec(name: str) -> None:
+    assert parser(name)(RSPEC) == {
+        "Calc adds one and two": P,
+        "Calc adds one and three": F,
+        "Calc takes one": S,
+    }
+
+
+def test_the_verbose_format_of_minitest() -> None:
+    assert parser("ruby")(MINITEST) == {
+        "Calc::AddTest#test_0001_adds two = 1.5": P,
+        "CalcTest#test_takes": F,
+        "CalcTest#test_later": S,
+        "CalcTest#test_raises": F,
+    }
 
 
 @pytest.mark.skipif(importlib.util.find_spec("swebench") is None, reason="the package swebench is not installed")

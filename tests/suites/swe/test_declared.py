@@ -94,6 +94,10 @@ def test_packages_are_not_older_than_the_interpreter(created_at: str, expected: 
         ("main.c:1:10: fatal error: zlib.h: No such file or directory", 2, "missing header: zlib.h"),
         ("bash: line 1: cargo: command not found", 127, "missing program: cargo"),
         ("npm error code ECONNRESET", 1, "no network"),
+        ("Could not find gem 'simplecov (> 0.2)' in locally installed gems.", 7, "missing package: simplecov (> 0.2)"),
+        ("Cannot access central (https://x) in offline mode and the artifact com.google:truth:jar:1.1 has not been "
+         "downloaded from it before.", 1, "missing package: com.google:truth:jar:1.1"),
+        ('  Could not find a package configuration file provided by "Foo" with any of', 1, "missing package: Foo"),
         ("E assert 1 == 2", 1, ""),
     ],
 )  # fmt: skip

@@ -59,7 +59,7 @@ class LineParser:
             match = self.pattern.match(line.strip())
             status = match and self.statuses.get(match["status"])
             if match and status:
-                found[match["name"].strip()] = status
+                found[match["name"]] = status
         return found
 
 
@@ -82,6 +82,8 @@ LINES: Mapping[str, Parser] = {
     "ant": _lines(r"\[junit\]\s+\[(?P<status>PASS|FAIL|ERR)\]\s+(?P<name>.*)$", passed="PASS", failed="FAIL ERR"),
     "phpunit_lines": _lines(r"(?P<status>[✔✘↩])\s*(?P<name>.*)$", passed="✔", failed="✘", skipped="↩"),
     "minitest": _lines(r"(?P<name>.+)\. .*=.*(?P<status>\.|F|E).*$", passed=".", failed="F E"),
+    "minitest_verbose": _lines(r"(?P<name>\S.*?#.+) = \d+\.\d+ s = (?P<status>[.FES])$",
+                               passed=".", failed="F E", skipped="S"),
     "cucumber": _lines(r"(?P<name>.*) \.+(?P<status>\.|F)", passed=".", failed="F"),
     "ruby_unit": _lines(r"(?:test: )?(?P<name>.+):\s+(?P<status>\.|E\b|F\b|O\b)",
                         passed=".", failed="E F", skipped="O"),
@@ -208,6 +210,29 @@ def _marks(log: str) -> Statuses:
     return found
 
 
+_RSPEC_END = re.compile(r"\n(?:Pending: \(|Failures:|Finished in )")
+_RSPEC_EXAMPLE = re.compile(r"(?P<name>.*?)(?: \((?P<word>FAILED - \d+|ERROR - \d+|PENDING: .*)\))?")
+
+
+def _rspec(log: str) -> Statuses:
+    """`rspec --format documentation`: an indented tree of groups, whose leaves are examples. Only examples that failed
+    or are pending carry a word. Names have the names of their groups before them, as in RSpec's own descriptions."""
+    found: Statuses = {}
+    groups: list[str] = []
+    lines = [line.rstrip() for line in _RSPEC_END.split(log)[0].splitlines() if line.strip()]
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        depth = (len(line) - len(line.lstrip())) // 2
+        if depth > len(groups):
+            continue  # printed by code under test
+        groups[depth:] = [line.strip()]
+        match = _RSPEC_EXAMPLE.fullmatch(line.strip())
+        if depth and match and len(after) - len(after.lstrip()) <= 2 * depth:
+            word = match["word"] or ""
+            status = _SKIPPED if word.startswith("PENDING") else _FAILED if word else _PASSED
+            found[" ".join([*groups[:depth], match["name"]])] = status
+    return found
+
+
 def _karma(log: str) -> Statuses:
     """karma-mocha-reporter: the suites of a test, joined with ` > `."""
     found: Statuses = {}
@@ -317,6 +342,8 @@ PARSERS: Mapping[str, Parser] = {
     "gotest_json": _json_lines,
     "node": _either(_marks, _tap, LINES["jest_json"]),
     "java": _either(_junit, _gradle, _surefire, _maven),
+    "rspec": _either(LINES["rspec_transformed_json"], _rspec),
+    "ruby": _either(LINES["minitest_verbose"], LINES["ruby_unit"], _rspec),
     "c": _either(LINES["ctest"], LINES["googletest"], _tap, LINES["jq"]),
     "carbon": LINES["test_files"],
     "react_pdf": LINES["test_files"],
@@ -331,7 +358,7 @@ _ALIASES = {
     "js": "node", "js_2": "node", "js_3": "mocha", "js_4": "node", "ava": "node", "jasmine": "node",
     "java_mvn": "surefire", "java_mvn_v2": "surefire", "mvn": "surefire", "gradlew_v1": "junit",
     "gradle": "gradle_custom", "go": "gotest", "rust": "cargo", "cpp": "c", "cpp_v2": "c", "ctest_v1": "ctest",
-    "gtest": "googletest", "php": "phpunit", "rspec": "rspec_transformed_json", "ruby": "ruby_unit",
+    "gtest": "googletest", "php": "phpunit",
 }  # fmt: skip
 """Names of the parsers of SWE-rebench V2 and SWE-bench-Live for the same formats."""
 

@@ -219,7 +219,7 @@ LANGUAGES: Mapping[str, Language] = {
             tests=r".*_(?:test|spec)\.rb|test_.*\.rb",
             programs=("ruby",),
             packages="ruby ruby-minitest ruby-rspec bundler",
-            parser="minitest",
+            parser="ruby",
             install="[ ! -f Gemfile ] || bundle install",
             test=_RUBY_TEST,
             settings=frozenset({"Gemfile", "Gemfile.lock", "Rakefile", ".rspec", "spec_helper.rb", "test_helper.rb"}),
@@ -257,7 +257,8 @@ _PARSER_LANGUAGES = {
     "java": ("maven", "surefire", "gradle_custom", "ant", "java", "junit"),
     "c": ("redis", "jq", "micropython_test", "ctest", "c"),
     "c++": ("doctest", "googletest"),
-    "ruby": ("minitest", "cucumber", "ruby_unit", "rspec_transformed_json", "jekyll"),
+    "ruby": ("minitest", "cucumber", "ruby_unit", "rspec_transformed_json", "jekyll", "rspec", "ruby",
+             "minitest_verbose"),
     "php": ("phpunit", "phpunit_lines"),
 }  # fmt: skip
 PYTHON = "python"

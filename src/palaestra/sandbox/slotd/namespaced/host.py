@@ -36,7 +36,8 @@ _HOSTS, _RESOLVER = "/skeleton/hosts", "/skeleton/resolver"
 PUBLIC_SETTINGS = (
     "alternatives", "ca-certificates.conf", "crypto-policies", "debian_version", "fonts", "gai.conf", "host.conf",
     "java*", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld-musl-*.path", "locale.alias", "locale.conf", "localtime",
-    "lsb-release", "magic", "magic.mime", "mime.types", "netconfig", "networks", "os-release", "perl", "pki/ca-trust",
+    "lsb-release", "magic", "magic.mime", "maven/logging", "maven/m2.conf", "maven/settings-debian.xml", "mime.types",
+    "netconfig", "networks", "os-release", "perl", "php/*/cli/conf.d", "php/*/mods-available", "pki/ca-trust",
     "pki/tls/certs", "pki/tls/cert.pem", "pki/tls/openssl.cnf", "protocols", "python3*", "rpc", "services", "shells",
     "ssl/certs", "ssl/cert.pem", "ssl/openssl.cnf", "terminfo", "timezone", "xml",
 )  # fmt: skip
@@ -203,11 +204,9 @@ def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
         namespaces.write_file(f"{root}/etc/{name}", text)
     os.symlink("/proc/self/mounts", f"{root}/etc/mtab")
     for pattern in PUBLIC_SETTINGS:
-        folder, _, last = pattern.rpartition("/")
-        source = f"{HOST}/etc/{folder}".rstrip("/")
-        for name in fnmatch.filter(_names(source), last):
-            os.makedirs(f"{root}/etc/{folder}", exist_ok=True)
-            _copy(f"{source}/{name}", f"{root}/etc/{folder}/{name}")
+        for path in matching(f"{HOST}/etc", pattern):
+            os.makedirs(os.path.dirname(f"{root}/etc/{path}"), exist_ok=True)
+            _copy(f"{HOST}/etc/{path}", f"{root}/etc/{path}")
 
 
 def _build_network(root: str, names: Iterable[str], own_network: bool) -> None:
@@ -264,6 +263,13 @@ def _copy(source: str, target: str) -> None:
 def is_private(path: str) -> bool:
     """Return whether a file's name is typical of files with keys or passwords."""
     return any(fnmatch.fnmatch(os.path.basename(path), pattern) for pattern in _NEVER_COPIED)
+
+
+def matching(directory: str, pattern: str) -> list[str]:
+    """Return the paths below a directory that match a pattern, relative to the directory."""
+    first, _, rest = pattern.partition("/")
+    names = fnmatch.filter(_names(directory), first)
+    return [f"{name}/{path}" for name in names for path in matching(f"{directory}/{name}", rest)] if rest else names
 
 
 def _names(directory: str) -> list[str]:
