@@ -114,7 +114,7 @@ class _Help(click.Command):
     "--unique",
     type=float,
     metavar="SIMILARITY",
-    help="Leave out rollouts whose conversation repeats an earlier one: 1 if equal, 0.8 if about four fifths are.",
+    help="Leave out what repeats an earlier conversation: 1 equal, 0.8 similar.",
 )
 @click.option("--placeholders", is_flag=True, help="For `rows`: export placeholder tokens too.")
 @click.option("--counterfactual", is_flag=True, help="Export rollouts of `palaestra fork` too.")

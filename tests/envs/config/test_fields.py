@@ -13,7 +13,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Prices
 from palaestra.envs.config.build import agent_settings
 from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
-from palaestra.envs.run.run import concurrency, eval_workers, slots_elsewhere
+from palaestra.envs.run.run import concurrency, slots_elsewhere
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.sandbox.backends.local import LocalBackend
@@ -221,8 +221,8 @@ def test_reasoning_settings_reach_the_agent() -> None:
 def test_workers_per_model_server_and_of_evaluations() -> None:
     assert concurrency(BaseEnvConfig(max_num_workers_per_node=3), 2) == 6
     assert concurrency(BaseEnvConfig(max_num_workers_per_node=3, max_num_workers=5), 2) == 5
-    assert eval_workers(BaseEnvConfig(max_eval_workers=2), 8) == 2
-    assert eval_workers(BaseEnvConfig(), 64) == 64
+    assert BaseEnvConfig(max_eval_workers=2).evaluation_workers(8) == 2
+    assert BaseEnvConfig().evaluation_workers(64) == 64
 
 
 @pytest.mark.parametrize("model_type", [HermesAgentEnvConfig, AgentEnvConfig, APIServerConfig])
