@@ -9,7 +9,7 @@ import pytest
 from palaestra.core.errors import TaskError
 from palaestra.core.types import ToolStep
 from palaestra.suites.swe import apply_diff
-from palaestra.suites.swe.apply_diff import solution_steps
+from palaestra.suites.swe.apply_diff import between, solution_steps
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.swe_row import SweRow, parse_row
 from palaestra.suites.swe.workspace import (
@@ -126,6 +126,32 @@ def test_new_deleted_and_moved_files_are_steps_too() -> None:
         ToolStep("terminal", {"command": "mkdir -p -- /r/s"}),
         ToolStep("terminal", {"command": "mv -- /r/o.py /r/s/m.py"}),
     )
+
+
+def test_a_long_reference_solution_is_packed_into_few_commands(tmp_path: Path) -> None:
+    """An agent has 30 turns by default, and the reference solution must not fail for want of turns."""
+    before = {f"d d/f{number}.py": "".join(f"{line}\n" for line in range(100)) for number in range(12)}
+    after = {path: text.replace("5\n", "five\n") + "ä" * 40_000 for path, text in before.items()}
+    patch = "".join(between(path, before[path], after[path]) for path in before)
+    patch += "diff --git a/d d/run.sh b/d d/moved.sh\nsimilarity index 100%\n"
+    patch += "rename from d d/run.sh\nrename to d d/moved.sh\n"
+    patch += (
+        "diff --git a/gone.py b/gone.py\ndeleted file mode 100644\n--- a/gone.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
+    )
+    files = {**before, "d d/run.sh": "x\n", "gone.py": "x\n"}
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (tmp_path / "d d/run.sh").chmod(0o755)
+    steps = solution_steps(patch, files, str(tmp_path))
+    assert len(steps) < 30
+    for step in steps:
+        assert step.name == "terminal"
+        subprocess.run(["bash", "-c", str(step.arguments["command"])], check=True)
+    assert {path: (tmp_path / path).read_text() for path in after} == after
+    assert sorted(path.name for path in (tmp_path / "d d").glob("*.sh")) == ["moved.sh"]
+    assert (tmp_path / "d d/moved.sh").stat().st_mode & 0o111
+    assert not (tmp_path / "gone.py").exists()
 
 
 def test_a_commit_that_has_the_bug_already_is_left_as_it_is(tmp_path: Path) -> None:

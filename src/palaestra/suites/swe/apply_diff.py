@@ -17,6 +17,10 @@ from palaestra.suites.swe.unified_diff import DiffError, DiffHunk, FileDiff, par
 _PIECE = 60_000
 """The maximum number of base64 characters per command, a multiple of 4; the kernel allows 128 KiB per argument."""
 
+MOST_STEPS = 20
+"""The maximum number of tool calls for a diff with a call per hunk. A longer diff is packed into few commands, because
+an agent has a maximum number of turns (by default 30)."""
+
 
 def apply_to_text(file: FileDiff, before: str) -> str:
     """Return the text of one file after the change. Raises `DiffError` if a hunk does not match."""
@@ -101,45 +105,74 @@ def replacements(file: FileDiff, before: str) -> tuple[TextReplacement, ...]:
 
 
 def solution_steps(patch: str, texts: Mapping[str, str], repo_dir: str) -> tuple[ToolStep, ...]:
-    """Return the tool calls that apply a reference solution: one `patch` call per hunk, in order.
+    """Return the tool calls that apply a reference solution, in order: one `patch` call per hunk or, if these would be
+    more than `MOST_STEPS`, terminal commands that write whole files.
 
     `patch` is a diff against the agent's tree; `texts` holds the files that it changes, as the agent gets them. New
     files are written whole. Terminal commands delete and rename files, and write binary files. Raises `DiffError` if
     the diff does not match.
     """
-    return tuple(step for file in parse(patch) for step in _file_steps(file, texts, repo_dir.rstrip("/")))
+    root, files = repo_dir.rstrip("/"), parse(patch)
+    steps = tuple(step for file in files for step in _file_steps(file, texts, root))
+    if len(steps) <= MOST_STEPS:
+        return steps
+    commands = [command for file in files for command in _commands(file, texts, root)]
+    packed: list[str] = []
+    for command in commands:
+        if packed and len(packed[-1]) + len(command) <= _PIECE:
+            packed[-1] += f" &&\n{command}"
+        else:
+            packed.append(command)
+    return tuple(map(_shell, packed))
 
 
 def _file_steps(file: FileDiff, texts: Mapping[str, str], repo_dir: str) -> list[ToolStep]:
     path = f"{repo_dir}/{file.path}"
-    if file.new_path is None:
-        return [_shell("rm", "--", path)]
-    if file.old_path is not None and file.old_path not in texts:
-        raise DiffError(f"{file.old_path}: the file to change does not exist")
-    before = texts[file.old_path] if file.old_path is not None else ""
-    after = apply_to_text(file, before)
+    before, after = _before_and_after(file, texts)
     is_text = not file.binary and _is_unicode(before) and _is_unicode(after)
     if file.old_path is None and is_text:
         return [ToolStep("write_file", {"path": path, "content": after})]
-    steps = []
-    if file.renamed:
-        steps.append(_shell("mkdir", "-p", "--", path.rpartition("/")[0]))
-        steps.append(_shell("mv", "--", f"{repo_dir}/{file.old_path}", path))
-    if not is_text:
-        return [*steps, *_writing(path, _bytes(after))]
+    if file.new_path is None or not is_text:
+        return list(map(_shell, _commands(file, texts, repo_dir)))
+    steps = list(map(_shell, _renaming(file, repo_dir)))
     for each in replacements(file, before):
         arguments = {"mode": "replace", "path": path, "old_string": each.old_text, "new_string": each.new_text}
         steps.append(ToolStep("patch", arguments))
     return steps
 
 
-def _writing(path: str, data: bytes) -> list[ToolStep]:
-    """Return the terminal calls that write arbitrary bytes to a file."""
-    folder, quoted, encoded = shlex.quote(path.rpartition("/")[0]), shlex.quote(path), b64encode(data).decode()
+def _before_and_after(file: FileDiff, texts: Mapping[str, str]) -> tuple[str, str]:
+    """Return the text of a file before and after the change. Raises `DiffError`."""
+    if file.new_path is None:
+        return "", ""
+    if file.old_path is not None and file.old_path not in texts:
+        raise DiffError(f"{file.old_path}: the file to change does not exist")
+    before = texts[file.old_path] if file.old_path is not None else ""
+    return before, apply_to_text(file, before)
+
+
+def _commands(file: FileDiff, texts: Mapping[str, str], repo_dir: str) -> list[str]:
+    """Return the commands that make the change to a file, whatever its bytes."""
+    path = f"{repo_dir}/{file.path}"
+    if file.new_path is None:
+        return [shlex.join(("rm", "--", path))]
+    before, after = _before_and_after(file, texts)
+    if file.renamed and before == after:
+        return _renaming(file, repo_dir)
+    folder, quoted, encoded = shlex.quote(path.rpartition("/")[0]), shlex.quote(path), b64encode(_bytes(after)).decode()
     pieces = [encoded[start : start + _PIECE] for start in range(0, len(encoded), _PIECE)]
-    first = ToolStep("terminal", {"command": f"mkdir -p -- {folder} && : > {quoted}"})
-    appending = (f"printf %s {piece} | base64 -d >> {quoted}" for piece in pieces)
-    return [first, *(ToolStep("terminal", {"command": command}) for command in appending)]
+    appending = [f"printf %s {piece} | base64 -d >> {quoted}" for piece in pieces]
+    return [*_renaming(file, repo_dir), f"mkdir -p -- {folder} && : > {quoted}", *appending]
+
+
+def _renaming(file: FileDiff, repo_dir: str) -> list[str]:
+    if not file.renamed:
+        return []
+    path = f"{repo_dir}/{file.path}"
+    return [
+        shlex.join(("mkdir", "-p", "--", path.rpartition("/")[0])),
+        shlex.join(("mv", "--", f"{repo_dir}/{file.old_path}", path)),
+    ]
 
 
 def _is_unicode(text: str) -> bool:
@@ -151,8 +184,8 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _shell(*argv: str) -> ToolStep:
-    return ToolStep("terminal", {"command": shlex.join(argv)})
+def _shell(command: str) -> ToolStep:
+    return ToolStep("terminal", {"command": command})
 
 
 def _occurrences(text: str, part: str) -> int:
