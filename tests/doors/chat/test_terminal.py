@@ -245,8 +245,7 @@ def test_commands_a_file_and_a_fork(tmp_path: Path) -> None:
     with echo_server() as server, terminal(tmp_path, server.url) as child:
         seen(child, PROMPT)
         child.send("say read @notes.txt\r")
-        seen(child, "read @notes.txt")
-        seen(child, PROMPT)
+        seen(child, r"auto · echo · [1-9]\d* tokens")  # the turn has ended
         for typed, shown in (
             ("/cost", "1 model call,"), ("/tools", "terminal"), ("/save boats", "named"), ("/model", "echo"),
             ("/fork", "with 1 turn\\b"), ("/resume boats", "is this conversation"), ("/background", "no background"),

@@ -79,7 +79,7 @@ def test_an_image_by_path_is_the_root_of_slots_which_can_change_it(daemon: Docke
                 assert (await fork.execute("cat /etc/mark; ls -d /app")).output == "changed\n/app\n"
                 for slot in (two, fork):
                     await slots.destroy(slot)
-                await slots.snapshots.forget(snapshot)
+                await slots.forget(snapshot)
         assert (root / "etc/mark").read_text() == "here\n"
 
     asyncio.run(main())

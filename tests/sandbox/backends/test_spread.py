@@ -47,7 +47,7 @@ class Here(RemoteBackend):
         self.started.append(place.host)
         return ["false"] if place.host in self.broken else call
 
-    def hosts(self) -> Counter[str]:
+    def taken(self) -> Counter[str]:
         """How many slots each host has."""
         return Counter({place.spec.host: len(place.slots) for place in self._places.by_number.values() if place.slots})
 
@@ -74,11 +74,11 @@ def test_hosts_fill_evenly() -> None:
         backend = Here("a", "b", "c", slots=64)
         try:
             slots = [await backend.create(SlotSpec(), f"task-{number}") for number in range(7)]
-            assert sorted(backend.hosts().values()) == [2, 2, 3]
+            assert sorted(backend.taken().values()) == [2, 2, 3]
             for slot in slots[:5]:
                 await backend.destroy(slot)
             slots += [await backend.create(SlotSpec(), f"later-{number}") for number in range(4)]
-            assert backend.hosts() == {"a": 2, "b": 2, "c": 2}
+            assert backend.taken() == {"a": 2, "b": 2, "c": 2}
         finally:
             await backend.aclose()
 
@@ -91,14 +91,14 @@ def test_slots_go_where_there_is_most_room_and_over_the_rest_last() -> None:
         async with SpreadBackend([own, small], [over]) as backend:
             assert backend.capacity == 9
             slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(5)]
-            assert (own.hosts(), small.hosts(), over.hosts()) == ({"a": 2, "b": 2}, {"c": 1}, {})
+            assert (own.taken(), small.taken(), over.taken()) == ({"a": 2, "b": 2}, {"c": 1}, {})
             assert over.started == []
             slots += [await backend.create(SlotSpec(), "more")]
-            assert over.hosts() == {"d": 1}
+            assert over.taken() == {"d": 1}
             assert len({slot.epoch for slot in slots}) == 6
             await backend.destroy(slots[0])
             await backend.create(SlotSpec(), "again")
-            assert over.hosts() == {"d": 1}
+            assert over.taken() == {"d": 1}
             assert backend.stats()["slots"] == 6
 
     asyncio.run(main())
@@ -114,7 +114,7 @@ def test_a_backend_or_host_that_fails_is_left_out() -> None:
             for number in range(3):
                 slot = await backend.create(SlotSpec(), f"t{number}")
                 assert (await slot.execute("true")).exit_code == 0
-            assert two.hosts()["c"] >= 3
+            assert two.taken()["c"] >= 3
             await backend.destroy(first)
 
     asyncio.run(main())
@@ -140,14 +140,14 @@ def test_a_drained_host_gets_no_new_slots_and_ends_when_it_is_idle(tmp_path: Pat
         backend.hosts.drain_file = tmp_path / "drained"
         async with backend:
             slots = [await backend.create(SlotSpec(), f"t{n}") for n in range(4)]
-            assert backend.hosts() == {"a": 2, "b": 2}
+            assert backend.taken() == {"a": 2, "b": 2}
             backend.hosts.drain_file.write_text("a\n")
             for slot in slots:
                 assert (await slot.execute("true")).exit_code == 0
                 await backend.destroy(slot)
             assert {place.spec.host for place in backend._places.by_number.values()} == {"b"}
             again = [await backend.create(SlotSpec(), f"t{n}") for n in range(2)]
-            assert backend.hosts() == {"b": 2}
+            assert backend.taken() == {"b": 2}
             backend.hosts.drain_file.write_text("a b")
             with pytest.raises(SandboxError, match="drained"):
                 await backend.create(SlotSpec(), "none left")
