@@ -53,8 +53,9 @@ class Bench:
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         return await self.backend.seal(slot, view)
 
-    async def forget(self, snapshot: Snapshot) -> None:
-        await self.backend.forget(snapshot)
+    @property
+    def snapshots(self) -> LocalBackend:
+        return self.backend
 
     @asynccontextmanager
     async def slot(self, snapshot: Snapshot | None = None) -> AsyncIterator[Slot]:
