@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.suites.terminal_bench import task_environment
+from palaestra.suites.terminal_bench import verification
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.conftest import played_all
 from suites.terminal_bench.mini import HARBOR, copied
@@ -109,14 +109,14 @@ def test_work_that_hangs_its_verifier_scores_zero_and_costs_one_time_limit(
     installed_pytest: DependencyCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits_s: list[float] = []
-    verify = task_environment.verify
+    verify = verification.verify
 
     async def counted(slot, task, script, setup, **how):  # type: ignore[no-untyped-def]
         limits_s.append(setup.timeout_s)
         return await verify(slot, task, script, setup, **how)
 
-    monkeypatch.setattr(task_environment, "verify", counted)
-    monkeypatch.setattr(task_environment, "_LEAST_REPEATED_S", 1.0)
+    monkeypatch.setattr(verification, "verify", counted)
+    monkeypatch.setattr(verification, "_LEAST_REPEATED_S", 1.0)
     settings = (HARBOR / "word-counts" / "task.toml").read_text().replace("timeout_sec = 60.0", "timeout_sec = 10.0")
     copied(HARBOR / "word-counts", tmp_path, {**TASK, "task.toml": settings})
     works = {"word-counts": "mkfifo /app/answer.txt"}
