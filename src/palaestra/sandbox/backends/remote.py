@@ -530,6 +530,23 @@ def bound(mount: Mount, separators: str) -> str:
     return f"{mount.source}:{mount.target}:ro"
 
 
+class MachineBackend(RemoteBackend):
+    """Slots on whole machines, whose system directories the slots see: a machine has no images, and no directories of
+    this machine. `with_images` names the backend that an error suggests for tasks with an image."""
+
+    image_kinds = ()
+    with_images: str
+
+    def place_spec(self, spec: SlotSpec) -> PlaceSpec:
+        if spec.image is not None:
+            raise ConfigError(
+                f"the {self.name} backend cannot use images, but the task needs {spec.image}; use {self.with_images}"
+            )
+        if spec.mounts:
+            raise ConfigError(f"the {self.name} backend cannot mount {spec.mounts[0].source}, which is on this machine")
+        return PlaceSpec()
+
+
 async def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
     """Run a command on this machine and return its exit status (127 if there is no such program) and its output,
     without its middle if it is long."""

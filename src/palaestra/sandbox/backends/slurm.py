@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, run_command
+from palaestra.sandbox.backends.remote import MachineBackend, PlaceSpec, run_command
 from palaestra.sandbox.server_backend import levels
-from palaestra.sandbox.slot import Rung, SlotSpec
+from palaestra.sandbox.slot import Rung
 
 _CHECK_S = 60.0
 _STEP = ("--nodes=1", "--ntasks=1", "--overlap", "--unbuffered", "--quiet", "--export=PATH,HOME", "--chdir=/")
@@ -29,11 +29,11 @@ _STEP = ("--nodes=1", "--ntasks=1", "--overlap", "--unbuffered", "--quiet", "--e
 _JOB = re.compile(r"[0-9]+(_[0-9]+)?")
 
 
-class SlurmBackend(RemoteBackend):
+class SlurmBackend(MachineBackend):
     """Slots on the nodes of the Slurm job `job`. `options` are additional arguments for `srun`."""
 
     name = "slurm"
-    image_kinds = ()
+    with_images = "singularity"
 
     def __init__(
         self,
@@ -70,13 +70,6 @@ class SlurmBackend(RemoteBackend):
                 f"srun cannot run python3 on the node {host}: {text.rstrip('.')}. Try it: {' '.join(self._srun)} "
                 f"--nodelist={host} python3 -V"
             )
-
-    def place_spec(self, spec: SlotSpec) -> PlaceSpec:
-        if spec.image is not None:
-            raise ConfigError(f"the slurm backend cannot use images, but the task needs {spec.image}; use singularity")
-        if spec.mounts:
-            raise ConfigError(f"the slurm backend cannot mount {spec.mounts[0].source}, which is on this machine")
-        return PlaceSpec()
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
         return [*self._srun, f"--nodelist={place.host}", *call]

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, run_command
+from palaestra.sandbox.backends.remote import MachineBackend, PlaceSpec, run_command
 from palaestra.sandbox.server_backend import levels
-from palaestra.sandbox.slot import Rung, SlotSpec
+from palaestra.sandbox.slot import Rung
 
 _CHECK_S = 30.0
 _OPTIONS = (
@@ -27,12 +27,12 @@ _OPTIONS = (
 )  # fmt: skip
 
 
-class SSHBackend(RemoteBackend):
+class SSHBackend(MachineBackend):
     """Slots on other machines. Each of `hosts` is `user@host`, `user@host:port` or a name from `~/.ssh/config`.
     `options` are additional arguments for `ssh`."""
 
     name = "ssh"
-    image_kinds = ()
+    with_images = "docker"
 
     def __init__(
         self,
@@ -68,13 +68,6 @@ class SSHBackend(RemoteBackend):
         if status != 0:
             by_hand = shlex.join(["ssh", *self._options, _destination(host), "python3", "-V"])
             raise ConfigError(f"ssh {host} cannot run python3: {text.rstrip('.')}. Try it: {by_hand}")
-
-    def place_spec(self, spec: SlotSpec) -> PlaceSpec:
-        if spec.image is not None:
-            raise ConfigError(f"the ssh backend cannot use images, but the task needs {spec.image}; use docker")
-        if spec.mounts:
-            raise ConfigError(f"the ssh backend cannot mount {spec.mounts[0].source}, which is on this machine")
-        return PlaceSpec()
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
         return [*self._ssh, _destination(place.host), shlex.join(call)]
