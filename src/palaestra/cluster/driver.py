@@ -117,8 +117,8 @@ class Driver:
 
     async def open(self, addresses: Sequence[NodeAddress] | None = None) -> str:
         """Start a worker on every node, and return the table of nodes. `addresses` are the nodes, if they have been
-        listed already. Raises `ConfigError` if the cluster has no node,
-        and `IsolationUnavailable` or `ConfigError` if none can be used."""
+        listed already. Raises `ConfigError` if the cluster has no node, and `IsolationUnavailable` or `ConfigError` if
+        none can be used."""
         self._collections = gc.get_threshold()
         gc.set_threshold(*RARE_COLLECTIONS)
         addresses = await self._launcher.nodes() if addresses is None else addresses

@@ -1,4 +1,4 @@
-"""SlotLeases the slots of one run in the order of requests, up to a limit.
+"""Leases the slots of one run in the order of requests, up to a limit.
 
 Each lease gets a new slot, which ends with the lease: no workspace is reused or cleaned. A pool has a fixed number of
 places, and each leased slot takes one of them. The lease of a group of slots gets places for all of them at the same

@@ -29,8 +29,6 @@ class Notices:
         self._config, self._platforms, self._mailbox, self._clock = config, platforms, mailbox, clock
         self._wake = wake
 
-    # Notices
-
     async def post(self, text: str, address: ChatAddress | None = None, *, answers: str | None = None) -> None:
         """Send a notice to a chat; if `address` is None, to the home channel. If there is no home channel, or the
         platform is not enabled, write the notice to the log. `answers` is the id of the message that the text answers,
