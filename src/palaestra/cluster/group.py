@@ -57,21 +57,10 @@ PASSED_ON = JOURNALLED - COMMITTED - {KINDS.index(GroupStarted)}
 """The kinds of entries that the driver writes and need not read."""
 
 
-class _StartedGroup(msgspec.Struct):
+class _StartedGroup(Group):
     """A `Group` that starts. Its tools stay encoded, because most groups of a run have the same."""
 
-    group_id: str
-    number: int
-    task_id: str
-    asked: str = ""
-    toolsets: tuple[str, ...] = ()
-    tools: msgspec.Raw = msgspec.Raw(b"[]")
-    tools_hash: str = ""
-    tools_missing: dict[str, str] = {}
-    error: str = ""
-    blame: Blame | None = None
-    prepare_s: float = 0.0
-    from_store: bool = False
+    tools: msgspec.Raw = msgspec.Raw(b"[]")  # type: ignore[assignment]
 
 
 class _Started(msgspec.Struct):
@@ -210,9 +199,10 @@ class RemoteGroup:
         return event if kind in self.heard else None
 
     def _start(self, started: _Started) -> GroupStarted:
-        for name in _StartedGroup.__struct_fields__:
-            value = getattr(started.group, name)
-            setattr(self.group, name, _tools(bytes(value)) if name == "tools" else value)
+        for name in Group.__struct_fields__:
+            if name != "trajectories":  # those of earlier parts of the run stay
+                value = getattr(started.group, name)
+                setattr(self.group, name, _tools(bytes(value)) if name == "tools" else value)
         self.begun = True
         return GroupStarted(at=started.at, group=self.group)
 
