@@ -21,6 +21,8 @@ from pathlib import Path
 
 import _measure as measure
 
+from palaestra.core.config import cache_folder
+
 ENVIRONMENT = """
 from palaestra import Task, environment
 
@@ -71,7 +73,7 @@ PEERS = {"inspect": "inspect-ai", "vf-eval": "verifiers"}
 
 def installed_peers() -> Path:
     """Return the programs of a virtual environment with the peers, which the first call creates (1 to 3 minutes)."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palaestra" / "startup-peers"
+    folder = cache_folder("startup-peers")
     programs, python = folder / "bin", Path(sys.executable).resolve()
     if not all((programs / name).exists() for name in PEERS):
         print(f"installing {', '.join(PEERS.values())} into {folder}", file=sys.stderr)

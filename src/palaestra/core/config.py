@@ -151,6 +151,11 @@ def why_no_effect(model_type: type[BaseModel], name: str) -> str:
     return str(extra.get("no_effect") or "") if isinstance(extra, dict) else ""
 
 
+def cache_folder(name: str) -> Path:
+    """Return a folder of the user's cache: `palaestra/NAME` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palaestra" / name
+
+
 def local_path(text: str | Path) -> Path:
     """Return the path that a setting gives, with `~` and variables (`$NAME`, `${NAME}`) expanded as a shell does.
 

@@ -7,7 +7,6 @@ journals and files, and the files that belong to them, are read; links are not f
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from palaestra.core.config import cache_folder
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import UNREADABLE, read_regular
 from palaestra.rollouts.counterfactual import FORK_NAME
@@ -230,7 +230,7 @@ def _file(path: Path, store: Path | None) -> OpenRuns:
 
 def index_store() -> Path:
     """Return the folder for indexes in the user's cache, without the indexes that were not used for 30 days."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palaestra" / "view"
+    folder = cache_folder("view")
     for path in (*folder.glob("*.sqlite"), *folder.glob(f"{IMPORTS}/*"), *folder.glob(f"{IMPORTS}/.*.tmp")):
         try:
             whole = path.is_dir() and not path.is_symlink()

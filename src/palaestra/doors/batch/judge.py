@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from palaestra.core.config import cache_folder
 from palaestra.core.errors import GraderError
 from palaestra.core.io.durable_files import replaced, writing
 from palaestra.core.printable import one_line, without_middle
@@ -46,12 +45,20 @@ class Verdict:
 
 
 class Judge:
-    """Judges samples by one criterion with the model of `server`. `cache` is the folder of the kept verdicts."""
+    """Judges samples by one criterion with the model of `server`, which runs between `start` and `aclose`."""
 
-    def __init__(self, criterion: str, server: ServerGroup, cache: Path) -> None:
-        self.criterion = criterion
+    def __init__(self, criterion: str, server: ServerGroup) -> None:
+        self._criterion = criterion
         self._server = server
-        self._cache = cache
+        self._cache = cache_folder("judge")
+
+    async def start(self) -> None:
+        """Connect to the server. Raises `EngineUnavailable`, `EngineRefused` or `ConfigError`."""
+        await self._server.start()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._server.aclose()
 
     async def verdict(self, messages: Sequence[Message]) -> Verdict:
         """Return the verdict on a conversation, from the cache if it is there.
@@ -63,7 +70,7 @@ class Judge:
             for each in chat_messages(messages)
         ]
         conversation = without_middle(json.dumps(shown, ensure_ascii=False), _MOST_CHARS)
-        asked = json.dumps([self._server.name, self.criterion, conversation])
+        asked = json.dumps([self._server.name, self._criterion, conversation])
         kept = self._cache / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
         with suppress(OSError, ValueError, KeyError, TypeError):
             return _verdict(json.loads(kept.read_text(encoding="utf-8")))
@@ -76,7 +83,7 @@ class Judge:
 
     async def _ask(self, conversation: str) -> Verdict:
         request = [
-            {"role": "system", "content": _INSTRUCTIONS.format(criterion=self.criterion)},
+            {"role": "system", "content": _INSTRUCTIONS.format(criterion=self._criterion)},
             {"role": "user", "content": conversation},
         ]
         reply = ""
@@ -91,11 +98,6 @@ class Judge:
             f"the judge {self._server.name} gave no verdict in {len(_TEMPERATURES)} replies; the last one: "
             f"{one_line(reply, 200)!r}"
         )
-
-
-def judgement_cache() -> Path:
-    """Return the folder of kept verdicts: `palaestra/judge` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palaestra" / "judge"
 
 
 def _last_verdict(reply: str) -> Verdict | None:

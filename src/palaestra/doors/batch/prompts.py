@@ -22,7 +22,7 @@ from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Message, Outcome, Score, Task
 from palaestra.doors.batch.batch_files import write_batch_files
 from palaestra.doors.batch.json_schema import JsonSchema
-from palaestra.doors.batch.judge import Judge, judgement_cache
+from palaestra.doors.batch.judge import Judge
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.datasets import read_rows
@@ -148,7 +148,7 @@ class BatchEnvironment(EvaluatedEnvironment):
         self.config = config
         self._prefill = _read_messages(config.prefill_messages_file) if config.prefill_messages_file else []
         self._schema = _read_schema(config.schema_file) if config.schema_file else None
-        self._judges = ServerGroup(_judge_settings(config, servers)) if config.judge else None
+        self._judge = Judge(config.judge, ServerGroup(_judge_settings(config, servers))) if config.judge else None
         self._mcp = mcp_servers(config)
 
     @property
@@ -175,8 +175,8 @@ class BatchEnvironment(EvaluatedEnvironment):
     async def open(self) -> None:
         if self._mcp is not None:
             await self._mcp.open()
-        if self._judges is not None:
-            await self._judges.start()
+        if self._judge is not None:
+            await self._judge.start()
         self.kit(Task(id="", prompt=""), random.Random(0))  # report wrong settings and files before a run begins
         if await anext(self.tasks(), None) is None:
             raise ConfigError(f"{self.config.dataset_name} has no rows")
@@ -184,8 +184,8 @@ class BatchEnvironment(EvaluatedEnvironment):
     async def aclose(self) -> None:
         if self._mcp is not None:
             await self._mcp.aclose()
-        if self._judges is not None:
-            await self._judges.aclose()
+        if self._judge is not None:
+            await self._judge.aclose()
 
     async def tasks(self) -> AsyncIterator[Task]:
         config = self.config
@@ -270,8 +270,8 @@ class BatchEnvironment(EvaluatedEnvironment):
         detail: dict[str, JSON] = {}
         if self._schema is not None and (why := self._schema.problem(rollout.final_response)):
             lacking.append(why)
-        if self._judges is not None and self.config.judge and not lacking:
-            verdict = await Judge(self.config.judge, self._judges, judgement_cache()).verdict(rollout.messages)
+        if self._judge is not None and not lacking:
+            verdict = await self._judge.verdict(rollout.messages)
             detail["judge"] = asdict(verdict)
             lacking += [] if verdict.meets else [NOT_JUDGED_GOOD]
         if lacking:
