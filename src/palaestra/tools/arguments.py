@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import compress
 from typing import NoReturn
@@ -25,6 +25,17 @@ from palaestra.tools.tool import ToolMistake, ToolSchema
 _CACHED_SCHEMAS = 512
 _SHOWN_CHARS = 120
 _MOST_OPTIONS = 12
+
+
+def schema_check(schema: Mapping[str, JSON], what: str) -> Callable[[JSON], JSON]:
+    """Return the function that checks a value against a JSON schema (drafts 4, 6 and 7). It raises
+    `fastjsonschema.JsonSchemaValueException`. `what` begins the error for a schema that cannot be used, such as `a
+    tool's parameters are`. Raises `ConfigError`."""
+    try:
+        check: Callable[[JSON], JSON] = fastjsonschema.compile(dict(schema), use_default=False, handlers=_NO_REMOTE)
+    except Exception as error:  # the compiler fails in many ways for broken schemas
+        raise ConfigError(f"{what} not a usable JSON schema: {error}") from error
+    return check
 
 
 class InvalidArguments(ToolMistake):
@@ -44,10 +55,7 @@ class ArgumentSchema:
         self._integers = tuple(compress(self._properties, integers))
         closed = _closed(parameters)
         self._refuses_unknown = closed.get("additionalProperties") is False
-        try:
-            self._check = fastjsonschema.compile(closed, use_default=False, handlers=_NO_REMOTE)
-        except Exception as error:  # the compiler fails in many ways for broken schemas
-            raise ConfigError(f"a tool's parameters are not a usable JSON schema: {error}") from error
+        self._check = schema_check(closed, "a tool's parameters are")
 
     def parse(self, raw: str | Mapping[str, JSON] | None) -> dict[str, JSON]:
         """Return the arguments as a fresh dict. Raises `InvalidArguments`.
@@ -201,7 +209,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _no_remote(uri: str) -> NoReturn:
-    raise ConfigError(f"a tool's schema refers to {uri}; schemas must be self-contained")
+    raise ConfigError(f"a schema refers to {uri}; schemas must be self-contained")
 
 
 _PYTHON_TYPES: Mapping[object, tuple[type, ...]] = {

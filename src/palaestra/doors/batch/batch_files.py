@@ -100,8 +100,8 @@ def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: 
 
     unscored, duplicates = ExportReport(), duplicates_of(meta)
     for group in recording:
-        report.schemas |= {tool["function"]["name"]: tool for tool in group.tools}
-        known = {tool["function"]["name"] for tool in group.tools}
+        known = {tool["function"]["name"]: tool for tool in group.tools}
+        report.schemas |= known
         if group.error:
             refuse(group.number, report.failed, group.error)
         for trajectory in group.trajectories:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import NoReturn
 
 import fastjsonschema
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.printable import one_line
 from palaestra.core.types import JSON
+from palaestra.tools.arguments import schema_check
 
 NOT_JSON = "the last reply is not JSON"
 _FENCED = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n\s*```\s*", re.DOTALL)
-
-
-def _remote(address: str) -> NoReturn:
-    raise ConfigError(f"the schema refers to {address}, which is not loaded: put the definition into the file")
 
 
 class JsonSchema:
@@ -27,13 +23,7 @@ class JsonSchema:
     def __init__(self, schema: JSON, path: str) -> None:
         if not isinstance(schema, Mapping):
             raise ConfigError(f"{path} must hold a JSON schema, which is an object")
-        try:
-            handlers = dict.fromkeys(("http", "https", "ftp", "file"), _remote)
-            self._check = fastjsonschema.compile(dict(schema), use_default=False, handlers=handlers)
-        except ConfigError:
-            raise
-        except Exception as error:  # the compiler fails in many ways for broken schemas
-            raise ConfigError(f"{path} is not a usable JSON schema: {error}") from error
+        self._check = schema_check(schema, f"{path} is")
 
     def problem(self, reply: str) -> str:
         """Return why the reply does not fit the schema; empty if it fits. A fence of three backticks around the whole
