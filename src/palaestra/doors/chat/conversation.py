@@ -235,7 +235,7 @@ class Conversation:
             numbers = [turn.number for turn in self.history.messages_sent()]
             if before not in numbers:
                 raise ConfigError(f"{self.id} has no turn {before}; its turns are {numbers}")
-            running = any(session.running for session in self._service.processes.sessions(self.id))
+            running = self._service.running(self.id) > 0
             files, left = await self.checkpoints.restore(before)
             count, content = 0, None
             while (last := self.history.messages_sent()) and last[-1].number >= before:
@@ -263,8 +263,9 @@ class Conversation:
         Raises `ConfigError` for an unknown turn."""
         record = self._store.fork(self.id, turn, title=self.history.record.title)
         other = self._opened(self._service, record, people or self.people)
-        kept = [each.number for each in self.history.messages_sent() if turn is None or each.number <= turn]
-        later = [each.number for each in self.history.messages_sent() if turn is not None and each.number > turn]
+        sent = [each.number for each in self.history.messages_sent()]
+        kept = [number for number in sent if turn is None or number <= turn]
+        later = sent[len(kept) :]
         point = self.checkpoints.before(later[0]) if later else None
         if self.slots.folder is not None:
             other.slots.share(self.slots.folder.copy(None if point is None else point.written))

@@ -241,6 +241,10 @@ class ChatService:
         several = [server] if isinstance(server, ServerBaseline | ServerEngine) else server
         return ", ".join(each.name if isinstance(each, ServerEngine) else each.model_name for each in several)
 
+    def running(self, conversation: str) -> int:
+        """Return how many background processes of a conversation run."""
+        return sum(session.running for session in self.processes.sessions(conversation))
+
     def server_for(self, model: str) -> Server:
         """Return the server of this name among the settings' `models`, or else the service's server with a different
         model. Raises `ConfigError` unless the service has exactly one `APIServerConfig`."""

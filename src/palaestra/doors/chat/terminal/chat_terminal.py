@@ -276,7 +276,7 @@ class ChatTerminal:
 
     def _status(self) -> str:
         talk = self._desk.talk
-        running = sum(session.running for session in self._desk.service.processes.sessions(talk.id))
+        running = self._desk.service.running(talk.id)
         window = "" if talk.context.size is None else f" of {talk.context.size}"
         parts = [talk.permissions.mode.value, talk.model.name, f"{talk.context.tokens}{window} tokens"]
         if running:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterable
 from typing import ClassVar
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown
 from rich.syntax import Syntax
 from rich.text import Text
@@ -58,12 +59,7 @@ def _parser() -> MarkdownIt:
 
 def rendered(text: str, columns: int) -> str:
     """Return Markdown as lines for a terminal of this width, wrapped between words. `text` must be printable."""
-    target = io.StringIO()
-    console = Console(
-        file=target, width=max(20, columns), force_terminal=True, color_system="standard", highlight=False, emoji=False
-    )
-    console.print(_ChatMarkdown(text))
-    lines = [line.rstrip() for line in target.getvalue().split("\n")]
+    lines = _printed([_ChatMarkdown(text)], columns).split("\n")
     blank = [not _STYLE.sub("", line).strip() for line in lines]
     first = next((place for place, empty in enumerate(blank) if not empty), len(lines))
     last = next((place for place, empty in enumerate(reversed(blank)) if not empty), 0)
@@ -72,13 +68,18 @@ def rendered(text: str, columns: int) -> str:
 
 def wrapped(text: str, columns: int) -> str:
     """Return lines with escape sequences, wrapped between words."""
+    return _printed([Text.from_ansi(line) for line in text.split("\n")], columns).rstrip("\n")
+
+
+def _printed(parts: Iterable[RenderableType], columns: int) -> str:
+    """Return what rich prints for a terminal of this width, without spaces at the ends of lines."""
     target = io.StringIO()
     console = Console(
         file=target, width=max(20, columns), force_terminal=True, color_system="standard", highlight=False, emoji=False
     )
-    for line in text.split("\n"):
-        console.print(Text.from_ansi(line))
-    return "\n".join(line.rstrip() for line in target.getvalue().rstrip("\n").split("\n"))
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in target.getvalue().split("\n"))
 
 
 class MarkdownStream:

@@ -77,10 +77,10 @@ class Prompt:
         else:
             self._kept = text
 
-    def end(self, error: BaseException | None = None) -> None:
-        """End the prompt, by raising `error` from `read` or else as if the person had pressed Ctrl-D."""
+    def end(self) -> None:
+        """End the prompt as if the person had pressed Ctrl-D."""
         if self.shown:
-            self._session.app.exit(exception=error or EOFError())
+            self._session.app.exit(exception=EOFError())
 
     async def read(self) -> str | None:
         """Return the next message or command; None at the end of input."""

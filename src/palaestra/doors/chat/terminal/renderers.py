@@ -10,6 +10,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 
+from palaestra.core.exits import plural
 from palaestra.core.printable import escaped, one_line, printable
 from palaestra.core.types import JSON
 from palaestra.doors.chat.terminal.styles import BOLD, CYAN, DIM, GREEN, PLAIN, RED, YELLOW
@@ -73,7 +74,7 @@ def gutter(line: str) -> str:
 
 def hidden(count: int, number: int, what: str = "more") -> str:
     """Return the line about lines that are not shown."""
-    return f"{DIM}  │ … {count} {what} line{'' if count == 1 else 's'} (/show {number}){PLAIN}"
+    return f"{DIM}  │ … {plural(count, f'{what} line')} (/show {number}){PLAIN}"
 
 
 def diff_lines(text: str) -> Shown:

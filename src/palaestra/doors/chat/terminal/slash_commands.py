@@ -136,7 +136,7 @@ async def _stop(desk: Desk, rest: str) -> None:
         desk.stop()
         return
     if rest != "processes":
-        running = sum(session.running for session in desk.service.processes.sessions(talk.id))
+        running = desk.service.running(talk.id)
         more = f"; background processes running: {running}; /stop processes ends them" if running else ""
         raise ConfigError(
             f"unknown command /stop {rest}; use /stop or /stop processes" if rest else f"no turn is running{more}"
