@@ -19,8 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import _measure as measure
 from _instant_server import InstantServer, chat_reply
@@ -33,37 +35,33 @@ MOST_MEMORY_RATIO = 1.5
 COMMAND = (sys.executable, "-m", "palaestra", "batch")
 
 
+_WORDS = [f"{one}{two}" for one in ("ba", "ce", "di", "fo", "gu") for two in ("lan", "mer", "nit", "por", "sud")]
+
+
 class Server(InstantServer):
     """Answers a prompt with text that follows from its number, judges, and counts the requests of each kind."""
+
+    counts: ClassVar[Counter[str]] = Counter(chat=0, judge=0)
 
     def _reply(self, path: bytes, body: bytes) -> bytes:
         if not path.endswith(b"/chat/completions"):
             return super()._reply(path, body)
         found = re.search(rb"number (\d+)", body, re.IGNORECASE)
         number = int(found[1]) if found else 0
-        if b"You judge" in body:
+        judges = b"You judge" in body
+        self.counts["judge" if judges else "chat"] += 1
+        if judges:
             return chat_reply(json.dumps({"reason": "As counted.", "meets": number % 4 != 3}))
         return chat_reply(" ".join(random.Random(number).choices(_WORDS, k=60)))
 
 
-_WORDS = [f"{one}{two}" for one in ("ba", "ce", "di", "fo", "gu") for two in ("lan", "mer", "nit", "por", "sud")]
-
-
 async def serve(log: Path) -> None:
     """Serve until standard input ends; `log` gets the number of chat requests and of judgements."""
-    counts = {"chat": 0, "judge": 0}
-
-    class Counting(Server):
-        def _reply(self, path: bytes, body: bytes) -> bytes:
-            if path.endswith(b"/chat/completions"):
-                counts["judge" if b"You judge" in body else "chat"] += 1
-            return super()._reply(path, body)
-
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Counting((), (), lambda _: 0), "127.0.0.1", 0, backlog=2048)
+    server = await loop.create_server(lambda: Server((), (), lambda _: 0), "127.0.0.1", 0, backlog=2048)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
-    log.write_text(json.dumps(counts))
+    log.write_text(json.dumps(Server.counts))
     server.close()
 
 
@@ -87,18 +85,14 @@ def played(rows: int, kills: int) -> Found:
         folder, rng = Path(name), random.Random(rows)
         prompts = (f"{('Tell', 'TELL')[row % 2]} of number {row // 2}, please." for row in range(rows))
         (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
-        serving = [sys.executable, __file__, "--serve", str(folder / "asked.json")]
-        with subprocess.Popen(serving, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdin is not None
-            assert server.stdout is not None
-            flags = [f"--base-url={server.stdout.readline().strip()}/v1", "--model=m", "--toolsets", "terminal"]
-            flags += [f"--num-workers={AT_ONCE}", "--judge", "It tells enough.", "--unique=0.9", "--run-name=run"]
+        with measure.serving(__file__, "--serve", str(folder / "asked.json")) as url:
+            flags = [f"--base-url={url}/v1", "--model=m", "--toolsets", "terminal", f"--num-workers={AT_ONCE}"]
+            flags += ["--judge", "It tells enough.", "--unique=0.9", "--run-name=run"]
             started, peak = time.perf_counter(), 0.0
             for number in range(kills + 1):
                 killed_at = rows * (number + rng.uniform(0.1, 0.9)) / (kills + 1) if number < kills else None
                 peak = max(peak, _run(folder, [*flags, *(["--resume"] if number else [])], killed_at))
             seconds = time.perf_counter() - started
-            server.stdin.close()
         asked = json.loads((folder / "asked.json").read_text())
         run = folder / "data/run"
         statistics = json.loads((run / "statistics.json").read_text())["samples"]

@@ -2,8 +2,7 @@
 
 A prompt with a number N is answered by N % 3 calls of `terminal` and then a text; every fourth reply has reasoning. A
 prompt with JSON in it is answered by an object the third time that it comes. As a judge, the server accepts answers to
-even numbers. It
-counts the requests for each conversation, and runs in a process of its own: `python answering.py LOG`.
+even numbers. It counts the requests for each conversation, and runs in a process of its own: `python answering.py LOG`.
 """
 
 from __future__ import annotations
