@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,17 @@ import yaml
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
 SCRIPT = EXAMPLES / "palaestra.sbatch"
 
-SRUN = """#!/bin/bash
-for word in "$@"; do case $word in --ntasks=*) count=${word#*=} ;; esac; done
-while [[ $1 == --* ]]; do shift; done
-trap 'kill -TERM $(jobs -pr) 2>/dev/null' TERM
-for rank in $(seq 0 $((count - 1))); do SLURM_PROCID=$rank "$@" & done
-for job in $(jobs -p); do wait $job || code=$?; done
-for job in $(jobs -p); do wait $job || code=$?; done
-exit ${code:-0}
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+words = sys.argv[1:]
+(count,) = (int(word.partition("=")[2]) for word in words if word.startswith("--ntasks="))
+while words[0].startswith("--"):
+    del words[0]
+ranks = []
+signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
+for number in range(count):
+    ranks.append(subprocess.Popen(words, env=dict(os.environ, SLURM_PROCID=str(number))))
+sys.exit(max(rank.wait() for rank in ranks))
 """
 RAY = """#!/bin/bash
 echo "$SLURM_PROCID: $*" >> "$TOLD"
