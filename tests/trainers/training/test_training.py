@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 import random
@@ -215,21 +214,20 @@ def test_the_whole_training_again_from_the_record_gives_the_same_weights() -> No
 def test_a_training_killed_at_random_points_repeats_and_loses_no_step(tmp_path: Path, seed: int) -> None:
     rng, kills = random.Random(seed), 0
     command = [sys.executable, tabular.__file__, str(tmp_path / "runs")]
-    for attempt in itertools.count():
+    while True:
         runs = list((tmp_path / "runs").glob("*/*"))
         if runs and not (runs[0] / "journal.jsonl").read_bytes():  # killed before its first record
             shutil.rmtree(runs.pop())
+        enough = records(tmp_path) + rng.randrange(1, 120)
         child = subprocess.Popen(command + (["--resume", str(runs[0])] if runs else []))
-        try:
-            code = child.wait(0.3 + 0.15 * attempt + rng.random() * 0.4)
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGKILL)
-            code = child.wait()
+        while child.poll() is None and records(tmp_path) < enough:
+            time.sleep(0.005)
+        child.kill()
+        code = child.wait()
         kills += code == -signal.SIGKILL
         assert code in (0, -signal.SIGKILL)
         if code == 0:
             break
-        time.sleep(0.05)
     assert kills >= 1
     run = only_run()
     assert [line["step"] for line in steps(run)] == list(range(1, 13))
@@ -247,6 +245,11 @@ def test_a_training_killed_at_random_points_repeats_and_loses_no_step(tmp_path: 
     )
     assert again.engine.requests == 0
     assert again.weights == last
+
+
+def records(folder: Path) -> int:
+    """The number of records that the runs below a folder have written."""
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob("runs/*/*/journal.jsonl"))
 
 
 def test_the_report_has_the_curves() -> None:
