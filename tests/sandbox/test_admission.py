@@ -49,9 +49,11 @@ def test_a_control_group_with_a_limit(tmp_path: Path) -> None:
         ("memory.stat", "anon 5\ninactive_file 50\n"),
     ):
         (tmp_path / name).write_text(text)
-    assert admission._left_in(tmp_path) == 350
+    assert admission._left_in(str(tmp_path)) == 350
     (tmp_path / "memory.max").write_text("max\n")
-    assert admission._left_in(tmp_path) is None
+    assert admission._left_in(str(tmp_path)) is None
+    (tmp_path / "memory.max").write_text("9223372036854771712\n")
+    assert admission._left_in(str(tmp_path)) is None
 
 
 @pytest.mark.parametrize(
