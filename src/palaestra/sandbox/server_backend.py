@@ -242,7 +242,7 @@ class ServerBackend(StartedBackend):
         fields = {**ours.lease(), "view": _view(view)}
         ours.release()
         self._slots.pop(ours.epoch, None)
-        return snapshot_of(await ours.requests.make("seal", fields, _forget_topmost), ours.spec)
+        return snapshot_of(await ours.requests.make("seal", fields, forget_topmost), ours.spec)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
         """Return a snapshot of the slot's current files. The slot's processes are stopped while the files are copied.
@@ -251,7 +251,7 @@ class ServerBackend(StartedBackend):
         with the changes since then. Raises `SandboxError` if a process does not stop, and at levels below `userns`.
         """
         ours = self._own(slot)
-        return snapshot_of(await ours.requests.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
+        return snapshot_of(await ours.requests.make("checkpoint", ours.lease(), forget_topmost), ours.spec)
 
     @contextlib.asynccontextmanager
     async def _forked(self, slot: LocalSlot) -> AsyncIterator[Slot]:
@@ -269,7 +269,7 @@ class ServerBackend(StartedBackend):
         """Return a second snapshot of the same files, limited to `view`. Unlike `seal(slot, view)`, this makes a hard
         link for each file in the topmost layer, or copies the layer to memory if it was loaded from disk."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
-        return snapshot_of(await self._running().make("view", fields, _forget_topmost), snapshot.spec)
+        return snapshot_of(await self._running().make("view", fields, forget_topmost), snapshot.spec)
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
         """Return the changes in the topmost layer, sorted by path."""
@@ -390,7 +390,7 @@ def _view(view: View | None) -> JSON:
     return None if view is None else {"only": list(view.only), "without": list(view.without)}
 
 
-def _forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
+def forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
     """Return the request that drops a new snapshot. It drops only the topmost layer, because the layers below belong to
     other snapshots."""
     return "forget", {"layers": made["layers"][:1]}

@@ -158,6 +158,11 @@ class RungDriver(Protocol[F, L]):
     def make(self, name: str, fields: Fields, layers: tuple[L, ...]) -> NewSlot:
         """Lay out a slot for a `create` request. Raises `CannotMake` or OSError, and then leaves nothing behind."""
 
+    def compose(self, limits: Fields, files: Sequence[tuple[str, bytes]]) -> L:
+        """Return a layer as a slot without an image, mounts and layers leaves it that has these limits, and in which
+        only these files were written, each at a path below the workspace. Only for levels with checkpoints. Raises
+        OSError, and then leaves nothing behind."""
+
     def seal(self, files: F) -> L:
         """Turn a dead slot's files into a layer."""
 

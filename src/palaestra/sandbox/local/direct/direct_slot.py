@@ -230,9 +230,9 @@ class DirectSlot(Requests):
                 pass
         await super().upload(fields, data)
 
-    async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
+    async def make(self, op: str, fields: Fields, undo: Undo, data: bytes = b"") -> Fields:
         with self._during(op):
-            return await self._server.make(op, fields, undo)
+            return await self._server.make(op, fields, undo, data)
 
     async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
         await self._server.send_file(fields, pieces)

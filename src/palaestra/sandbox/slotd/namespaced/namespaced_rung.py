@@ -23,11 +23,12 @@ import os
 import resource
 import socket
 import stat
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .. import syscalls
 from ..exec.pipes import memory_file
+from ..files import WORKSPACE, Writing, absolute
 from ..layers.copy_tree import Earlier, Index, TreeCopy
 from ..layers.cut_view import OverlayCut, Selection, duplicate
 from ..layers.layer_store import LayerStore, OverlayFiles, OverlayLayer, Tree, copy_attributes
@@ -152,6 +153,27 @@ class NamespaceDriver:
             data_bytes=None if groups else limits["memory_bytes"],
             stores=tuple(store.fd for store in files.stores() if store.fd is not None),
         )
+
+    def compose(self, limits: Fields, files: Sequence[tuple[str, bytes]]) -> OverlayLayer:
+        trees, owner = self._host.trees(None, network=False), self._host.owner
+        store = LayerStore(f"/slots/{next(self._stores)}", self._file_bytes(limits), owner)
+        try:
+            uppers = {tree.name: f"{store.path}/{tree.name}" for tree in trees}
+            for tree in trees:
+                os.mkdir(uppers[tree.name])
+                copy_attributes(os.stat(tree.lowers[0]), uppers[tree.name])
+            (lower,) = (tree.lowers[0] for tree in trees if tree.target == "/")
+            with contextlib.ExitStack() as opened:
+                root = os.open(uppers["root"], os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                opened.callback(os.close, root)
+                os.mkdir(WORKSPACE[1:], dir_fd=root)
+                copy_attributes(os.stat(f"{lower}{WORKSPACE}"), f"{uppers['root']}{WORKSPACE}")
+                for path, data in files:
+                    _write(root, path, data, owner)
+        except BaseException:
+            store.release()
+            raise
+        return OverlayLayer(self._layer_name(), store, uppers, (), None)
 
     def seal(self, files: OverlayFiles) -> OverlayLayer:
         """Return a dead slot's changes as a layer, which takes over the slot's store."""
@@ -372,6 +394,18 @@ def _places(tree: Tree, trees: tuple[Tree, ...], binds: tuple[Bind, ...]) -> lis
 def _tree_of(path: str, trees: tuple[Tree, ...]) -> Tree:
     inside = [tree for tree in trees if tree.target == "/" or path == tree.target or path.startswith(f"{tree.target}/")]
     return max(inside, key=lambda tree: len(tree.target))
+
+
+def _write(root: int, path: str, data: bytes, owner: int) -> None:
+    """Write a file as the request `write` does in a slot with this root."""
+    writing = Writing(root, absolute(path), None, owner)
+    try:
+        writing.add(data)
+    except BaseException:
+        writing.discard()
+        raise
+    writing.finish()
+    writing.close()
 
 
 def _advice(error: OSError) -> str:
