@@ -42,12 +42,12 @@ class LayerRequests:
         yield
 
     def _compose(self, frame: Frame) -> None:
-        self.checkpoints("compose")
+        checkpoints = self.checkpoints("compose")
         files, data, start = [], frame.data, 0
         for path, size in frame.fields["files"]:
             files.append((path, data[start : start + size]))
             start += size
-        self._replies.send(frame, {"layers": self.register(self._driver.compose(frame.fields["limits"], files))})
+        self._replies.send(frame, {"layers": self.register(checkpoints.compose(frame.fields["limits"], files))})
 
     def checkpoints(self, op: str) -> Checkpoints[Any, Any]:
         """Return what copies changes at this level. Raises `CannotMake` if the level has no layers."""
