@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -16,12 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
-from palaestra.core.types import JSON, AllowList, Network
+from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.sandbox.isolation.self_test import explain, prove
 from palaestra.sandbox.local.client import Requests, SlotClient
 from palaestra.sandbox.local.local_slot import LocalSlot
 from palaestra.sandbox.slot import Change, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.slotd.network import allowlist
+from palaestra.sandbox.slotd.protocol.frames import Fields
 
 BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)  # best first; NONE is used only if requested by name
 
@@ -205,7 +207,7 @@ class ServerBackend(StartedBackend):
             **await self._place(spec),
             "layers": [] if snapshot is None else list(snapshot.layers),
             "network": spec.network is Network.ON,
-            "limits": asdict(spec.limits),
+            "limits": limits_of(spec.limits),
             **self._about(trajectory_id, spec),
         }
         if snapshot is not None and snapshot.continued:
@@ -366,6 +368,13 @@ def allowed_hosts(spec: SlotSpec) -> JSON:
     return list(spec.network.hosts)
 
 
+@functools.lru_cache(maxsize=64)
+def limits_of(limits: Limits) -> Fields:
+    """Return the field `limits` of a request. Most slots of a run have the same limits, so do not change it."""
+    return asdict(limits)
+
+
+@functools.cache
 def host_path() -> str:
     """Return the PATH of slots that use this machine's system directories: it includes the directory of this Python."""
     own = os.path.join(os.path.realpath(sys.base_prefix), "bin")

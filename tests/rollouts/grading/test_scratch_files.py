@@ -194,7 +194,7 @@ def test_nothing_is_copied_exactly_if_there_is_nothing(level: str) -> None:
                 found[command] = await _has_no_scratch(slot)
                 listed = [await slot.list_dir(place) for place in SCRATCH]
                 assert found[command] == (not any(listed) and await slot.stat(CARRIED) is None), command
-                await slot.execute("chmod 1777 /tmp /dev/shm; find /tmp /dev/shm /.palaestra-carried -mindepth 1 -delete")
+                await slot.execute("chmod 1777 /tmp /dev/shm; find /tmp /dev/shm -mindepth 1 -delete")
                 await slot.remove(CARRIED)
             await pool.release(slot)
         return found

@@ -63,7 +63,7 @@ def test_what_takes_a_slot_is_left_to_it() -> None:
 
     async def main() -> None:
         async with LocalBackend(rung=Rung.FULL) as backend:
-            for path in ("/etc/passwd", "../x", "a/../../x", "/workspace", ".", "", "a//b", "/workspace/../etc/x", "a/"):
+            for path in ("/etc/passwd", "../x", "a/../../x", "/workspace", ".", "", "a//b", "/workspace/../x", "a/"):
                 assert await backend.compose(SlotSpec(), {path: b""}) is None, path
             assert await backend.compose(SlotSpec(), {"large": b"x" * (1 << 20)}) is None
             assert await backend.compose(SlotSpec(), {str(number): b"" for number in range(1000)}) is None

@@ -99,6 +99,8 @@ class Grading:
         self._lost: tuple[str, ...] = ()
         self.processes_at_end = 0
         self._libraries: Sequence[str] | None = None
+        self._changes: Sequence[Change] | None = None
+        """The changes in the sealed layer, once a check has asked for them."""
         self._seen: list[Change] = []
         """The changes that a default view shows."""
         self.left_out: tuple[str, ...] = ()
@@ -232,7 +234,9 @@ class Grading:
     async def changes(self) -> Sequence[Change]:
         """Return the agent's changes, from the sealed layer; none if there is no such layer."""
         sealed = await self.seal()
-        return [] if sealed is None else await self.pool.changes(sealed)
+        if self._changes is None:
+            self._changes = [] if sealed is None else await self.pool.changes(sealed)
+        return self._changes
 
     async def slot(self, view: View | None = None, *, scratch: bool = True) -> Slot:
         """Return the grading slot, which always has a workspace directory; if the check is live, this is the agent's

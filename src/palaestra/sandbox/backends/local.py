@@ -41,7 +41,6 @@ import os
 import posixpath
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError, ImageError, IsolationUnavailable
@@ -58,12 +57,12 @@ from palaestra.sandbox.server_backend import (
     forget_topmost,
     host_path,
     levels,
+    limits_of,
     snapshot_of,
 )
 from palaestra.sandbox.service import service_client
 from palaestra.sandbox.slot import WORKSPACE, Rung, Slot, SlotSpec, Snapshot, decode_lease, encode_lease
 from palaestra.sandbox.slotd.protocol.frames import CHUNK
-
 
 _MOST_FILES = 64  # the server writes these files one after the other, and serves no other request meanwhile
 
@@ -180,14 +179,14 @@ class LocalBackend(ServerBackend):
 
     async def compose(self, spec: SlotSpec, files: Mapping[str, bytes]) -> Snapshot | None:
         """Return the snapshot of a new slot in which only these files were written, without making the slot. Returns
-        None if that takes a slot: for many or large files, for paths outside the workspace, with an image or mounts, and at
-        levels without layers."""
+        None if that takes a slot: for many or large files, for paths outside the workspace, with an image or mounts,
+        and at levels without layers."""
         data = b"".join(files.values())
         bare = self._server is not None and self.rung >= Rung.USERNS and spec.image is None and not spec.mounts
         if not bare or len(files) > _MOST_FILES or len(data) > CHUNK or not all(map(_is_plain, files)):
             return None
         sizes = [[path, len(content)] for path, content in files.items()]
-        server, fields = await self._living(), {"limits": asdict(spec.limits), "files": sizes}
+        server, fields = await self._living(), {"limits": limits_of(spec.limits), "files": sizes}
         return snapshot_of(await server.make("compose", fields, forget_topmost, data), spec)
 
     async def save(self, snapshot: Snapshot, folder: str) -> int:
