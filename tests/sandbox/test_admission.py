@@ -14,7 +14,14 @@ from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.sandbox import admission
-from palaestra.sandbox.admission import DEFAULT_SLOTS, RESERVE_BYTES, SLOT_BYTES, slot_limit, unchecked_slots
+from palaestra.sandbox.admission import (
+    DEFAULT_SLOTS,
+    RESERVE_BYTES,
+    SLOT_BYTES,
+    MemoryGauge,
+    slot_limit,
+    unchecked_slots,
+)
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
@@ -40,6 +47,18 @@ def test_a_wish_is_limited_by_open_files_alone() -> None:
 def test_what_is_available_here() -> None:
     total = int(Path("/proc/meminfo").read_text().split()[1]) << 10
     assert 0 < admission.available_memory() < total
+
+
+def test_only_plenty_of_memory_is_remembered_for_a_moment() -> None:
+    now, memory = [0.0], [MUCH]
+    gauge = MemoryGauge(lambda: memory[0], lambda: now[0])
+    assert gauge() == MUCH
+    memory[0] = RESERVE_BYTES - 1
+    assert gauge() == MUCH
+    now[0] = 0.1
+    assert gauge() == RESERVE_BYTES - 1
+    memory[0] = RESERVE_BYTES
+    assert gauge() == RESERVE_BYTES
 
 
 def test_a_control_group_with_a_limit(tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ Once `unchecked_slots` slots are in use, the pool calls `available_memory` again
 from __future__ import annotations
 
 import functools
+import math
 import os
 import resource
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +28,7 @@ RESERVE_BYTES = 512 << 20
 """While less memory than this is available, a pool that has `unchecked_slots` or more slots in use leases no further
 slot."""
 
+_PLENTY_BYTES, _FRESH_S = 4 * RESERVE_BYTES, 0.1
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED_BYTES = 1 << 60  # a group of version 1 without a limit has the largest number of pages
 
@@ -70,6 +74,23 @@ def open_more_files() -> int:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard if hard != resource.RLIM_INFINITY else 1 << 30
+
+
+class MemoryGauge:
+    """Calls `read` for the available memory, but repeats an answer for a moment if it was plenty: a run that makes a
+    hundred slots per second need not read ten files for each. While memory is short, every call reads."""
+
+    def __init__(self, read: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._read, self._clock = read, clock
+        self._found, self._until_s = 0, -math.inf
+
+    def __call__(self) -> int:
+        """Return the available bytes."""
+        now = self._clock()
+        if now >= self._until_s:
+            self._found = self._read()
+            self._until_s = now + (_FRESH_S if self._found >= _PLENTY_BYTES else 0.0)
+        return self._found
 
 
 def available_memory() -> int:

@@ -448,7 +448,7 @@ class SlotPool:
         backend: Backend | None = None,
         *,
         clock: Clock | None = None,
-        memory: Callable[[], int] = admission.available_memory,
+        memory: Callable[[], int] | None = None,
         start_when_used: bool = False,
     ) -> None:
         self.config = config = config or SlotPoolConfig()
@@ -456,7 +456,7 @@ class SlotPool:
         config.check(self.backend)
         self.limit = admission.SlotLimit(config.max_slots or admission.DEFAULT_SLOTS, "the pool has not started")
         """The maximum number of slots and the reason for it; known once the pool has started."""
-        self._memory = memory
+        self._memory = memory = memory or admission.MemoryGauge(admission.available_memory)
         self._clock = clock or SystemClock()
         self._queue = SlotQueue(self.limit.slots, memory)
         self.leases = SlotLeases(self.backend, self._queue, self._clock)
