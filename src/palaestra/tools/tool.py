@@ -6,6 +6,7 @@ tool holds no state of a rollout; state that outlives a call is in the rollout's
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import logging
@@ -67,9 +68,9 @@ class ToolSchema:
                 "name": self.name,
                 "description": self.description,
                 "parameters": {
-                    **_copied(self.keywords),
+                    **copy.deepcopy(dict(self.keywords)),
                     "type": "object",
-                    "properties": _copied(self.parameters),
+                    "properties": copy.deepcopy(dict(self.parameters)),
                     "required": list(self.required),
                 },
             },
@@ -78,14 +79,6 @@ class ToolSchema:
     def to_prompt_description(self) -> str:
         """Return the schema as one line of JSON, for prompts that list tools as text."""
         return json.dumps(self.to_dict()["function"], ensure_ascii=False)
-
-
-def _copied(value: JSON) -> JSON:
-    """Return a copy of JSON. Each group copies the definitions of its tools, and `copy.deepcopy` takes five times as
-    long."""
-    if isinstance(value, Mapping):
-        return {key: _copied(each) for key, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 ToolReply: TypeAlias = Mapping[str, JSON] | str
