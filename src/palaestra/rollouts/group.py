@@ -507,8 +507,8 @@ class Preparation:
 
     async def _make(self, stages: Stages) -> Snapshot:
         key, base = self._env.shared_setup(self._task), None
-        only_files = key is None and not self._task.setup and not self._env.has_own_preparation(self._task)
-        if only_files and (composed := await self._composed(stages)) is not None:
+        more = key is not None or self._task.setup or self._env.has_own_preparation(self._task)
+        if self._task.files and not more and (composed := await self._composed(stages)) is not None:
             return composed
         if key is not None:
             prepare = partial(self._in_slot, stages, self._env.prepare_shared, None, f"preparing {key}")
