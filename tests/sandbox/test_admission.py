@@ -14,7 +14,14 @@ from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.sandbox import admission
-from palaestra.sandbox.admission import DEFAULT_SLOTS, RESERVE_BYTES, SLOT_BYTES, slot_limit, unchecked_slots
+from palaestra.sandbox.admission import (
+    DEFAULT_SLOTS,
+    RESERVE_BYTES,
+    SLOT_BYTES,
+    MemoryGauge,
+    slot_limit,
+    unchecked_slots,
+)
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
@@ -42,6 +49,18 @@ def test_what_is_available_here() -> None:
     assert 0 < admission.available_memory() < total
 
 
+def test_only_plenty_of_memory_is_remembered_for_a_moment() -> None:
+    now, memory = [0.0], [MUCH]
+    gauge = MemoryGauge(lambda: memory[0], lambda: now[0])
+    assert gauge() == MUCH
+    memory[0] = RESERVE_BYTES - 1
+    assert gauge() == MUCH
+    now[0] = 0.1
+    assert gauge() == RESERVE_BYTES - 1
+    memory[0] = RESERVE_BYTES
+    assert gauge() == RESERVE_BYTES
+
+
 def test_a_control_group_with_a_limit(tmp_path: Path) -> None:
     for name, text in (
         ("memory.max", "1000\n"),
@@ -49,9 +68,11 @@ def test_a_control_group_with_a_limit(tmp_path: Path) -> None:
         ("memory.stat", "anon 5\ninactive_file 50\n"),
     ):
         (tmp_path / name).write_text(text)
-    assert admission._left_in(tmp_path) == 350
+    assert admission._left_in(str(tmp_path)) == 350
     (tmp_path / "memory.max").write_text("max\n")
-    assert admission._left_in(tmp_path) is None
+    assert admission._left_in(str(tmp_path)) is None
+    (tmp_path / "memory.max").write_text("9223372036854771712\n")
+    assert admission._left_in(str(tmp_path)) is None
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,10 @@ class Environment(ABC):
         rollouts start from the bare image."""
         return bool(task.files or task.setup)
 
+    def has_own_preparation(self, task: Task) -> bool:
+        """Return whether `prepare` may do something for this task."""
+        return type(self).prepare is not Environment.prepare
+
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         """Prepare the workspace, once per group unless the slot or the workspace is lost. Every rollout starts from a
         fork of it."""

@@ -507,10 +507,24 @@ class Preparation:
 
     async def _make(self, stages: Stages) -> Snapshot:
         key, base = self._env.shared_setup(self._task), None
+        more = key is not None or self._task.setup or self._env.has_own_preparation(self._task)
+        if self._task.files and not more and (composed := await self._composed(stages)) is not None:
+            return composed
         if key is not None:
             prepare = partial(self._in_slot, stages, self._env.prepare_shared, None, f"preparing {key}")
             base = await self._run.workspaces.shared(key, prepare)
         return await self._in_slot(stages, self._fill, base, f"preparing task {self._task.id}")
+
+    async def _composed(self, stages: Stages) -> Snapshot | None:
+        """Return a workspace that has nothing but the task's files; None if it takes a slot to write them."""
+        task, pool, started = self._task, self._run.workspaces.pool, time.perf_counter()
+        spec = self._env.slot_spec(task, Phase.PREPARE)
+        files = {path: _bytes(content) for path, content in task.files.items()}
+        with stages.stage("prepare"):
+            snapshot = await run_hook(PrepareError, pool.snapshots.compose(spec, files), f"preparing task {task.id}")
+        if snapshot is not None:
+            self._group.prepare_s += round(time.perf_counter() - started, 6)
+        return snapshot
 
     async def _in_slot(
         self, stages: Stages, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str

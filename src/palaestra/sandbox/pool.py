@@ -259,6 +259,12 @@ class Snapshots:
         the local backend can do that; for others, return the snapshot unchanged."""
         return replace(snapshot, continued=True) if isinstance(self._backend, LocalBackend) else snapshot
 
+    async def compose(self, spec: SlotSpec, files: Mapping[str, bytes]) -> Snapshot | None:
+        """Return the snapshot of a new slot in which only these files were written, without making the slot. Returns
+        None if that takes a slot, which is so for all backends but the local one. Raises the errors of
+        `Slot.write_bytes`."""
+        return await self._backend.compose(spec, files) if isinstance(self._backend, LocalBackend) else None
+
     async def save(self, snapshot: Snapshot, folder: Path) -> int:
         """Copy a snapshot with its layers to an empty folder on this machine. Returns the total size of the snapshot's
         files in bytes. Raises `ConfigError` if the backend is not the local one."""
@@ -442,7 +448,7 @@ class SlotPool:
         backend: Backend | None = None,
         *,
         clock: Clock | None = None,
-        memory: Callable[[], int] = admission.available_memory,
+        memory: Callable[[], int] | None = None,
         start_when_used: bool = False,
     ) -> None:
         self.config = config = config or SlotPoolConfig()
@@ -450,7 +456,7 @@ class SlotPool:
         config.check(self.backend)
         self.limit = admission.SlotLimit(config.max_slots or admission.DEFAULT_SLOTS, "the pool has not started")
         """The maximum number of slots and the reason for it; known once the pool has started."""
-        self._memory = memory
+        self._memory = memory = memory or admission.MemoryGauge(admission.available_memory)
         self._clock = clock or SystemClock()
         self._queue = SlotQueue(self.limit.slots, memory)
         self.leases = SlotLeases(self.backend, self._queue, self._clock)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -16,12 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
-from palaestra.core.types import JSON, AllowList, Network
+from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.sandbox.isolation.self_test import explain, prove
 from palaestra.sandbox.local.client import Requests, SlotClient
 from palaestra.sandbox.local.local_slot import LocalSlot
 from palaestra.sandbox.slot import Change, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.slotd.network import allowlist
+from palaestra.sandbox.slotd.protocol.frames import Fields
 
 BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)  # best first; NONE is used only if requested by name
 
@@ -205,7 +207,7 @@ class ServerBackend(StartedBackend):
             **await self._place(spec),
             "layers": [] if snapshot is None else list(snapshot.layers),
             "network": spec.network is Network.ON,
-            "limits": asdict(spec.limits),
+            "limits": limits_of(spec.limits),
             **self._about(trajectory_id, spec),
         }
         if snapshot is not None and snapshot.continued:
@@ -242,7 +244,7 @@ class ServerBackend(StartedBackend):
         fields = {**ours.lease(), "view": _view(view)}
         ours.release()
         self._slots.pop(ours.epoch, None)
-        return snapshot_of(await ours.requests.make("seal", fields, _forget_topmost), ours.spec)
+        return snapshot_of(await ours.requests.make("seal", fields, forget_topmost), ours.spec)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
         """Return a snapshot of the slot's current files. The slot's processes are stopped while the files are copied.
@@ -251,7 +253,7 @@ class ServerBackend(StartedBackend):
         with the changes since then. Raises `SandboxError` if a process does not stop, and at levels below `userns`.
         """
         ours = self._own(slot)
-        return snapshot_of(await ours.requests.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
+        return snapshot_of(await ours.requests.make("checkpoint", ours.lease(), forget_topmost), ours.spec)
 
     @contextlib.asynccontextmanager
     async def _forked(self, slot: LocalSlot) -> AsyncIterator[Slot]:
@@ -269,7 +271,7 @@ class ServerBackend(StartedBackend):
         """Return a second snapshot of the same files, limited to `view`. Unlike `seal(slot, view)`, this makes a hard
         link for each file in the topmost layer, or copies the layer to memory if it was loaded from disk."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
-        return snapshot_of(await self._running().make("view", fields, _forget_topmost), snapshot.spec)
+        return snapshot_of(await self._running().make("view", fields, forget_topmost), snapshot.spec)
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
         """Return the changes in the topmost layer, sorted by path."""
@@ -366,6 +368,13 @@ def allowed_hosts(spec: SlotSpec) -> JSON:
     return list(spec.network.hosts)
 
 
+@functools.lru_cache(maxsize=64)
+def limits_of(limits: Limits) -> Fields:
+    """Return the field `limits` of a request. Most slots of a run have the same limits, so do not change it."""
+    return asdict(limits)
+
+
+@functools.cache
 def host_path() -> str:
     """Return the PATH of slots that use this machine's system directories: it includes the directory of this Python."""
     own = os.path.join(os.path.realpath(sys.base_prefix), "bin")
@@ -390,7 +399,7 @@ def _view(view: View | None) -> JSON:
     return None if view is None else {"only": list(view.only), "without": list(view.without)}
 
 
-def _forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
+def forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
     """Return the request that drops a new snapshot. It drops only the topmost layer, because the layers below belong to
     other snapshots."""
     return "forget", {"layers": made["layers"][:1]}

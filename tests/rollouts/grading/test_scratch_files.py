@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -12,6 +13,10 @@ import pytest
 from envs.scripts import groups_file, need_level
 from palaestra.cli.main import main
 from palaestra.rollouts.finished_run import open_run
+from palaestra.rollouts.grading.grader import _has_no_scratch
+from palaestra.rollouts.grading.tampering import CARRIED, SCRATCH
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
 SCRIPT = """
 from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
@@ -154,3 +159,44 @@ def test_a_script_in_a_temporary_directory_imports_no_module_of_the_agent(
     assert main(["run", "modules_env.py", "--policy", "oracle", "--env.group_size", "1"]) == 0
     rows = [json.loads(line) for line in groups_file().read_text().splitlines()]
     assert [row["scores"] for row in rows] == [[0.0]] * 3
+
+
+SCRATCHES = {
+    ":": True,
+    "touch /tmp/.hidden": False,
+    "mkdir /dev/shm/empty": False,
+    "ln -s / /tmp/link": False,
+    "mkfifo /dev/shm/pipe": False,
+    "mkdir /.palaestra-carried": False,
+    "ln -s /nowhere /.palaestra-carried": False,
+    "echo a > /tmp/a; ln /tmp/a /tmp/b; rm /tmp/a": False,
+    "echo a > /tmp/a; mv /tmp/a /workspace": True,
+    "echo a > /tmp/a; mv /tmp/a /dev/shm/a": False,
+    "echo a > /tmp/a; echo b > /tmp/b; mv /tmp/a /tmp/b; rm /tmp/b": True,
+    "mkdir -p /tmp/a/b; echo c > /tmp/a/b/c; rm -r /tmp/a": True,
+    "chmod 000 /tmp /dev/shm; touch /tmp/a": False,
+    "rm -rf /tmp /dev/shm": True,
+}
+"""Commands, and whether afterwards there is nothing in the scratch directories and no earlier copy of them."""
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("level", ["full", "userns"])
+def test_nothing_is_copied_exactly_if_there_is_nothing(level: str) -> None:
+    need_level(level)
+
+    async def main() -> dict[str, bool]:
+        found = {}
+        async with SlotPool(SlotPoolConfig(), LocalBackend.from_isolation(level)) as pool:
+            slot = await pool.acquire("t")
+            for command in SCRATCHES:
+                await slot.execute(command)
+                found[command] = await _has_no_scratch(slot)
+                listed = [await slot.list_dir(place) for place in SCRATCH]
+                assert found[command] == (not any(listed) and await slot.stat(CARRIED) is None), command
+                await slot.execute("chmod 1777 /tmp /dev/shm; find /tmp /dev/shm -mindepth 1 -delete")
+                await slot.remove(CARRIED)
+            await pool.release(slot)
+        return found
+
+    assert asyncio.run(main()) == SCRATCHES

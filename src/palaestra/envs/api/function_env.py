@@ -130,6 +130,9 @@ class FunctionEnvironment(EvaluatedEnvironment):
     def prepares(self, task: Task) -> bool:
         return self.form.preparation is not None or super().prepares(task)
 
+    def has_own_preparation(self, task: Task) -> bool:
+        return self.form.preparation is not None
+
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         if self.form.preparation is not None:
             rng = random.Random(f"{self.config.seed}:{task.id}:prepare")

@@ -34,7 +34,7 @@ from palaestra.rollouts.grading.tampering import (
     text_of_task,
 )
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.slot import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slot import WORKSPACE, Change, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
 
@@ -99,6 +99,8 @@ class Grading:
         self._lost: tuple[str, ...] = ()
         self.processes_at_end = 0
         self._libraries: Sequence[str] | None = None
+        self._changes: Sequence[Change] | None = None
+        """The changes in the sealed layer, once a check has asked for them."""
         self._seen: list[Change] = []
         """The changes that a default view shows."""
         self.left_out: tuple[str, ...] = ()
@@ -174,23 +176,28 @@ class Grading:
         self._carried = True
         if self.rollout.seat.slot is None:
             return
+        with self._troubled():
+            slot = await self.rollout.seat.sandbox()
+            self._lost, why = SCRATCH, "the agent's commands ended the sandbox"
+            with suppress(SlotEnded):
+                why = "" if await _has_no_scratch(slot) else await self._copy_scratch(slot)
+                self._lost = SCRATCH if why else ()
+                self.processes_at_end = await slot.freeze()
+            if self._lost:
+                self.note(SCRATCH_LOST, [f"the files of {' and '.join(SCRATCH)} could not be kept: {why}"])
+
+    @staticmethod
+    async def _copy_scratch(slot: Slot) -> str:
+        """Copy the files of `SCRATCH` to `CARRIED`. Returns why this failed; empty if it did not."""
         copies = "".join(
             f'if [ -n "$(ls -A {place} 2>/dev/null)" ]; then mkdir -p {CARRIED}{place} && '
             f"cp -a {place}/. {CARRIED}{place}/ || failed=1; fi; "
             for place in SCRATCH
         )
         copy = f"rm -rf {CARRIED}; failed=0; {copies} exit $failed"
-        with self._troubled():
-            slot = await self.rollout.seat.sandbox()
-            self._lost, why = SCRATCH, "the agent's commands ended the sandbox"
-            with suppress(SlotEnded):
-                result = await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
-                # the cause may be a full disk, or programs that the agent replaced
-                self._lost = () if result.success else SCRATCH
-                why = "" if result.success else one_line(result.output or result.error, 200)
-                self.processes_at_end = await slot.freeze()
-            if self._lost:
-                self.note(SCRATCH_LOST, [f"the files of {' and '.join(SCRATCH)} could not be kept: {why}"])
+        result = await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
+        # the cause may be a full disk, or programs that the agent replaced
+        return "" if result.success else one_line(result.output or result.error, 200) or "the copy failed"
 
     @staticmethod
     async def restore_scratch(slot: Slot) -> None:
@@ -227,7 +234,9 @@ class Grading:
     async def changes(self) -> Sequence[Change]:
         """Return the agent's changes, from the sealed layer; none if there is no such layer."""
         sealed = await self.seal()
-        return [] if sealed is None else await self.pool.changes(sealed)
+        if self._changes is None:
+            self._changes = [] if sealed is None else await self.pool.changes(sealed)
+        return self._changes
 
     async def slot(self, view: View | None = None, *, scratch: bool = True) -> Slot:
         """Return the grading slot, which always has a workspace directory; if the check is live, this is the agent's
@@ -401,6 +410,27 @@ class Grading:
         await self._release()
         while self._made:
             await self.pool.snapshots.forget(self._made.pop())
+
+
+_EMPTY_BYTES = 40
+"""The size of an empty directory in a tmpfs. Each entry adds 20. Source: BOGO_DIRENT_SIZE in the kernel's
+`mm/shmem.c`."""
+
+
+async def _has_no_scratch(slot: Slot) -> bool:
+    """Return whether the directories of `SCRATCH` are known to be empty, and no earlier copy of them exists, so that
+    the copy, which takes five processes, has nothing to do.
+
+    At levels with namespaces, they are in a tmpfs, where the size of a directory counts its entries. Elsewhere, the
+    size has other meanings.
+    """
+    if slot.rung < Rung.USERNS:
+        return False
+    for place in SCRATCH:
+        found = await slot.stat(place)
+        if found is None or found.kind != "dir" or found.size != _EMPTY_BYTES:
+            return False
+    return await slot.stat(CARRIED) is None
 
 
 _PTH = re.compile(r"(?:/usr|.*/\.local)/(?:.*/)?(?:site-packages|dist-packages)/[^/]+\.pth")

@@ -38,8 +38,9 @@ slots with the network on share the host's network and loopback. They can then r
 from __future__ import annotations
 
 import os
+import posixpath
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError, ImageError, IsolationUnavailable
@@ -53,12 +54,17 @@ from palaestra.sandbox.server_backend import (
     ServerBackend,
     allowed_hosts,
     environment,
+    forget_topmost,
     host_path,
     levels,
+    limits_of,
     snapshot_of,
 )
 from palaestra.sandbox.service import service_client
-from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, decode_lease, encode_lease
+from palaestra.sandbox.slot import WORKSPACE, Rung, Slot, SlotSpec, Snapshot, decode_lease, encode_lease
+from palaestra.sandbox.slotd.protocol.frames import CHUNK
+
+_MOST_FILES = 64  # the server writes these files one after the other, and serves no other request meanwhile
 
 
 class LocalBackend(ServerBackend):
@@ -171,6 +177,18 @@ class LocalBackend(ServerBackend):
             )
         return await self._images.directory(spec.image)
 
+    async def compose(self, spec: SlotSpec, files: Mapping[str, bytes]) -> Snapshot | None:
+        """Return the snapshot of a new slot in which only these files were written, without making the slot. Returns
+        None if that takes a slot: for many or large files, for paths outside the workspace, with an image or mounts,
+        and at levels without layers."""
+        data = b"".join(files.values())
+        bare = self._server is not None and self.rung >= Rung.USERNS and spec.image is None and not spec.mounts
+        if not bare or len(files) > _MOST_FILES or len(data) > CHUNK or not all(map(_is_plain, files)):
+            return None
+        sizes = [[path, len(content)] for path, content in files.items()]
+        server, fields = await self._living(), {"limits": limits_of(spec.limits), "files": sizes}
+        return snapshot_of(await server.make("compose", fields, forget_topmost, data), spec)
+
     async def save(self, snapshot: Snapshot, folder: str) -> int:
         """Copy a snapshot, with whiteouts and owners, to an empty folder on this machine. Returns the total size of the
         snapshot's files in bytes."""
@@ -192,6 +210,12 @@ class LocalBackend(ServerBackend):
 
     async def forget(self, snapshot: Snapshot) -> None:
         await self._forget(self._loaded.pop(snapshot.snapshot_id, snapshot.layers[:1]))
+
+
+def _is_plain(path: str) -> bool:
+    """Return whether a path stays below the workspace, in which a new slot has nothing that could lead elsewhere."""
+    full = posixpath.join(WORKSPACE, path)
+    return full.startswith(f"{WORKSPACE}/") and posixpath.normpath(full) == full
 
 
 def _interpreter_prefix() -> str:

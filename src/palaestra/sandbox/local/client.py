@@ -108,7 +108,7 @@ class Requests(ABC):
         Raises ValueError for a request that is too long."""
 
     @abstractmethod
-    async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
+    async def make(self, op: str, fields: Fields, undo: Undo, data: bytes = b"") -> Fields:
         """Send a request that makes something; if the call is cancelled, undo what the request has made."""
 
     @abstractmethod
@@ -379,10 +379,10 @@ class SlotClient(Requests):
         finally:
             del self._pending[pending.number]
 
-    async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
+    async def make(self, op: str, fields: Fields, undo: Undo, data: bytes = b"") -> Fields:
         pending = self._begin()
         try:
-            self._send(FrameKind.REQUEST, pending.number, {"op": op, **fields})
+            self._send(FrameKind.REQUEST, pending.number, {"op": op, **fields}, data)
             return (await pending.outcome()).fields
         except asyncio.CancelledError:
             await pending.settled()

@@ -1,4 +1,5 @@
-"""Keeps the layers of the slot server, and serves the requests about them: view, layer_changes, save, load, forget."""
+"""Keeps the layers of the slot server, and serves the requests about them: compose, view, layer_changes, save, load,
+forget."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class LayerRequests:
         self._all: dict[str, Any] = {}  # the `SealedLayer`s of the driver
         self.operations: dict[str, Callable[[Frame], Job | None]] = {
             "view": self._view, "layer_changes": self._layer_changes, "save": self._save, "load": self._load,
-            "forget": self._forget,
+            "forget": self._forget, "compose": self._compose,
         }  # fmt: skip
 
     def __len__(self) -> int:
@@ -39,6 +40,14 @@ class LayerRequests:
         self._all |= {layer.name: layer for layer in layers}
         self._replies.send(frame, {"layers": [layer.name for layer in layers]})
         yield
+
+    def _compose(self, frame: Frame) -> None:
+        checkpoints = self.checkpoints("compose")
+        files, data, start = [], frame.data, 0
+        for path, size in frame.fields["files"]:
+            files.append((path, data[start : start + size]))
+            start += size
+        self._replies.send(frame, {"layers": self.register(checkpoints.compose(frame.fields["limits"], files))})
 
     def checkpoints(self, op: str) -> Checkpoints[Any, Any]:
         """Return what copies changes at this level. Raises `CannotMake` if the level has no layers."""

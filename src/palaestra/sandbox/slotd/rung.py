@@ -126,7 +126,8 @@ L = TypeVar("L", bound=SealedLayer)
 
 
 class Checkpoints(Protocol[F, L]):
-    """Makes copies of layers: checkpoints of running slots, and snapshots on the host's disk."""
+    """Makes layers without ending a slot: checkpoints of running slots, layers of given files, and snapshots on the
+    host's disk."""
 
     def checkpoint(self, files: F, mapped: bool, begun_ns: int) -> Generator[None, None, tuple[L, int]]:
         """Copy a stopped slot's changes, as a job; returns the layer and the number of bytes copied. Raises OSError.
@@ -139,6 +140,11 @@ class Checkpoints(Protocol[F, L]):
 
     def slot_ended(self, files: F) -> None:
         """Drop the data for the slot's next checkpoint."""
+
+    def compose(self, limits: Fields, files: Sequence[tuple[str, bytes]]) -> L:
+        """Return a layer as a slot without an image, mounts and layers leaves it that has these limits, and in which
+        only these files were written, each at a path below the workspace. Raises OSError, and then leaves nothing
+        behind."""
 
     def save(self, layer: L, folder: str) -> Generator[None, None, int]:
         """Run a job that copies a layer and all layers below it to the host's empty `folder`. Returns the number of

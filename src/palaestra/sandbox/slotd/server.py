@@ -18,6 +18,8 @@ of `server_slot.OPERATIONS`, it serves:
                                                                     about the slot lets them continue
     checkpoint          the lease                                   layers, copied_bytes, stopped_s
     seal                the lease, view                             layers
+    compose             limits, files: paths and sizes, and the     layers: a new one with these files below the
+                        bytes                                       workspace of slots without an image
     view, layer_changes layers, view                                layers; a list of changes
     save, load          layers, folder; folder, image               bytes; layers. The folder is the host's
     forget, stats       layers; nothing                             nothing; counts

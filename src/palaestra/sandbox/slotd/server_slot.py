@@ -75,7 +75,7 @@ class ServerSlot:
         self._channel: socket.socket
         self._oom_kills, self._oom_seen_s = 0, -math.inf
         self._killed = self._stopped = False  # whether this process has killed the init, which a command had stopped
-        self._host_kills = _host_oom_kills()
+        self._host_kills = _host_oom_kills() if new.init.exposed else 0
 
     def start(
         self, environment: EnvBlock, shelf: Shelf, send: SendFrame, open_requests: dict[int, OpenRequest],

@@ -20,7 +20,6 @@ import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from pathlib import Path
 
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.local.client import OnData, OnHole, OnLost, Requests, SlotClient, Undo
@@ -230,9 +229,9 @@ class DirectSlot(Requests):
                 pass
         await super().upload(fields, data)
 
-    async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
+    async def make(self, op: str, fields: Fields, undo: Undo, data: bytes = b"") -> Fields:
         with self._during(op):
-            return await self._server.make(op, fields, undo)
+            return await self._server.make(op, fields, undo, data)
 
     async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
         await self._server.send_file(fields, pieces)
@@ -324,15 +323,24 @@ def _is_low(fd: int) -> bool:
 
 def _makes_readable_files() -> bool:
     """Return whether this process's umask leaves files that it makes in a slot readable to the slot's users."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("\nUmask:")[2].split()[0], 8) & ~0o022 == 0
+    status = _proc_file("/proc/self/status")
+    return int(status.partition(b"\nUmask:")[2].split(None, 1)[0], 8) & ~0o022 == 0
 
 
 def _pid_behind(descriptor: int) -> int:
     """Return the pid of the process behind a descriptor, and close the descriptor; 0 if the process is gone."""
-    info = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+    info = _proc_file(f"/proc/self/fdinfo/{descriptor}")
     os.close(descriptor)
-    return max(0, int(info.partition("\nPid:")[2].split()[0]))
+    return max(0, int(info.partition(b"\nPid:")[2].split(None, 1)[0]))
+
+
+def _proc_file(path: str) -> bytes:
+    """Return a short file of /proc. This runs twice for every slot, and `Path.read_text` takes three times as long."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 1 << 14)
+    finally:
+        os.close(fd)
 
 
 @functools.lru_cache(maxsize=64)

@@ -215,10 +215,18 @@ def abandoned(directory: str) -> bool:
 
 
 def _remove_tree(directory: str) -> bool:
-    try:
+    if _is_removed(directory):  # most have no directories in them, and listing their files would take longer
+        return True
+    with contextlib.suppress(OSError):
         for entry in os.scandir(directory):
             if entry.is_dir(follow_symlinks=False):
                 _remove_tree(entry.path)
+    return _is_removed(directory)
+
+
+def _is_removed(directory: str) -> bool:
+    """Remove a directory, and return whether it is gone."""
+    try:
         os.rmdir(directory)
     except FileNotFoundError:
         return True

@@ -18,16 +18,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import itertools
 import os
 import resource
 import socket
 import stat
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .. import syscalls
 from ..exec.pipes import memory_file
+from ..files import WORKSPACE, Writing, absolute
 from ..layers.copy_tree import Earlier, Index, TreeCopy
 from ..layers.cut_view import OverlayCut, Selection, duplicate
 from ..layers.layer_store import LayerStore, OverlayFiles, OverlayLayer, Tree, copy_attributes
@@ -36,7 +39,7 @@ from ..network import metadata_block
 from ..protocol.frames import Fields
 from ..rung import HOST, CannotMake, NetworkScope, NewSlot, SlotPath
 from . import cgroups, namespaces, native_init, privileges, rootfs
-from .host import prepare
+from .host import HostSetup, prepare
 from .native_init import BuildStep, Do
 from .rootfs import Bind, Overlay, RootPlan
 
@@ -57,12 +60,12 @@ class NamespaceDriver:
 
     def __init__(self, full: bool, group: cgroups.ServerCgroup | None, settings: Fields) -> None:
         self._host, self._group = prepare(full, settings), group
-        self.checkpoints = OverlayCheckpoints(self._host.owner)
+        self.checkpoints = OverlayCheckpoints(self._host, group is not None)
         self._guard: metadata_block.Guard | None = None
         self._stores, self._layers, self._token = itertools.count(1), itertools.count(1), os.urandom(4).hex()
 
     def make(self, name: str, fields: Fields, layers: tuple[OverlayLayer, ...]) -> NewSlot:
-        image, disk = fields["image"], self._file_bytes(fields["limits"])
+        image, disk = fields["image"], _file_bytes(fields["limits"], self._group is not None)
         if layers and layers[0].image != image:
             raise CannotMake("a snapshot can only start slots with the image from which it was made")
         try:
@@ -85,13 +88,6 @@ class NamespaceDriver:
             layer.keep()
         files = OverlayFiles(store, layers, stacked, image)
         return NewSlot(files, groups, self._init(files, groups, binds, disk, shared, fields), exposed)
-
-    def _file_bytes(self, limits: Fields) -> int:
-        """Return the size limit of the slot's files. Files are in memory, so if a control group limits the memory, the
-        slot's files leave an eighth of it to the slot's processes. A process that fills the workspace then sees a full
-        disk, and the slot's commands still run."""
-        disk, memory = limits["disk_bytes"] or _DEFAULT_DISK_BYTES, limits["memory_bytes"]
-        return int(disk if memory is None or self._group is None else min(disk, memory - memory // 8))
 
     def _lay_out(self, store: LayerStore, tree: Tree, layers: tuple[OverlayLayer, ...], places: list[str]) -> Tree:
         """Make the directories of one tree; returns the tree with all directories below it."""
@@ -147,9 +143,11 @@ class NamespaceDriver:
             shared_network=shared_network,
             groups=tuple((group, cgroups.init_group(group)) for group in groups),
             user_namespaces=host.user_namespaces,
-            open_files=limits["open_files"],
-            processes=None if groups else limits["pids"],
-            data_bytes=None if groups else limits["memory_bytes"],
+            limits=ProcessLimits(
+                open_files=limits["open_files"],
+                processes=None if groups else limits["pids"],
+                data_bytes=None if groups else limits["memory_bytes"],
+            ),
             stores=tuple(store.fd for store in files.stores() if store.fd is not None),
         )
 
@@ -216,6 +214,14 @@ class NamespaceDriver:
         return SlotPath(root, path, self._host.owner)
 
 
+class ProcessLimits(NamedTuple):
+    """The limits that every process of a slot has by itself."""
+
+    open_files: int | None
+    processes: int | None  # a limit per user, if no control group counts them
+    data_bytes: int | None  # a limit per process, if no control group limits memory
+
+
 @dataclass(slots=True)
 class NamespaceInit:
     """Implements `SlotInit`: the init is pid 1 of a process namespace, and the kernel ends everything with it."""
@@ -225,9 +231,7 @@ class NamespaceInit:
     shared_network: bool  # whether the slot has the host's network; otherwise it gets an empty network
     groups: tuple[tuple[str, str | None], ...]  # each with the control group of inits next to it, if there is one
     user_namespaces: namespaces.RangeNamespaces | None  # the source of the slot's namespace; None if the init makes it
-    open_files: int | None
-    processes: int | None  # a limit per user, if no control group counts them
-    data_bytes: int | None  # a limit per process, if no control group limits memory
+    limits: ProcessLimits
     stores: tuple[int, ...]  # descriptors, from `layer_store.FIRST_STORE` on, that the root's paths name
     _taken: int | None = None
 
@@ -271,7 +275,8 @@ class NamespaceInit:
             raise
 
     def _spawn(self, control: socket.socket) -> int:
-        listed = memory_file(native_init.encode_steps([*self._enter(), *self._confine()]))
+        steps = (*self._enter(), _confinement(self.user_namespaces is None, self.limits))
+        listed = memory_file(native_init.encode_steps(steps))
         fds = {CONTROL: control.fileno(), LIST: listed, **dict(zip(self.stores, self.stores, strict=True))}
         if self._taken is not None:
             fds[USERS] = self._taken
@@ -291,7 +296,7 @@ class NamespaceInit:
             for fd in (listed, *moved):
                 os.close(fd)
 
-    def _enter(self) -> Iterator[BuildStep]:
+    def _enter(self) -> Iterator[BuildStep | bytes]:
         """Yield the steps that enter the slot's groups, namespaces and root, with the server's privileges.
 
         The init joins the slot's groups, which are then all that the slot's new namespace shows of the hierarchy. Where
@@ -320,35 +325,41 @@ class NamespaceInit:
         yield from rootfs.build(self.root, _FREE)
         yield BuildStep(Do.UMASK, (), 0o022)
 
-    def _confine(self) -> Iterator[BuildStep]:
-        """Yield the steps that drop everything the slot must not have. No program of the slot runs before they are
-        done."""
-        yield BuildStep(Do.SESSION)
-        if self.user_namespaces is None:
+
+@functools.lru_cache(maxsize=64)
+def _confinement(makes_user_namespace: bool, limits: ProcessLimits) -> bytes:
+    """Return the steps, encoded, that drop everything the slot must not have. No program of the slot runs before they
+    are done."""
+    return native_init.encode_steps(_confine(makes_user_namespace, limits))
+
+
+def _confine(makes_user_namespace: bool, limits: ProcessLimits) -> Iterator[BuildStep]:
+    yield BuildStep(Do.SESSION)
+    if makes_user_namespace:
+        yield from _single_user_namespace()
+        for name, most in namespaces.SHARED_COUNTERS:
+            yield BuildStep(Do.WRITE, (f"/proc/self/fd/{_SETTINGS}/{name}", most), 1)  # some kernels lack a setting
+    else:
+        yield BuildStep(Do.ENTER, (), USERS, syscalls.CLONE_NEWUSER)
+        yield BuildStep(Do.BE_ROOT)
+        if limits.processes is not None:  # processes are counted per user and namespace, so the slot needs its own
+            # Since the change of user, the process may not write to its own /proc entries.
+            yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_DUMPABLE, 1)
             yield from _single_user_namespace()
-            for name, most in namespaces.SHARED_COUNTERS:
-                yield BuildStep(Do.WRITE, (f"/proc/self/fd/{_SETTINGS}/{name}", most), 1)  # some kernels lack a setting
-        else:
-            yield BuildStep(Do.ENTER, (), USERS, syscalls.CLONE_NEWUSER)
-            yield BuildStep(Do.BE_ROOT)
-            if self.processes is not None:  # processes are counted per user and namespace, so the slot needs its own
-                # Since the change of user, the process may not write to its own /proc entries.
-                yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_DUMPABLE, 1)
-                yield from _single_user_namespace()
-        # A limit of 0 would not keep the kernel from starting the host's program for core dumps; 1 does (core(5)).
-        yield BuildStep(Do.LIMIT, (), resource.RLIMIT_CORE, 1)
-        for limit, value in (
-            (resource.RLIMIT_MSGQUEUE, 0),
-            (resource.RLIMIT_NOFILE, self.open_files),
-            (resource.RLIMIT_NPROC, self.processes),
-            (resource.RLIMIT_DATA, self.data_bytes),
-        ):
-            if value is not None:
-                yield BuildStep(Do.LIMIT, (), limit, value)
-        yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_NO_NEW_PRIVS, 1)
-        yield BuildStep(Do.KEEP_CAPABILITIES, (), privileges.KEPT)
-        yield BuildStep(Do.FILTER, program=privileges.program())
-        yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_DUMPABLE, 0)
+    # A limit of 0 would not keep the kernel from starting the host's program for core dumps; 1 does (core(5)).
+    yield BuildStep(Do.LIMIT, (), resource.RLIMIT_CORE, 1)
+    for limit, value in (
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_NOFILE, limits.open_files),
+        (resource.RLIMIT_NPROC, limits.processes),
+        (resource.RLIMIT_DATA, limits.data_bytes),
+    ):
+        if value is not None:
+            yield BuildStep(Do.LIMIT, (), limit, value)
+    yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_NO_NEW_PRIVS, 1)
+    yield BuildStep(Do.KEEP_CAPABILITIES, (), privileges.KEPT)
+    yield BuildStep(Do.FILTER, program=privileges.program())
+    yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_DUMPABLE, 0)
 
 
 def _single_user_namespace() -> Iterator[BuildStep]:
@@ -372,6 +383,26 @@ def _places(tree: Tree, trees: tuple[Tree, ...], binds: tuple[Bind, ...]) -> lis
 def _tree_of(path: str, trees: tuple[Tree, ...]) -> Tree:
     inside = [tree for tree in trees if tree.target == "/" or path == tree.target or path.startswith(f"{tree.target}/")]
     return max(inside, key=lambda tree: len(tree.target))
+
+
+def _file_bytes(limits: Fields, grouped: bool) -> int:
+    """Return the size limit of a slot's files. Files are in memory, so if a control group limits the memory, the slot's
+    files leave an eighth of it to the slot's processes. A process that fills the workspace then sees a full disk, and
+    the slot's commands still run."""
+    disk, memory = limits["disk_bytes"] or _DEFAULT_DISK_BYTES, limits["memory_bytes"]
+    return int(disk if memory is None or not grouped else min(disk, memory - memory // 8))
+
+
+def _write(root: int, path: str, data: bytes, owner: int) -> None:
+    """Write a file as the request `write` does in a slot with this root."""
+    writing = Writing(root, absolute(path), None, owner)
+    try:
+        writing.add(data)
+    except BaseException:
+        writing.discard()
+        raise
+    writing.finish()
+    writing.close()
 
 
 def _advice(error: OSError) -> str:
@@ -428,10 +459,10 @@ class DiskStore(LayerStore):
 
 
 class OverlayCheckpoints:
-    """Implements `Checkpoints` for one server. `owner` is the slots' root user as the server sees it."""
+    """Implements `Checkpoints` for one server. `grouped` is true if control groups limit the memory of slots."""
 
-    def __init__(self, owner: int) -> None:
-        self._owner = owner
+    def __init__(self, host: HostSetup, grouped: bool) -> None:
+        self._host, self._grouped = host, grouped
         self._last: dict[str, _Last] = {}
         self._numbers = itertools.count(1)
         self._token = os.urandom(4).hex()
@@ -458,7 +489,7 @@ class OverlayCheckpoints:
 
     def _make_store(self, number: int) -> LayerStore:
         """Return a store without a limit. Each checkpoint in it takes at most the slot's disk limit."""
-        store = LayerStore(f"/slots/c{number}", 0, self._owner)
+        store = LayerStore(f"/slots/c{number}", 0, self._host.owner)
         store.unlimit()
         return store
 
@@ -494,6 +525,29 @@ class OverlayCheckpoints:
                 yield from copy.tree(path, f"{HOST}{folder}/{number}/{tree}")
                 copied += copy.copied_bytes
         return copied
+
+    def compose(self, limits: Fields, files: Sequence[tuple[str, bytes]]) -> OverlayLayer:
+        trees, owner, number = self._host.trees(None, network=False), self._host.owner, next(self._numbers)
+        store = LayerStore(f"/slots/c{number}", _file_bytes(limits, self._grouped), owner)
+        uppers = {tree.name: f"{store.path}/{tree.name}" for tree in trees}
+        try:
+            for tree in trees:
+                os.mkdir(uppers[tree.name])
+                copy_attributes(os.stat(tree.lowers[0]), uppers[tree.name])
+            (base,) = (tree for tree in trees if tree.target == "/")
+            upper = uppers[base.name]
+            os.mkdir(f"{upper}{WORKSPACE}")
+            copy_attributes(os.stat(f"{base.lowers[0]}{WORKSPACE}"), f"{upper}{WORKSPACE}")
+            root = os.open(upper, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                for path, data in files:
+                    _write(root, path, data, owner)
+            finally:
+                os.close(root)
+        except BaseException:
+            store.release()
+            raise
+        return OverlayLayer(f"layer-{self._token}-f{number}", store, uppers, (), None)
 
     def to_memory(self, layer: OverlayLayer) -> Generator[None, None, OverlayLayer]:
         """Run a job that copies a layer to a store of its own, without the layers below it. Raises `CannotMake`."""

@@ -14,10 +14,11 @@ decided here. A step that fails ends the slot, unless the step allows failure. A
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -141,10 +142,13 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
     return BuildStep(Do.MOUNT, (source, target, kind, options), flags)
 
 
-def encode_steps(steps: Sequence[BuildStep]) -> bytes:
-    """Return the list of steps, encoded for the init."""
-    parts = []
-    for step in steps:
-        data = step.program or b"".join(os.fsencode(text) + b"\0" for text in step.strings)
-        parts += [_STEP.pack(step.do, len(step.strings), len(data), step.a, step.b), data]
-    return b"".join(parts)
+def encode_steps(steps: Iterable[BuildStep | bytes]) -> bytes:
+    """Return the steps, encoded for the init. Some may be encoded already: those that are the same for many slots."""
+    return b"".join([step if isinstance(step, bytes) else _encoded(step) for step in steps])
+
+
+@functools.lru_cache(maxsize=256)
+def _encoded(step: BuildStep) -> bytes:
+    """Return one step, encoded. Most steps are the same for every slot."""
+    data = step.program or b"".join(os.fsencode(text) + b"\0" for text in step.strings)
+    return _STEP.pack(step.do, len(step.strings), len(data), step.a, step.b) + data

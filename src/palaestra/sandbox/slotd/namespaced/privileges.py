@@ -14,6 +14,7 @@ line of defence; the first is that the slot has no privilege over anything outsi
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 
@@ -138,6 +139,7 @@ def supported() -> bool:
     return syscalls.MACHINE in _AUDIT
 
 
+@functools.cache
 def program(
     machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = True, unix: bool = True, own_user: bool = True
 ) -> bytes:

@@ -181,8 +181,10 @@ def host_trees(lowers: Lowers, skeleton: tuple[str, ...]) -> tuple[Tree, ...]:
     return (Tree("root", "/", skeleton), *directories)
 
 
+@functools.cache
 def system_directories() -> list[str]:
-    """Return the top-level system directories that are directories on this host."""
+    """Return the top-level system directories that are directories on this host. They are found once, like the links
+    between them."""
     paths = {name: f"{HOST}/{name}" for name in _SYSTEM}
     return [name for name, path in paths.items() if os.path.isdir(path) and not os.path.islink(path)]
 
@@ -193,17 +195,17 @@ def system_links() -> dict[str, str]:
     return {name: os.readlink(path) for name, path in paths.items() if os.path.islink(path)}
 
 
-def build(plan: RootPlan, place: int) -> Iterator[BuildStep]:
-    """Yield the steps that mount the root at `plan.stage` and make it the process's `/`, in the slot's own mount
-    namespace. The descriptors `place` and `place` + 1 must be free."""
+def build(plan: RootPlan, place: int) -> Iterator[BuildStep | bytes]:
+    """Yield the steps, some of them encoded, that mount the root at `plan.stage` and make it the process's `/`, in the
+    slot's own mount namespace. The descriptors `place` and `place` + 1 must be free."""
     root, inside = place, place + 1
     yield native_init.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
     for overlay in plan.overlays:
         yield _overlay(overlay, plan)
     yield BuildStep(Do.CHANGE_DIRECTORY, (plan.stage,))
     yield BuildStep(Do.OPEN, (".",), root)
-    yield from _dev(plan)
-    yield from _proc()
+    yield _dev(plan.own_devices, plan.owner)
+    yield _proc()
     # Opened inside the root, so that no link in a layer of the slot leads out of it.
     yield BuildStep(Do.OPEN_INSIDE, ("tmp",), inside, root)
     yield from _volatile(plan, f"/proc/self/fd/{inside}")
@@ -243,31 +245,32 @@ def _volatile(plan: RootPlan, tmp: str) -> Iterator[BuildStep]:
     yield native_init.mount(f"{_SHM}/shm", _SHM, flags=MS_BIND)
 
 
-def _dev(plan: RootPlan) -> Iterator[BuildStep]:
-    if plan.own_devices:  # through an overlay, so that each slot has its own inodes, and thus its own locks and watches
+@functools.cache
+def _dev(own_devices: bool, owner: int) -> bytes:
+    if own_devices:  # through an overlay, so that each slot has its own inodes, and thus its own locks and watches
         flags = MS_RDONLY | MS_NOSUID | MS_NOEXEC
-        yield native_init.mount("overlay", "dev", "overlay", flags, f"lowerdir={_DEV}:{_EMPTY}")
+        devices = native_init.mount("overlay", "dev", "overlay", flags, f"lowerdir={_DEV}:{_EMPTY}")
     else:
-        yield native_init.mount(_DEV, "dev", flags=MS_BIND | MS_REC)
+        devices = native_init.mount(_DEV, "dev", flags=MS_BIND | MS_REC)
     # The kernel has one limit on the number of terminals for all slots together.
-    options = f"newinstance,ptmxmode=0666,mode=620,uid={plan.owner},gid={plan.owner},max={_MOST_TERMINALS}"
-    yield native_init.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
-
-
-def _proc() -> Iterator[BuildStep]:
-    yield native_init.mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
-    read_only, directories, files = _kernel_entries()
-    for name in read_only:
-        yield native_init.mount(f"proc/{name}", f"proc/{name}", flags=MS_BIND | MS_REC)
-        yield native_init.mount("none", f"proc/{name}", flags=MS_REMOUNT | MS_BIND | flags)
-    for name in directories:
-        yield native_init.mount(_EMPTY, f"proc/{name}", flags=MS_BIND)
-    for name in files:
-        yield native_init.mount("dev/null", f"proc/{name}", flags=MS_BIND)
+    options = f"newinstance,ptmxmode=0666,mode=620,uid={owner},gid={owner},max={_MOST_TERMINALS}"
+    terminals = native_init.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
+    return native_init.encode_steps([devices, terminals])
 
 
 @functools.cache
+def _proc() -> bytes:
+    steps = [native_init.mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)]
+    flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
+    read_only, directories, files = _kernel_entries()
+    for name in read_only:
+        steps.append(native_init.mount(f"proc/{name}", f"proc/{name}", flags=MS_BIND | MS_REC))
+        steps.append(native_init.mount("none", f"proc/{name}", flags=MS_REMOUNT | MS_BIND | flags))
+    steps += [native_init.mount(_EMPTY, f"proc/{name}", flags=MS_BIND) for name in directories]
+    steps += [native_init.mount("dev/null", f"proc/{name}", flags=MS_BIND) for name in files]
+    return native_init.encode_steps(steps)
+
+
 def _kernel_entries() -> tuple[list[str], list[str], list[str]]:
     """Return entries that every /proc of this kernel has: the entries to make read-only, the directories to hide, and
     the files to hide."""

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..event_loop import READ, WRITE, Watcher
 
-VERSION = 7  # both sides must agree; they can differ if another version of this package started a service
+VERSION = 8  # both sides must agree; they can differ if another version of this package started a service
 WINDOW = 256 << 10  # the maximum number of bytes of DATA under way for a request that the receiver has not read
 CHUNK = 128 << 10  # the size of one DATA frame: small enough that no stream keeps the others waiting
 RECEIVE_BYTES = 256 << 10  # size of the receive buffer, allocated once: a new one per read costs more than the read

@@ -1,0 +1,223 @@
+"""Where the processor time of a rollout goes: python benchmarks/where.py [--quick] [--json FILE]
+
+The rollout is the one of `throughput.py`: five turns with a shell command each, and a sixth command that scores it.
+With 1 and with 16 concurrent rollouts, the script reads the processor time of each process, as the kernel counts it:
+
+- `main process`: the run itself, split into the interpreter (user time) and the kernel.
+- `slot server`: the same for the process that makes and ends the slots.
+- `commands`: the programs in the slots.
+- `inits and namespaces`: the first processes of the slots, which make the namespaces and end with them.
+- `bare commands`: the six commands as plain subprocesses, with the process that starts them, for comparison.
+
+The kernel's own threads, which free the namespaces later, are not counted; nor is the model server. The first rollouts
+warm up and are not counted. `main process` is also divided by stage and by function: a timer interrupts it after every
+4 ms of its processor time, and the sample counts for the innermost function of the package on the stack, and
+for the innermost stage. Processor time says more than wall time on a machine that others use too.
+
+Target: at 16, the bare commands take at least 0.55 of the time of the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+
+import _measure as measure
+import throughput
+
+SIZES = {1: 48, 16: 192}
+QUICK = {1: 8, 16: 32}
+TARGET = 0.55
+BARE = "bare commands"
+EVERY_S = 0.004
+FUNCTIONS = 15
+"""The number of functions in the table."""
+PACKAGE = str(Path(__file__).parents[1] / "src/palaestra") + os.sep
+
+STAGES = {
+    "engines/openai.py": "model call",
+    "sandbox/local/local_slot.py": "command or file",
+    "rollouts/journal/journal.py": "journal",
+    "tools/runtime/runtime.py": "tool call",
+    "rollouts/grading/grader.py": "grade",
+    "agent/loop.py": "agent loop",
+    "sandbox/server_backend.py": "make or end a slot",
+    "sandbox/pool.py": "lease",
+    "rollouts/rollout.py": "rollout",
+    "rollouts/group.py": "group",
+}
+"""The stages by the end of the path of the file whose innermost frame decides; the rest is the event loop."""
+
+
+class Sampler:
+    """Counts samples of this process's stack by function and by stage."""
+
+    def __init__(self) -> None:
+        self.functions: Counter[str] = Counter()
+        self.stages: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Begin to count."""
+        signal.signal(signal.SIGPROF, self._sample)
+        signal.setitimer(signal.ITIMER_PROF, EVERY_S, EVERY_S)
+
+    def stop(self) -> None:
+        """Stop counting."""
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _sample(self, _: int, frame: FrameType | None) -> None:
+        function = stage = ""
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if path.startswith(PACKAGE):
+                file = path.removeprefix(PACKAGE)
+                function = function or f"{file}:{frame.f_code.co_qualname}"
+                stage = stage or next((name for end, name in STAGES.items() if file.endswith(end)), "")
+            frame = frame.f_back
+        self.functions[function or "(event loop)"] += 1
+        self.stages[stage or "event loop"] += 1
+
+
+class Accounts:
+    """The processor time of the run's processes since it was made, in seconds."""
+
+    def __init__(self) -> None:
+        self._server = _server_pid()
+        self._before = self._read()
+
+    def since(self) -> dict[str, float]:
+        """Return the seconds of each part."""
+        return {name: seconds - self._before[name] for name, seconds in self._read().items()}
+
+    def _read(self) -> dict[str, float]:
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        user, kernel, *children = _times(self._server)
+        return {
+            "main process: interpreter": own.ru_utime,
+            "main process: kernel": own.ru_stime,
+            "slot server: interpreter": user,
+            "slot server: kernel": kernel,
+            "slots": sum(children),
+        }
+
+
+def _times(pid: int) -> list[float]:
+    """Return the user and kernel seconds of a process, and those of the children that it has waited for. Source:
+    proc(5), stat."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return [int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in fields[11:15]]
+
+
+def _server_pid() -> int:
+    """Return the pid of the slot server, the descendant of this process that has the name `slotd` and used most
+    time."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                name, _, fields = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+            except OSError:
+                continue
+            parents[int(entry.name)] = (name, int(fields.split()[1]))
+    found = [pid for pid, (name, _) in parents.items() if name == "slotd" and _descends(pid, parents)]
+    return max(found, key=lambda pid: sum(_times(pid)))
+
+
+def _descends(pid: int, parents: dict[int, tuple[str, int]]) -> bool:
+    while pid in parents and pid != os.getpid():
+        pid = parents[pid][1]
+    return pid == os.getpid()
+
+
+async def bare(concurrency: int, rollouts: int) -> float:
+    """Return the milliseconds per rollout of the six commands alone."""
+    before = _used_s()
+    await throughput.commands("", concurrency, rollouts)
+    return (_used_s() - before) * 1e3 / rollouts
+
+
+def _used_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+async def sample(url: str, concurrency: int, rollouts: int) -> measure.Sample:
+    """Run the rollouts, and return the milliseconds per rollout of each part, and the shares in the main process."""
+    from palaestra.rollouts.runner import Runner
+    from palaestra.sandbox.local.local_slot import LocalSlot
+
+    found: dict[str, float] = {}
+    commands = [0.0]
+    sampler, play, result = Sampler(), Runner.run, LocalSlot.result
+
+    def counted(*arguments, **settings):
+        made = result(*arguments, **settings)
+        commands[0] += made.metadata["cpu_s"]
+        return made
+
+    async def measured(runner: Runner):
+        accounts, commands[0] = Accounts(), 0.0
+        sampler.start()
+        try:
+            return await play(runner)
+        finally:
+            sampler.stop()
+            found.update(accounts.since())
+
+    LocalSlot.result = counted  # the only place that has the times of the commands
+    await throughput.palaestra(url, concurrency, max(4, rollouts // 8))
+    Runner.run = measured
+    await throughput.palaestra(url, concurrency, rollouts)
+    found["inits and namespaces"] = max(0.0, found.pop("slots") - commands[0])
+    found["commands"] = commands[0]
+    numbers = {name: seconds * 1e3 / rollouts for name, seconds in found.items()}
+    numbers[BARE] = await bare(concurrency, rollouts)
+    samples = sampler.stages.total() or 1
+    numbers |= {f"stage {name}": count / samples for name, count in sampler.stages.items()}
+    numbers |= {f"in {name}": count / samples for name, count in sampler.functions.most_common(FUNCTIONS)}
+    return numbers
+
+
+def rows(concurrency: int, numbers: measure.Sample) -> list[measure.Row]:
+    """Return the rows of one concurrency; ratios are shares of the whole or, below `main process`, shares of it."""
+    parts = {name: value for name, value in numbers.items() if not name.startswith(("stage ", "in ", BARE))}
+    whole = sum(parts.values())
+    main = sum(value for name, value in parts.items() if name.startswith("main process"))
+    table = [measure.Row(f"at {concurrency}: a rollout", whole, "ms", 1.0)]
+    for name, value in parts.items():
+        table.append(measure.Row(f"at {concurrency}: {name}", value, "ms", value / whole))
+    alone = measure.Row(f"at {concurrency}: {BARE}", numbers[BARE], "ms", numbers[BARE] / whole)
+    table.append(alone if concurrency == 1 else measure.judged(alone, TARGET, numbers[BARE] / whole >= TARGET))
+    for kind, start in (("stage", "stage "), ("function", "in ")):
+        some = {name.removeprefix(start): share for name, share in numbers.items() if name.startswith(start)}
+        for name, share in sorted(some.items(), key=lambda each: -each[1]):
+            table.append(measure.Row(f"at {concurrency}: main, {kind} {name}", share * main, "ms", share))
+    return table
+
+
+def main() -> int:
+    """Measure and print the table. The stages and functions are those of the last round."""
+    options = measure.parse_options(__doc__, rounds=3)
+    table: list[measure.Row] = []
+    with measure.serving(throughput.__file__, "--serve") as url:
+        for concurrency, rollouts in (QUICK if options.quick else SIZES).items():
+            sizes = (str(concurrency), str(rollouts))
+            samples = [measure.fresh_process(__file__, "--sample", url, *sizes) for _ in range(options.rounds)]
+            by_whole = sorted(samples, key=lambda each: rows(concurrency, each)[0].value)
+            table += rows(concurrency, by_whole[len(by_whole) // 2])  # the shares belong to one run, so no medians
+    title = f"Processor time of a rollout, the middle one of {options.rounds} runs; ratios are shares"
+    return measure.report(title, table, options.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--sample"]:
+        print(json.dumps(asyncio.run(sample(sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))))
+    else:
+        sys.exit(main())
