@@ -51,7 +51,8 @@ PACKAGES = Path(__file__).with_suffix(".jsonl")
 DEBIAN = "http://deb.debian.org/debian/pool/main"
 DROPPED = ("PKG-INFO", ".cargo-checksum.json", "package-lock.json")
 MOST_KEPT = 60
-TEST_S, INSTALL_S = 300.0, 600.0
+TEST_S, INSTALL_S = 900.0, 900.0
+"""Time limits of one session of tests and of one installation: generous, because a busy machine is not a finding."""
 _MTIME = 1_700_000_000  # wheels cannot hold files from before 1980
 
 
@@ -234,6 +235,7 @@ async def play_rows(file: Path, repositories: Path, packages: Sequence[Package],
     """Play both policies over a file with the rows of these packages."""
     settings = ["--env.dataset_name", str(file), "--env.shuffle", "false", "--env.repo_base_url"]
     settings += [f"file://{repositories}", "--env.test_timeout_s", str(TEST_S)]
+    settings += ["--env.install_timeout_s", str(INSTALL_S)]
     refused = [str(error) for error in load_rows(file) if isinstance(error, TaskError)]
     found = await play("published rows", settings, [package.id for package in packages], workers)
 
