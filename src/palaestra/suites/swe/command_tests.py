@@ -14,7 +14,7 @@ from palaestra.core.errors import PrepareError
 from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import ExecutionResult, Slot
 from palaestra.suites.grading.harness import Status, TestRun
-from palaestra.suites.grading.log_parsers import has_run
+from palaestra.suites.grading.log_parsers import has_run, without_duration
 from palaestra.suites.swe.failure_cause import cause_of_install, exceeds_limit_of_runner
 from palaestra.suites.swe.languages import CACHE, Language
 from palaestra.suites.swe.row_recipe import quoted
@@ -108,7 +108,7 @@ def read_command(row: SweRow, result: ExecutionResult, names: Sequence[str]) -> 
     assert recipe is not None
     found = recipe.read(result.output, row.instance_id)
     unnamed = Status.PASSED if recipe.fail_only and has_run(result.output) else Status.MISSING
-    cut = {name: same for name in names if (same := _of_cut_name(name, found)) is not None}
+    cut = {name: same for name in names if (same := _of_other_name(name, found)) is not None}
     statuses = {**dict.fromkeys(names, unnamed), **found, **cut}
     cut_off = bool(result.metadata.get("timeout"))
     late = exceeds_limit_of_runner(result.output) and any(statuses[name] not in RIGHT for name in names)
@@ -121,10 +121,15 @@ def read_command(row: SweRow, result: ExecutionResult, names: Sequence[str]) -> 
     )
 
 
-def _of_cut_name(name: str, found: Mapping[str, Status]) -> Status | None:
-    """Return the status of the tests whose names begin with a name that was cut within its parameters, if they agree.
+def _of_other_name(name: str, found: Mapping[str, Status]) -> Status | None:
+    """Return the status of a test whose published name is not that of this log: it ends with the duration of the
+    published run, or it was cut within its parameters and the tests that begin with it agree.
     Source: `_resolve_case` of `swebench.harness.grading` (5.0.2)."""
-    if name in found or name.count("[") <= name.count("]"):
+    if name in found:
+        return None
+    if (plain := without_duration(name)) in found:
+        return found[plain]
+    if name.count("[") <= name.count("]"):
         return None
     statuses = {status for test, status in found.items() if test.startswith(name)}
     return statuses.pop() if len(statuses) == 1 else None
