@@ -61,7 +61,8 @@ class Package:
     """Two releases of a package, and the row that is made of them.
 
     `source` is pypi, npm or debian; for debian, `old` and `new` are paths in the pool. `schema` names the data set
-    whose columns the row has. `install`, `test_cmd` and `log_parser` are columns of rows in other languages.
+    whose columns the row has. `tests` are test files that their names do not show. `install`, `test_cmd` and
+    `log_parser` are columns of rows in other languages.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Package:
     language: str = "python"
     schema: str = "SWE-bench"
     created_at: str = ""
+    tests: list[str] = field(default_factory=list)
     install: list[str] = field(default_factory=list)
     test_cmd: list[str] = field(default_factory=list)
     log_parser: str = ""
@@ -108,7 +110,7 @@ def is_test(package: Package, path: str) -> bool:
     if package.language == "python":
         name = PurePosixPath(path).name
         return name.startswith(("test_", "conftest")) or bool({"test", "tests"} & set(PurePosixPath(path).parts[:-1]))
-    return LANGUAGES[package.language].is_test(path)
+    return path in package.tests or LANGUAGES[package.language].is_test(path)
 
 
 async def tree(package: Package, version: str, cache: Path) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,8 @@ from palaestra.suites.swe import apply_diff
 from palaestra.suites.swe.baseline import PreparedRow, check_row
 from palaestra.suites.swe.command_tests import read_command
 from palaestra.suites.swe.swe_row import SweRow, parse_row
+from palaestra.suites.toolchain.toolchain import DependencyCache
+from suites.swe.published import Source, WithoutBaseline, roll_out
 
 ROW: dict[str, JSON] = {
     "instance_id": "o__n-1", "repo": "o/n", "base_commit": "abc123", "problem_statement": "It hangs.",
@@ -93,3 +96,44 @@ def test_a_slow_reference_solution_refuses_the_row(before: TestRun, narrow: bool
     """With `narrow`, tests that a slow machine did not reach must not be left out."""
     with pytest.raises(PrepareError, match=r"^out of time: raise --env.test_timeout_s; o__n-1; its tests did not end"):
         check(before, HANGS, narrow=narrow)
+
+
+SCRIPT = "add() { echo $(($1 %s $2)); }\n"
+TESTS = """
+. ./calc.sh
+verdict() { [ "$1" = "$2" ] && echo "PASS: $3" || echo "FAIL: $3"; }
+verdict "$(add 1 2)" 3 add
+verdict "$(add 0 0)" 0 zero
+"""
+
+
+@pytest.mark.slots
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("work", "tests", "reward"),
+    [(f"sleep 600\n{SCRIPT % '+'}", TESTS, 0.0), (SCRIPT % "+", f"sleep 600\n{TESTS}", None)],
+    ids=["the work hangs", "the tests hang"],
+)
+def test_only_work_that_hangs_is_scored_zero(
+    work: str, tests: str, reward: float | None, tmp_path: Path, installed_pytest: DependencyCache
+) -> None:
+    """In another language than Python: if the reference solution exceeds the limit too, there is no score."""
+    source = Source.make(tmp_path / "source", {"calc.sh": SCRIPT % "-", "test_calc.sh": "\n"})
+    config = {"test_cmd": ["sh test_calc.sh"], "log_parser": "parse_log_jq"}
+    made = source.row(
+        patch=source.diff({"calc.sh": SCRIPT % "+"}),
+        test_patch=source.diff({"test_calc.sh": tests}),
+        FAIL_TO_PASS=["add"],
+        PASS_TO_PASS=["zero"],
+        language="c",
+        install_config=config,
+    )
+    del made["install"]
+    patch = tmp_path / "work.patch"
+    patch.write_text(source.diff({"calc.sh": work}))
+    limit = "--env.test_timeout_s=2"
+    (group,) = roll_out([made], f"patch:{patch}", tmp_path / "run", installed_pytest, limit, kind=WithoutBaseline)
+    (trajectory,) = group.trajectories
+    assert trajectory.reward == reward, (trajectory.detail, trajectory.error)
+    if reward is None:
+        assert "with the reference solution too and test_timeout_s 2: its tests timed out" in trajectory.error
