@@ -100,7 +100,7 @@ def test_packages_are_not_older_than_the_interpreter(created_at: str, expected: 
         ('  Could not find a package configuration file provided by "Foo" with any of', 1, "missing package: Foo"),
         ("uv pip install … failed: Command timed out after 600s\n", None, "out of time: raise --env.install_timeout_s"),
         ("Error: Test timed out in 5000ms.", 1,
-         "out of time: the test runner's own limit ended a test (Test timed out in 5000ms)"),
+         "out of time: a limit of the tests or their runner ended a test (Test timed out in 5000ms)"),
         ("E assert 1 == 2", 1, ""),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def log(text: str, names: tuple[str, ...] = NAMES, **metadata: JSON) -> TestRun:
         "thrown: \"Exceeded timeout of 5000 ms for a test.", "Error: Test timed out in 5000ms.",
         "panic: test timed out after 10m0s", " 3/9 Test  #3: slow .....***Timeout 1500.01 sec",
         "java.util.concurrent.TimeoutException: add() execution timed out after 1000 ms", "2/4 slow   TIMEOUT 30.01s",
+        "expected no Exception, got #<Timeout::Error: execution expired> with backtrace:",
     ],
 )  # fmt: skip
 def test_a_limit_of_the_runner_asks_for_the_control(line: str) -> None:
@@ -96,6 +98,37 @@ def test_a_slow_reference_solution_refuses_the_row(before: TestRun, narrow: bool
     """With `narrow`, tests that a slow machine did not reach must not be left out."""
     with pytest.raises(PrepareError, match=r"^out of time: raise --env.test_timeout_s; o__n-1; its tests did not end"):
         check(before, HANGS, narrow=narrow)
+
+
+def test_a_session_with_a_late_test_is_repeated_before_the_row_is_refused() -> None:
+    runs = [BAD, replace(BAD, timed_out=True), GOOD]
+
+    async def tries(solved: bool) -> TestRun:
+        return runs.pop(0)
+
+    async def packages() -> AsyncIterator[str]:
+        for place in ():
+            yield place
+
+    made = row(install_config={"test_cmd": "x", "log_parser": "parse_log_tap"})
+    assert asyncio.run(check_row(made, tries, packages(), narrow=False)) == PreparedRow()
+    assert runs == []
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("ok 1 double\nNetwork is unreachable\n{pad}1) add\nTimeout::Error: execution expired",
+         "out of time: a limit of the tests or their runner ended a test (execution expired); o__n-1; 1 named test"),
+        ("ok 1 double\nNetwork is unreachable\n{pad}1) add\nexpected 3, got 2", "1 test failed here; o__n-1; 1 named"),
+        ("Network is unreachable", "no network; o__n-1; 1 named test"),
+    ],
+)  # fmt: skip
+def test_the_cause_is_looked_for_at_the_tests_that_failed(log: str, cause: str) -> None:
+    """Other tests may print what looks like a cause, because it is what they test."""
+    with pytest.raises(PrepareError) as caught:
+        check(BAD, replace(BAD, output=log.format(pad="x\n" * 600)))
+    assert str(caught.value).startswith(cause)
 
 
 SCRIPT = "add() { echo $(($1 %s $2)); }\n"

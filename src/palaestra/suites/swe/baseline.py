@@ -23,6 +23,7 @@ from palaestra.suites.swe.swe_row import RIGHT, SweRow
 
 _RECORD = "/opt/palaestra/prepared.json"
 _SHOWN = 1500
+_NEAR = 500
 Tries = Callable[[bool], Awaitable[TestRun]]
 """Runs the row's tests over the prepared repository, with the reference solution if the argument is true."""
 
@@ -60,6 +61,7 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
     `packages` installs the packages of one place of the repository for each step, and yields the place's name. Raises
     `PrepareError` if the tests cannot run here, and `TaskError` if they do not detect the bug.
     """
+    tries = _twice_if_late(tries)
     run = before_the_fix(row, await tries(False))
     solved: TestRun | None = None
     if _cut_off(run) and row.fix_patch:
@@ -88,6 +90,17 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
     if not set(kept.fail_to_pass) & set(kept.verdict(run).not_passed):
         raise TaskError(f"{row.instance_id}: the tests that must detect the bug pass although it is present")
     return made
+
+
+def _twice_if_late(tries: Tries) -> Tries:
+    """Return `tries` that repeats a session in which a limit of the tests or their runner ended a test: it is a few
+    seconds, which a busy machine exceeds."""
+
+    async def repeated(solved: bool) -> TestRun:
+        run = await tries(solved)
+        return await tries(solved) if run.timed_out and run.complete else run
+
+    return repeated
 
 
 def _cut_off(run: TestRun) -> bool:
@@ -154,12 +167,23 @@ def _complaint(row: SweRow, run: TestRun, used: list[str], problem: str) -> str:
     return f"{_cause(row, run)}; {'; '.join(parts)}:\n{run.output[-_SHOWN:]}"
 
 
+def _evidence(row: SweRow, run: TestRun) -> str:
+    """Return the text that may show the cause. If the tests of a log ran and some failed, only the lines next to the
+    names of these count: the others may test what looks like a cause, for example an error of the network."""
+    failed = [name for name in row.node_ids if run.statuses.get(name, Status.MISSING) not in RIGHT]
+    ran = all(run.statuses.get(name, Status.MISSING) is not Status.MISSING for name in row.node_ids)
+    places = [run.output.rfind(name) for name in failed] if row.recipe is not None and ran else []
+    if any(at >= 0 for at in places):
+        return "\n".join(run.output[max(0, at - _NEAR) : at + 3 * _NEAR] for at in places if at >= 0)
+    failures = (failure.exception for failure in run.failures.values())
+    return "\n".join([*run.collect_errors.values(), *failures, run.output])
+
+
 def _cause(row: SweRow, run: TestRun) -> str:
     if missing := missing_packages(run, row):
         return f"missing package: {', '.join(missing)}"
     errors: Mapping[str, str] = run.collect_errors
-    text = "\n".join([*errors.values(), *(failure.exception for failure in run.failures.values()), run.output])
-    found = cause_of(text, run.exit_status, exceeded="test_timeout_s" if _cut_off(run) else "")
+    found = cause_of(_evidence(row, run), run.exit_status, exceeded="test_timeout_s" if _cut_off(run) else "")
     last = [line for text in errors.values() for line in text.strip().splitlines()[-1:]]
     failed = sum(status in FAILED for status in run.statuses.values())
     return (

@@ -12,9 +12,9 @@ from palaestra.sandbox.slot import ExecutionResult
 
 _RUNNERS_LIMIT = (
     r"((?:Timeout of|Exceeded timeout of|[Tt]est timed out (?:in|after)|execution timed out after) \d[\w.]*)|"
-    r"(\*\*\*Timeout)|(Timed out while running tests)|\d+/\d+ \S+ +(TIMEOUT) "
+    r"(\*\*\*Timeout)|(Timed out while running tests)|\d+/\d+ \S+ +(TIMEOUT) |Timeout::Error: (execution expired)"
 )
-"""What mocha, jest, vitest, node, JUnit, Go, ctest, ava and meson print if a test exceeds their own time limit."""
+"""What mocha, jest, vitest, node, JUnit, Go, ctest, ava, meson and Ruby's Timeout print at their limits."""
 _OUT_OF_MEMORY = "out of memory: raise the memory limit of the slots"
 _CAUSES: tuple[tuple[str, str], ...] = tuple(
     (sentence, pattern)
@@ -65,7 +65,7 @@ _CAUSES: tuple[tuple[str, str], ...] = tuple(
             (r"(?:bash|sh): (?:line \d+: )?(?:\d+: )?([\w./-]+): (?:command )?not found",
              r"error: command '([\w./+-]+)' failed: No such file", r"/usr/bin/env: ‘?'?([\w.-]+)"),
         ),
-        ("out of time: the test runner's own limit ended a test ({})", (_RUNNERS_LIMIT,)),
+        ("out of time: a limit of the tests or their runner ended a test ({})", (_RUNNERS_LIMIT,)),
         (
             "no such version: {}",
             (r"No matching distribution found for ([^\n]+)", r"No solution found[^\n]*\n[^\n]*?Because ([^\n]+)"),
@@ -92,7 +92,7 @@ def cause_of(output: str, exit_code: int | None = None, *, exceeded: str = "") -
 
 
 def exceeds_limit_of_runner(log: str) -> bool:
-    """Return whether the log of a test runner shows a test that exceeded the time limit of the runner itself."""
+    """Return whether the log of a test runner shows a test that exceeded a time limit of the runner or of its own."""
     return re.search(_RUNNERS_LIMIT, log) is not None
 
 
