@@ -51,7 +51,8 @@ PACKAGES = Path(__file__).with_suffix(".jsonl")
 DEBIAN = "http://deb.debian.org/debian/pool/main"
 DROPPED = ("PKG-INFO", ".cargo-checksum.json", "package-lock.json")
 MOST_KEPT = 60
-TEST_S, INSTALL_S = 300.0, 600.0
+TEST_S, INSTALL_S = 900.0, 900.0
+"""Time limits of one session of tests and of one installation: generous, because a busy machine is not a finding."""
 _MTIME = 1_700_000_000  # wheels cannot hold files from before 1980
 
 
@@ -60,7 +61,8 @@ class Package:
     """Two releases of a package, and the row that is made of them.
 
     `source` is pypi, npm or debian; for debian, `old` and `new` are paths in the pool. `schema` names the data set
-    whose columns the row has. `install`, `test_cmd` and `log_parser` are columns of rows in other languages.
+    whose columns the row has. `tests` are test files that their names do not show. `install`, `test_cmd` and
+    `log_parser` are columns of rows in other languages.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Package:
     language: str = "python"
     schema: str = "SWE-bench"
     created_at: str = ""
+    tests: list[str] = field(default_factory=list)
     install: list[str] = field(default_factory=list)
     test_cmd: list[str] = field(default_factory=list)
     log_parser: str = ""
@@ -107,7 +110,7 @@ def is_test(package: Package, path: str) -> bool:
     if package.language == "python":
         name = PurePosixPath(path).name
         return name.startswith(("test_", "conftest")) or bool({"test", "tests"} & set(PurePosixPath(path).parts[:-1]))
-    return LANGUAGES[package.language].is_test(path)
+    return path in package.tests or LANGUAGES[package.language].is_test(path)
 
 
 async def tree(package: Package, version: str, cache: Path) -> dict[str, bytes]:
@@ -234,6 +237,7 @@ async def play_rows(file: Path, repositories: Path, packages: Sequence[Package],
     """Play both policies over a file with the rows of these packages."""
     settings = ["--env.dataset_name", str(file), "--env.shuffle", "false", "--env.repo_base_url"]
     settings += [f"file://{repositories}", "--env.test_timeout_s", str(TEST_S)]
+    settings += ["--env.install_timeout_s", str(INSTALL_S)]
     refused = [str(error) for error in load_rows(file) if isinstance(error, TaskError)]
     found = await play("published rows", settings, [package.id for package in packages], workers)
 

@@ -98,6 +98,9 @@ def test_packages_are_not_older_than_the_interpreter(created_at: str, expected: 
         ("Cannot access central (https://x) in offline mode and the artifact com.google:truth:jar:1.1 has not been "
          "downloaded from it before.", 1, "missing package: com.google:truth:jar:1.1"),
         ('  Could not find a package configuration file provided by "Foo" with any of', 1, "missing package: Foo"),
+        ("uv pip install … failed: Command timed out after 600s\n", None, "out of time: raise --env.install_timeout_s"),
+        ("Error: Test timed out in 5000ms.", 1,
+         "out of time: a limit of the tests or their runner ended a test (Test timed out in 5000ms)"),
         ("E assert 1 == 2", 1, ""),
     ],
 )  # fmt: skip

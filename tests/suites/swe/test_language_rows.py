@@ -10,9 +10,10 @@ import pytest
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Change
+from palaestra.sandbox.slot import Change, ExecutionResult
 from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe.command_tests import read_command
 from palaestra.suites.swe.languages import LANGUAGES
 from palaestra.suites.swe.protected import SETTINGS_CHANGED, TESTS_EDITED, protected
 from palaestra.suites.swe.swe_row import SweRow, TestNames, parse_row
@@ -101,6 +102,23 @@ def test_rows_of_nemo_gym_are_unwrapped_and_those_of_r2e_gym_refused() -> None:
 def test_the_official_verdict_of_a_log(statuses: dict[str, Status], exit_status: int, official: bool) -> None:
     run = TestRun(statuses, complete=True, exit_status=exit_status)
     assert row().official(run).resolved is official
+
+
+@pytest.mark.parametrize(
+    ("published", "printed", "status"),
+    [
+        ("Calc > adds [0.05 ms]", "adds [0.31 ms]", Status.PASSED),
+        ("Calc > adds [0.05 ms]", "adds", Status.PASSED),
+        ("Calc > adds", "adds [12 ms]", Status.PASSED),
+        ("Calc > adds [0.05 ms]", "doubles [0.05 ms]", Status.MISSING),
+        ("Calc > takes 5 ms", "takes 6 ms", Status.MISSING),
+    ],
+)
+def test_the_duration_of_a_test_is_not_part_of_its_name(published: str, printed: str, status: Status) -> None:
+    """PHPUnit prints it if the repository's settings say so, and rows are published with it."""
+    made = row(language="php", install_config={"test_cmd": "phpunit", "log_parser": "parse_log_phpunit"})
+    log = ExecutionResult(True, f"Calc (Tests\\Calc)\n ✔ {printed}\n")
+    assert read_command(made, log, [published]).statuses[published] is status
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,9 @@ def test_what_cannot_work_is_refused(change: dict[str, object], complaint: str) 
 
 
 def test_a_progress_mark_among_the_tests_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    marked = {**BENCH, "PASS_TO_PASS": json.dumps([*ORACLE["PASS_TO_PASS"], "[100%]", "[ 50%]"])}
+    marked = {**BENCH, "PASS_TO_PASS": json.dumps([*ORACLE["PASS_TO_PASS"], "[100%]", "[ 50%]", "["])}
     assert parse_row(marked) == parse_row(BENCH)
-    assert "owner__name.01234567.kind__1: left out of PASS_TO_PASS: 2 progress marks" in caplog.text
+    assert "owner__name.01234567.kind__1: left out of PASS_TO_PASS: 3 progress marks" in caplog.text
     with pytest.raises(TaskError, match="FAIL_TO_PASS' is missing or empty"):
         parse_row({**BENCH, "FAIL_TO_PASS": ["[100%]"]})
 

@@ -102,6 +102,11 @@ LINES: Mapping[str, Parser] = {
 """Parsers that one pattern describes."""
 
 
+def without_duration(name: str) -> str:
+    """Return the name of a test without the duration in brackets that PHPUnit prints after it (`adds [0.05 ms]`)."""
+    return re.sub(r"\s*\[\d+(?:\.\d+)? m?s\]$", "", name)
+
+
 def _tap(log: str) -> Statuses:
     """TAP 13. SWE-bench keeps the description with its leading dash, and so do the names in its rows."""
     found: Statuses = {}
@@ -124,14 +129,15 @@ def _redis(log: str) -> Statuses:
 
 
 def _phpunit(log: str) -> Statuses:
-    """`--testdox`: a line with the class, then a line for each of its tests."""
+    """`--testdox`: a line with the class, then a line for each of its tests. With `--verbose` or a setting of the
+    repository, a line ends with the test's duration, which is not part of the name."""
     found: Statuses = {}
     suite = None
     for line in log.splitlines():
         if (heading := re.match(r"(\w.+) \(.+\)$", line)) is not None:
             suite = heading[1]
         elif (test := re.match(r"\s*([✔✘↩])\s*(.*)$", line)) is not None:
-            found[f"{suite} > {test[2]}"] = _MARKS[test[1]]
+            found[f"{suite} > {without_duration(test[2])}"] = _MARKS[test[1]]
     return found
 
 

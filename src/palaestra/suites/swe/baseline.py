@@ -23,6 +23,7 @@ from palaestra.suites.swe.swe_row import RIGHT, SweRow
 
 _RECORD = "/opt/palaestra/prepared.json"
 _SHOWN = 1500
+_NEAR = 500
 Tries = Callable[[bool], Awaitable[TestRun]]
 """Runs the row's tests over the prepared repository, with the reference solution if the argument is true."""
 
@@ -60,7 +61,12 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
     `packages` installs the packages of one place of the repository for each step, and yields the place's name. Raises
     `PrepareError` if the tests cannot run here, and `TaskError` if they do not detect the bug.
     """
+    tries = _twice_if_late(tries)
     run = before_the_fix(row, await tries(False))
+    solved: TestRun | None = None
+    if _cut_off(run) and row.fix_patch:
+        solved = await tries(True)
+        run = _without_hang(row, run, solved)
     used: list[str] = []
     if _lacks_packages(row, run):
         async for place in packages:
@@ -69,9 +75,9 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
             if not _lacks_packages(row, run):
                 break
     made = PreparedRow(tuple(used))
-    solved: TestRun | None = None
     if row.fix_patch and (narrow or row.recipe is not None):
-        solved = await tries(True)
+        solved = solved if solved is not None and not used else await tries(True)
+        _check_time(row, solved)
         made = replace(made, narrowed=tuple(_not_holding(row, run, solved))) if narrow else made
     kept = made.row(row)
     if not kept.fail_to_pass:
@@ -84,6 +90,37 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
     if not set(kept.fail_to_pass) & set(kept.verdict(run).not_passed):
         raise TaskError(f"{row.instance_id}: the tests that must detect the bug pass although it is present")
     return made
+
+
+def _twice_if_late(tries: Tries) -> Tries:
+    """Return `tries` that repeats a session in which a limit of the tests or their runner ended a test: it is a few
+    seconds, which a busy machine exceeds."""
+
+    async def repeated(solved: bool) -> TestRun:
+        run = await tries(solved)
+        return await tries(solved) if run.timed_out and run.complete else run
+
+    return repeated
+
+
+def _cut_off(run: TestRun) -> bool:
+    """Return whether the time limit ended the session, so that tests are missing."""
+    return run.timed_out and not run.complete
+
+
+def _check_time(row: SweRow, solved: TestRun) -> None:
+    """Raise `PrepareError` if the reference solution's session did not end in time: it shows nothing about a test."""
+    if _cut_off(solved):
+        raise PrepareError(_complaint(row, solved, [], "its tests did not end with the reference solution either"))
+
+
+def _without_hang(row: SweRow, run: TestRun, solved: TestRun) -> TestRun:
+    """Return the session before the fix, which the time limit ended, with the tests that it did not reach as they are
+    with the reference solution, whose session ended: the bug is what hangs. Raises `PrepareError`."""
+    _check_time(row, solved)
+    unseen = [name for name in row.pass_to_pass if run.statuses.get(name, Status.MISSING) is Status.MISSING]
+    reached = {name: solved.statuses.get(name, Status.MISSING) for name in unseen}
+    return replace(run, statuses={**run.statuses, **reached})
 
 
 def _lacks_packages(row: SweRow, run: TestRun) -> bool:
@@ -130,12 +167,23 @@ def _complaint(row: SweRow, run: TestRun, used: list[str], problem: str) -> str:
     return f"{_cause(row, run)}; {'; '.join(parts)}:\n{run.output[-_SHOWN:]}"
 
 
+def _evidence(row: SweRow, run: TestRun) -> str:
+    """Return the text that may show the cause. If the tests of a log ran and some failed, only the lines next to the
+    names of these count: the others may test what looks like a cause, for example an error of the network."""
+    failed = [name for name in row.node_ids if run.statuses.get(name, Status.MISSING) not in RIGHT]
+    ran = all(run.statuses.get(name, Status.MISSING) is not Status.MISSING for name in row.node_ids)
+    places = [run.output.rfind(name) for name in failed] if row.recipe is not None and ran else []
+    if any(at >= 0 for at in places):
+        return "\n".join(run.output[max(0, at - _NEAR) : at + 3 * _NEAR] for at in places if at >= 0)
+    failures = (failure.exception for failure in run.failures.values())
+    return "\n".join([*run.collect_errors.values(), *failures, run.output])
+
+
 def _cause(row: SweRow, run: TestRun) -> str:
     if missing := missing_packages(run, row):
         return f"missing package: {', '.join(missing)}"
     errors: Mapping[str, str] = run.collect_errors
-    text = "\n".join([*errors.values(), *(failure.exception for failure in run.failures.values()), run.output])
-    found = cause_of(text, run.exit_status, timed_out=run.timed_out)
+    found = cause_of(_evidence(row, run), run.exit_status, exceeded="test_timeout_s" if _cut_off(run) else "")
     last = [line for text in errors.values() for line in text.strip().splitlines()[-1:]]
     failed = sum(status in FAILED for status in run.statuses.values())
     return (

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 
 from palaestra.core.errors import PrepareError
 from palaestra.rollouts.grading.grader import Way, note_way
-from palaestra.sandbox.slot import Slot
+from palaestra.sandbox.slot import ExecutionResult, Slot
 from palaestra.suites.grading.harness import Status, TestRun
-from palaestra.suites.grading.log_parsers import has_run
-from palaestra.suites.swe.failure_cause import cause_of_result
+from palaestra.suites.grading.log_parsers import has_run, without_duration
+from palaestra.suites.swe.failure_cause import cause_of_install, exceeds_limit_of_runner
 from palaestra.suites.swe.languages import CACHE, Language
 from palaestra.suites.swe.row_recipe import quoted
-from palaestra.suites.swe.swe_row import SweRow
+from palaestra.suites.swe.swe_row import RIGHT, SweRow
 from palaestra.suites.toolchain.repository_venv import CERTIFICATES
 from palaestra.suites.toolchain.toolchain import Toolchain
 
@@ -74,7 +74,7 @@ async def install_language(
     script = recipe.install_script()
     result = await slot.execute(script, cwd=repo_dir, env=variables, timeout_s=timeout_s)
     if not result.success:
-        cause = cause_of_result(result) or "the installation failed"
+        cause = cause_of_install(result) or "the installation failed"
         raise PrepareError(f"{cause}; {row.instance_id}: {result.error}\n{result.output[-_SHOWN:].strip()}")
 
 
@@ -95,23 +95,41 @@ async def run_command(
         max_output_bytes=_MOST_LOG_BYTES,
         spill=False,
     )
+    return read_command(row, result, names)
+
+
+def read_command(row: SweRow, result: ExecutionResult, names: Sequence[str]) -> TestRun:
+    """Return the test run that the log of a row's test command describes.
+
+    It has timed out if the command did, or if a runner's own time limit ended a test and one of the `names` has not
+    passed: such limits are a few seconds, which a busy machine exceeds.
+    """
+    recipe = row.recipe
+    assert recipe is not None
     found = recipe.read(result.output, row.instance_id)
     unnamed = Status.PASSED if recipe.fail_only and has_run(result.output) else Status.MISSING
-    cut = {name: same for name in names if (same := _of_cut_name(name, found)) is not None}
-    timed_out = bool(result.metadata.get("timeout"))
+    cut = {name: same for name in names if (same := _of_other_name(name, found)) is not None}
+    statuses = {**dict.fromkeys(names, unnamed), **found, **cut}
+    cut_off = bool(result.metadata.get("timeout"))
+    late = exceeds_limit_of_runner(result.output) and any(statuses[name] not in RIGHT for name in names)
     return TestRun(
-        statuses={**dict.fromkeys(names, unnamed), **found, **cut},
-        complete=not timed_out,
-        timed_out=timed_out,
+        statuses=statuses,
+        complete=not cut_off,
+        timed_out=cut_off or late,
         exit_status=result.exit_code,
         output=result.output,
     )
 
 
-def _of_cut_name(name: str, found: Mapping[str, Status]) -> Status | None:
-    """Return the status of the tests whose names begin with a name that was cut within its parameters, if they agree.
+def _of_other_name(name: str, found: Mapping[str, Status]) -> Status | None:
+    """Return the status of a test whose published name is not that of this log: it ends with the duration of the
+    published run, or it was cut within its parameters and the tests that begin with it agree.
     Source: `_resolve_case` of `swebench.harness.grading` (5.0.2)."""
-    if name in found or name.count("[") <= name.count("]"):
+    if name in found:
+        return None
+    if (plain := without_duration(name)) in found:
+        return found[plain]
+    if name.count("[") <= name.count("]"):
         return None
     statuses = {status for test, status in found.items() if test.startswith(name)}
     return statuses.pop() if len(statuses) == 1 else None

@@ -10,10 +10,16 @@ import re
 
 from palaestra.sandbox.slot import ExecutionResult
 
+_RUNNERS_LIMIT = (
+    r"((?:Timeout of|Exceeded timeout of|[Tt]est timed out (?:in|after)|execution timed out after) \d[\w.]*)|"
+    r"(\*\*\*Timeout)|(Timed out while running tests)|\d+/\d+ \S+ +(TIMEOUT) |Timeout::Error: (execution expired)"
+)
+"""What mocha, jest, vitest, node, JUnit, Go, ctest, ava, meson and Ruby's Timeout print at their limits."""
 _OUT_OF_MEMORY = "out of memory: raise the memory limit of the slots"
 _CAUSES: tuple[tuple[str, str], ...] = tuple(
     (sentence, pattern)
     for sentence, patterns in (
+        ("out of time: raise --env.install_timeout_s", (r"… failed: Command timed out after",)),
         (
             _OUT_OF_MEMORY,
             (r"JavaScript heap out of memory", r"\bMemoryError\b", r"Cannot allocate memory",
@@ -59,6 +65,7 @@ _CAUSES: tuple[tuple[str, str], ...] = tuple(
             (r"(?:bash|sh): (?:line \d+: )?(?:\d+: )?([\w./-]+): (?:command )?not found",
              r"error: command '([\w./+-]+)' failed: No such file", r"/usr/bin/env: ‘?'?([\w.-]+)"),
         ),
+        ("out of time: a limit of the tests or their runner ended a test ({})", (_RUNNERS_LIMIT,)),
         (
             "no such version: {}",
             (r"No matching distribution found for ([^\n]+)", r"No solution found[^\n]*\n[^\n]*?Because ([^\n]+)"),
@@ -69,10 +76,11 @@ _CAUSES: tuple[tuple[str, str], ...] = tuple(
 _KILLED = 137
 
 
-def cause_of(output: str, exit_code: int | None = None, *, timed_out: bool = False) -> str:
-    """Return the cause of a failure in one line, or an empty string if the output does not show it."""
-    if timed_out:
-        return "out of time: raise the time limit"
+def cause_of(output: str, exit_code: int | None = None, *, exceeded: str = "") -> str:
+    """Return the cause of a failure in one line, or an empty string if the output does not show it. `exceeded` names
+    the setting whose time limit ended the command, if one did."""
+    if exceeded:
+        return f"out of time: raise --env.{exceeded}"
     for sentence, pattern in _CAUSES:
         if re.search(pattern, output, re.MULTILINE) is not None:
             if "{}" not in sentence:
@@ -83,8 +91,14 @@ def cause_of(output: str, exit_code: int | None = None, *, timed_out: bool = Fal
     return _OUT_OF_MEMORY if exit_code == _KILLED else ""
 
 
-def cause_of_result(result: ExecutionResult) -> str:
-    """Return the cause of a failed command, or an empty string."""
+def exceeds_limit_of_runner(log: str) -> bool:
+    """Return whether the log of a test runner shows a test that exceeded a time limit of the runner or of its own."""
+    return re.search(_RUNNERS_LIMIT, log) is not None
+
+
+def cause_of_install(result: ExecutionResult) -> str:
+    """Return the cause of a failed installation, or an empty string."""
     if result.metadata.get("oom"):
         return _OUT_OF_MEMORY
-    return cause_of(result.output, result.exit_code, timed_out=bool(result.metadata.get("timeout")))
+    exceeded = "install_timeout_s" if result.metadata.get("timeout") else ""
+    return cause_of(result.output, result.exit_code, exceeded=exceeded)

@@ -120,6 +120,7 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
     `GraderError` if tests could not run in either session.
     """
     if not prepared.complete:
+        prepared.check_ended(f"{row.instance_id}, on the prepared workspace")
         raise _TestsCannotRun(
             f"{row.instance_id}: its tests do not run on the prepared workspace:\n{prepared.output[-1500:]}"
         )

@@ -36,7 +36,9 @@ from palaestra.suites.toolchain.toolchain import Install
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FUNCTION = re.compile(r"\w+(?:\[.*\])?")
-_PROGRESS = re.compile(r"\[ *\d{1,3}%\]")
+_UNITTEST = re.compile(r"\w+ \([\w.]+\)")
+_NODE_ID = re.compile(r"[^\s:]+::")
+_PROGRESS = re.compile(r"\[(?: *\d{1,3}%\])?")
 _PYTEST_FILES = (".py", ".pyx", ".rst", ".txt", ".md")
 """The endings of files that pytest collects tests from: doctests may be in documents."""
 _log = logging.getLogger(__name__)
@@ -67,6 +69,8 @@ class TestNames(StrEnum):
     """As the row's log parser prints them, for rows in other languages than Python."""
 
 
+_REPOSITORIES = {"django/django": TestNames.UNITTEST, "sympy/sympy": TestNames.FUNCTIONS}
+"""Source: `MAP_REPO_TO_PARSER` of `swebench.harness.log_parsers`."""
 _PARSERS = {"django": TestNames.UNITTEST, "sympy": TestNames.FUNCTIONS, "pytest": TestNames.PYTEST}
 """Words in the names of log parsers. SWE-bench names some parsers after the repository; those repositories use
 pytest."""
@@ -289,8 +293,12 @@ def _parse(row: RowFields) -> SweRow:
 def _language(row: RowFields) -> str:
     patches = (row.optional("test_patch"), row.optional("patch"))
     changed = [[file.path for file in unified_diff.parse(patch)] for patch in patches if patch]
+    tested = changed[0] if row.optional("test_patch") else []
     names = (*_tests(row, "FAIL_TO_PASS"), *_tests(row, "PASS_TO_PASS"))
     if any(name.partition("::")[0].endswith(_PYTEST_FILES) for name in names if "::" in name):
+        return PYTHON
+    named = row.optional("language") or row.optional("repo_language") or parser_name(row)
+    if not named and any(_UNITTEST.fullmatch(name) for name in names) and any(path.endswith(".py") for path in tested):
         return PYTHON
     tests = next((paths for paths in changed if language_of_files(paths)), [])
     language = language_of(row, tests, names)
@@ -316,15 +324,17 @@ def _names(row: RowFields) -> TestNames:
             if word in parser:
                 return found
         raise TaskError(f"log_parser {parser!r} does not read Python tests; known parsers: {', '.join(_PARSERS)}")
+    if row.optional("test_patch") and (known := _REPOSITORIES.get(row.optional("repo"))):
+        return known
     tests = (*_tests(row, "FAIL_TO_PASS"), *_tests(row, "PASS_TO_PASS"))
-    if any("::" in test for test in tests) or not row.optional("test_patch"):
+    if any(_NODE_ID.match(test) for test in tests) or not row.optional("test_patch"):
         return TestNames.PYTEST
     return TestNames.FUNCTIONS if all(_FUNCTION.fullmatch(test) for test in tests) else TestNames.UNITTEST
 
 
 def _tests(row: RowFields, column: str) -> tuple[str, ...]:
-    """Return the tests that a column names, without pytest's progress marks (`[100%]`): some published rows contain
-    one, because their log parser took it for the name of a test."""
+    """Return the tests that a column names, without pytest's progress marks (`[100%]`, or `[` of `[ 50%]`): some
+    published rows contain one, because their log parser took it for the name of a test."""
     return tuple(name for name in row.texts(column) if not _PROGRESS.fullmatch(name))
 
 

@@ -91,6 +91,8 @@ BUILT_IN = "built-in"
 """The name of the built-in dataset, whose tasks are built from the packages and bugs that the manifest pins."""
 
 _log = logging.getLogger(__name__)
+_LEAST_AGAIN_S = 10.0
+"""The least limit of a repeated session, because a busy machine needs a few seconds for the quickest one."""
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 PROMPT = """\
@@ -348,14 +350,18 @@ class SweEnvironment(ContractEnvironment):
         """
 
         async def tries(solved: bool) -> TestRun:
-            async with sandbox.fork() as fork:
-                if solved:
-                    await replace_work(fork, self.repositories, work.row, REPOSITORY, (), solved=True)
-                await add_tests(fork, self.repositories, work.row, REPOSITORY)
-                return await self._run(fork, work, work.row.node_ids)
+            return await self._try(sandbox, work, work.row.node_ids, solved=solved)
 
         made = await check_row(work.row, tries, self._declared(work, sandbox), narrow=self.settings.narrow)
         await made.save(sandbox)
+
+    async def _try(self, prepared: Slot, work: ResolvedRow, names: Sequence[str], *, solved: bool) -> TestRun:
+        """Run the tests in a fork of a prepared slot, over the bug or over the reference solution."""
+        async with prepared.fork() as fork:
+            if solved:
+                await replace_work(fork, self.repositories, work.row, REPOSITORY, (), solved=True)
+            await add_tests(fork, self.repositories, work.row, REPOSITORY)
+            return await self._run(fork, work, names)
 
     async def _declared(self, work: ResolvedRow, sandbox: Slot) -> AsyncIterator[str]:
         """Install what the repository declares for its tests, one place after the other, and yield the place's name."""
@@ -476,15 +482,15 @@ class SweEnvironment(ContractEnvironment):
 
         Raises `TestsTimedOut` if these exceed the time limit too.
         """
-        started = time.monotonic()
+        started, most_s = time.monotonic(), self.settings.test_timeout_s
         usual = await self._run_named(view, work, row, Shown.RIGHT if row.fix_patch else Shown.BROKEN)
-        usual.check_ended(row.instance_id)
-        enough_s = min(self.settings.test_timeout_s, enough_time(time.monotonic() - started))
+        usual.check_ended(f"{row.instance_id}, with the reference solution too and test_timeout_s {most_s:g}")
+        enough_s = min(most_s, enough_time(time.monotonic() - started, _LEAST_AGAIN_S))
         return await self._run_named(view, work, row, timeout_s=enough_s)
 
     async def _prepared_run(self, rollout: Rollout, grading: Grading, names: Sequence[str]) -> TestRun:
-        """Run the tests on the prepared workspace. Releases the grading slot first, because a holder of a slot must not
-        wait for another slot."""
+        """Run the tests on the prepared workspace or, if they hang there, over the reference solution. Releases
+        the grading slot first, because a holder of a slot must not wait for another slot."""
         task = rollout.task
         if task.id in self._prepared_runs:
             return self._prepared_runs[task.id]
@@ -494,8 +500,11 @@ class SweEnvironment(ContractEnvironment):
             rollout.workspace.continue_from(snapshot, rollout.seat)
         slot = await rollout.workspace.lease_slot(f"{rollout.rollout_id}:prepared", grading.spec, snapshot)
         try:
-            await add_tests(slot, self.repositories, task.data.row, REPOSITORY)
-            run = self._prepared_runs[task.id] = await self._run(slot, task.data, names)
+            run = await self._try(slot, task.data, names, solved=False)
+            if run.timed_out and not run.complete and task.data.row.fix_patch:  # the bug itself may hang
+                run = await self._try(slot, task.data, names, solved=True)
+            if run.complete:  # an infrastructure failure must not decide about later rollouts
+                self._prepared_runs[task.id] = run
             return run
         finally:
             await grading.pool.release(slot)
