@@ -174,7 +174,7 @@ class ChatAgent:
             where = str(record.settings.get("cwd") or "")
             if cwd in (None, where):
                 updated = datetime.fromtimestamp(record.updated_at, UTC).isoformat()
-                title = record.title or self._service.store.first_words(record.id)
+                title = record.title or self._service.store.turns.first_words(record.id)
                 found.append(schema.SessionInfo(session_id=record.id, cwd=where, title=title, updated_at=updated))
         return schema.ListSessionsResponse(sessions=found)
 

@@ -7,14 +7,14 @@
 `Conversation.begin` makes a new conversation, `Conversation.open` opens a stored one. Invariants:
 
 - Every user's message and every reply is stored as soon as it exists. Every tool call of the conversation's own agent
-  is stored before it begins and, with its result, after it has ended (`store.py`).
+  is stored before it begins and, with its result, after it has ended (`store/effects.py`).
 - A turn stays open if its process is killed. When the conversation is opened again, each tool call of that turn gets a
   result. A call that had finished gets its stored result. A call that had begun and did not finish is reported as
   *outcome unknown*, to the model as a tool result and to the person as a notice, and is never repeated automatically.
   `resume` continues the turn.
 - A message with the `message_id` of an answered message gets the stored answer, without a model call.
 - When a turn has ended, the history ends with an assistant message, and every tool call in the history has a result.
-- With a token-exact server, the tokens of the conversation are recorded as in a rollout (`store.ledgers`).
+- With a token-exact server, the tokens of the conversation are recorded as in a rollout (`store/stored_ledgers.py`).
 - A conversation that fills the model's window is compacted before the next model call, and after an overflow. Whether
   or not that succeeds, `undo` and a new conversation need no model, and `compact` needs no request that fits whole.
 """
@@ -102,7 +102,7 @@ class Conversation:
         )
         rules = rules_of(record, service.settings.rules_folder)
         approvals = Approvals(None if people.approve is None else _remembered(people.approve, self._store, rules))
-        approvals.allowed |= self._store.allowed(record.user) | self._store.allowed(rules)
+        approvals.allowed |= self._store.users.allowed(record.user) | self._store.users.allowed(rules)
         self.seat = Seat(
             record.id,
             Kit(ToolRegistry()),
@@ -193,7 +193,7 @@ class Conversation:
         that was cut off, if there is one; that turn then stays without an answer.
         """
         async with self._busy:
-            known = None if message_id is None else self._store.turn_of(self.id, message_id)
+            known = None if message_id is None else self._store.turns.of_message(self.id, message_id)
             if known is not None and known.state == "done":
                 if known.answer:
                     yield TextDelta(text=known.answer)
@@ -237,16 +237,12 @@ class Conversation:
                 raise ConfigError(f"{self.id} has no turn {before}; its turns are {numbers}")
             running = self._service.running(self.id) > 0
             files, left = await self.checkpoints.restore(before)
-            count, content = 0, None
-            while (last := self.history.messages_sent()) and last[-1].number >= before:
-                undone = self._store.undo_last(self.id)
-                assert undone is not None
-                count, content = count + 1, undone.content
+            undone = self._store.turns.undo(self.id, since=before)
             self.history.reload()
             self.context.restore()
             if running and self.seat.slot is not None:
                 self.history.note(ENDED_PROCESSES)
-            return Undone(count, content, files, left)
+            return Undone(len(undone), undone[0].content, files, left)
 
     async def retry(self) -> AsyncGenerator[Event, None]:
         """Undo the last turn and send its message again. Raises `ConfigError` if there is no turn."""
@@ -424,7 +420,7 @@ def _remembered(approve: Approve, store: ConversationStore, rules: str) -> Appro
     async def ask(request: ApprovalRequest) -> ApprovalAnswer:
         answer = await approve(request)
         if answer in (ApprovalAnswer.ALWAYS, ApprovalAnswer.SERVER):
-            store.allow(rules, request.covers(answer))
+            store.users.allow(rules, request.covers(answer))
         return answer
 
     return ask
