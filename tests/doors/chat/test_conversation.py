@@ -223,8 +223,8 @@ def test_the_person_and_the_model_learn_what_became_of_the_sandbox(tmp_path: Pat
         conversation = Conversation.begin(chat)
         await said(conversation, f"call {terminal('echo 1 > a')}")
         copy = await conversation.fork()
-        assert [(notice.kind, notice.text) for notice in copy.take_notices()] == [("sandbox", COPIED_SANDBOX)]
-        assert copy.take_notices() == []
+        assert [(notice.kind, notice.text) for notice in copy.notices.take()] == [("sandbox", COPIED_SANDBOX)]
+        assert copy.notices.take() == []
         await said(copy, f"call {terminal('cat a')}")
         asked = server.asked[-2]["messages"][-1]["content"]
         assert COPIED_SANDBOX in asked

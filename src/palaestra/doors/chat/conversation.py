@@ -28,7 +28,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -41,6 +40,7 @@ from palaestra.core.errors import ConfigError, InfraError, PalaestraError, Sandb
 from palaestra.core.types import JSON
 from palaestra.doors.chat.context_window import ContextWindow
 from palaestra.doors.chat.conversation_files import Checkpoints, ConversationSlots, Undone
+from palaestra.doors.chat.conversation_notices import ConversationNotices
 from palaestra.doors.chat.history import ChatHistory, turn_ended
 from palaestra.doors.chat.model_session import ModelSession
 from palaestra.doors.chat.permissions import Mode, Permissions
@@ -83,8 +83,9 @@ class Conversation:
     """One open conversation: a seat and a stored history. Call its methods only in the service's event loop. Turns run
     one at a time.
 
-    `seat` has the tools and the slot, `history` the messages and what is stored, `context` counts their tokens, and
-    `model` has the connection to the model. `failure` is the infrastructure failure that ended the latest turn.
+    `seat` has the tools and the slot, `history` the messages and what is stored, `context` counts their tokens, `model`
+    has the connection to the model, and `notices` what the person learns besides answers. `failure` is the
+    infrastructure failure that ended the latest turn.
     """
 
     def __init__(self, service: ChatService, record: ConversationRecord, people: People, lock: int) -> None:
@@ -122,11 +123,11 @@ class Conversation:
         self.checkpoints = Checkpoints(service, self.seat, self.slots)
         self.history = ChatHistory(self._store, record)
         self.permissions = Permissions(approvals, self.history, Mode(service.settings.mode))
-        self._notices: list[Notice] = []
+        self.notices = ConversationNotices(people.notice, self._emit)
         if record.settings.get("sandbox") and not service.lasting:
             self.history.note(NEW_SANDBOX)
-            self._notices.append(Notice(text=NEW_SANDBOX, kind="sandbox"))
-        self._notices += self.history.recover()
+            self.notices.keep([Notice(text=NEW_SANDBOX, kind="sandbox")])
+        self.notices.keep(self.history.recover())
         self.context = ContextWindow(
             self._store,
             record.id,
@@ -134,7 +135,7 @@ class Conversation:
             self.model,
             self.seat,
             service.settings,
-            partial(self._notice, in_turn=True),
+            self.notices.report_in_turn,
         )
 
     @classmethod
@@ -270,14 +271,8 @@ class Conversation:
         lost = NEW_SANDBOX if self.history.record.settings.get("sandbox") else ""
         note = await self.checkpoints.copy_to(other.checkpoints, point, lost, behind=bool(later))
         other.history.note(note, alone=True)
-        other._notices = [Notice(text=note, kind="sandbox")] if note else []
+        other.notices.keep([Notice(text=note, kind="sandbox")] if note else [], alone=True)
         return other
-
-    def take_notices(self) -> list[Notice]:
-        """Remove and return the notices about what happened before this conversation was opened. If nobody takes them,
-        the next turn reports them."""
-        taken, self._notices = self._notices, []
-        return taken
 
     async def compact(self) -> str:
         """Replace the history with a summary that the model writes, in pieces if the history does not fit the window.
@@ -343,7 +338,7 @@ class Conversation:
         said = text.strip()
         what = {"completion": f"ended with exit code {exit_code}", "watch_match": "printed", "progress": "printed"}
         line = f"Background process {session.id} ({session.command:.80}) {what.get(kind, kind)}"
-        self._notice(Notice(text=f"{line}:\n{said}" if said else f"{line}.", kind="process", source=session.id))
+        self.notices.report(Notice(text=f"{line}:\n{said}" if said else f"{line}.", kind="process", source=session.id))
         if kind != "progress":
             self.history.note(f"{line}{': ' + said[-500:] if said else '.'}")
 
@@ -355,8 +350,8 @@ class Conversation:
             turn, self._store, self.history, self.model, self.context, self.people.waiting
         )
         self.failure = None
-        for notice in self.take_notices():
-            self._notice(notice, in_turn=True)
+        for notice in self.notices.take():
+            self.notices.report_in_turn(notice)
         await self.checkpoints.take(turn.number)
         started_s = time.monotonic()
         try:
@@ -369,7 +364,7 @@ class Conversation:
             self.failure = running.failure
             if isinstance(self.failure, SandboxError) and self.seat.slot is not None:
                 await self._end_slot()  # the next command gets a new one
-                self._notice(Notice(text=f"The sandbox failed. {NEW_SANDBOX}", kind="sandbox"))
+                self.notices.report(Notice(text=f"The sandbox failed. {NEW_SANDBOX}", kind="sandbox"))
         if running.error is not None and not isinstance(running.error, InfraError):
             raise running.error
         yield ended
@@ -398,13 +393,6 @@ class Conversation:
     def _emit(self, event: Event) -> None:
         if self._turn is not None:
             self._turn.emit(event)
-
-    def _notice(self, notice: Notice, *, in_turn: bool = False) -> None:
-        """Report this to the person and, if `in_turn`, among the events of the running turn too."""
-        if self.people.notice is not None:
-            self.people.notice(notice)
-        if in_turn:
-            self._emit(notice)
 
 
 def rules_of(record: ConversationRecord, folder: Path | None) -> str:

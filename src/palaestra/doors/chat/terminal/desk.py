@@ -107,7 +107,7 @@ class Desk:
                 self.screen.markdown(turn.answer)
         if talk.unfinished:
             self.screen.prose(f"{YELLOW}note: this turn was cut off and is continued; Ctrl-C stops it{PLAIN}")
-        for notice in talk.take_notices():
+        for notice in talk.notices.take():
             self.people.notice(notice)
         if talk.unfinished:
             await self.show_turn(talk.resume())

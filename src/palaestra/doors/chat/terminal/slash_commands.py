@@ -87,7 +87,7 @@ async def _fork(desk: Desk, rest: str) -> None:
     desk.screen.prose(
         f"{DIM}forked as {desk.talk.id}, with {plural(turns, 'turn')}; /resume {before.id} goes back{PLAIN}"
     )
-    for notice in desk.talk.take_notices():
+    for notice in desk.talk.notices.take():
         desk.people.notice(notice)
 
 
