@@ -30,7 +30,7 @@ from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_
 from palaestra.envs.config.command_line import UNSAID
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.form import Form
-from palaestra.envs.run.elsewhere import Cluster, ClusterRequest, check_elsewhere, is_elsewhere, open_cluster
+from palaestra.envs.run.elsewhere import Cluster, ClusterRequest, check_elsewhere, open_cluster
 from palaestra.envs.run.evaluate import (
     EvaluatedEnvironment,
     Evaluation,
@@ -150,7 +150,7 @@ async def run(
         assembly = Assembly(form, parsed, stream, make_console(stream), stack)
         engine = await assembly.engine(engines)
         pool, prepared = make_pool(parsed.env_config), None
-        if is_elsewhere(parsed.env_config):
+        if parsed.env_config.on_cluster:
             check_elsewhere(parsed.env_config, in_process=bool(engines), begins=begins)
         else:
             await stack.enter_async_context(pool)
@@ -253,7 +253,7 @@ class Assembly:
     async def capacity(self, pool: SlotPool) -> Capacity:
         """Return the capacity of the pool or, if the settings name a cluster, that of its nodes, which are opened."""
         config, cluster, limit = self.parsed.env_config, None, pool.limit
-        if is_elsewhere(config):
+        if config.on_cluster:
             request = ClusterRequest(self.form, config, self._servers, self.stream)
             cluster = await self.stack.enter_async_context(open_cluster(request))
             limit = SlotLimit(cluster.slots, "the slots of all nodes")
@@ -408,7 +408,7 @@ def offered_tools(environment: Environment, seed: int) -> Sequence[Mapping[str, 
 def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
     """Return the limits of a run. The cost of its earlier parts counts; the outcomes of their rollouts do not."""
     spent, counted = 0.0, set()
-    if output.resumes:
+    if output.status is not None:
         output.status.read()
         spent = output.status.settled.spent(prices(config))  # the cost of rollouts in flight counts when they continue
         counted = set(output.status.paid)
