@@ -304,8 +304,11 @@ class Counting:
         self._ended[event.trajectory.rollout_id] += 1
 
 
-async def simulated(nodes: int, slots: int, generations: float, life_s: float = LIFE_S) -> dict[str, float]:
-    """Simulate a run of so many rollouts per slot, and return what was measured."""
+async def simulated(
+    nodes: int, slots: int, generations: float, life_s: float = LIFE_S, in_flight: float = 1.0
+) -> dict[str, float]:
+    """Simulate a run of so many rollouts per slot, `in_flight` of which have begun or wait for a node at a time, and
+    return what was measured."""
     rng, loop = random.Random(0), asyncio.get_running_loop()
     groups = int(nodes * slots * generations / GROUP)
     cluster = Cluster(nodes, slots, flush_seconds(nodes), life_s, rng)
@@ -319,7 +322,7 @@ async def simulated(nodes: int, slots: int, generations: float, life_s: float = 
         settings=RunSettings(group_size=GROUP), elsewhere=driver,
     )  # fmt: skip
     observing = asyncio.create_task(cluster.observe(env))
-    totals = await Runner(env, context, concurrency=nodes * slots // GROUP).run()
+    totals = await Runner(env, context, concurrency=int(in_flight * nodes * slots // GROUP)).run()
     observing.cancel()
     await driver.aclose()
     place = driver.placement
@@ -333,10 +336,12 @@ async def simulated(nodes: int, slots: int, generations: float, life_s: float = 
     }  # fmt: skip
 
 
-def simulate(nodes: int, slots: int, generations: float, life_s: float = LIFE_S) -> dict[str, float]:
+def simulate(
+    nodes: int, slots: int, generations: float, life_s: float = LIFE_S, in_flight: float = 1.0
+) -> dict[str, float]:
     """Run `simulated` with a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(simulated(nodes, slots, generations, life_s))
+        return runner.run(simulated(nodes, slots, generations, life_s, in_flight))
 
 
 def main() -> int:
@@ -345,16 +350,19 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=None, help="nodes (default 1000, --quick 40)")
     parser.add_argument("--slots", type=int, default=64, help="slots of each node (default 64)")
     parser.add_argument("--generations", type=float, default=None, help="rollouts per slot (default 8, --quick 6)")
+    parser.add_argument("--in-flight", type=float, default=1.0, help="rollouts at a time, per slot (default 1)")
     options = parser.parse_args()
     nodes, generations = options.nodes or (40 if options.quick else 1000), options.generations or 8.0
     meter = measure.Meter()
     meter.start()
-    found = simulate(nodes, options.slots, generations)
+    found = simulate(nodes, options.slots, generations, in_flight=options.in_flight)
     cpu_s, rollouts = meter.sample()["cpu_s"], nodes * options.slots * generations
     rows = [
         measure.with_floor(measure.Row("slots busy", found["busy"], "share"), BUSY_TARGET),
         measure.with_floor(measure.Row("image affinity", found["affinity"], "share"), AFFINITY_TARGET),
-        measure.with_ceiling(measure.Row("longest wait", found["longest_wait_s"], "s"), PATIENCE_S + ROLLOUT_S),
+        measure.with_ceiling(
+            measure.Row("longest wait", found["longest_wait_s"], "s"), PATIENCE_S + options.in_flight * ROLLOUT_S
+        ),
         measure.with_ceiling(measure.Row("rollouts ended twice", found["twice"], "rollouts"), 0),
         measure.with_ceiling(measure.Row("rollouts missing", found["missing"], "rollouts"), 0),
         measure.Row("nodes lost", found["lost"], "nodes"),

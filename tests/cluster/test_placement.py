@@ -142,3 +142,18 @@ async def test_room_for_groups_ahead_is_kept_for_those_with_a_prepared_node() ->
     assert not far.done(), "the node lacks it, and its slots are busy"
     assert (await two.place(3, "image")) is first
     far.cancel()
+
+
+@on_loop
+async def test_a_long_queue_does_not_send_groups_away_from_their_images() -> None:
+    now = [0.0]
+    made = Placement(lambda: now[0])
+    for name in ("a", "b"):
+        made.add(Room(name, 8))
+    rooms = {needs: await made.place(9, needs) for needs in ("x", "y")}
+    waiting = [(needs, asyncio.create_task(made.place(9, needs))) for needs in "xxyy" * 5]
+    for needs in "yx" * 10:
+        now[0] += PATIENCE_S / 2
+        await asyncio.sleep(0)
+        made.free(rooms[needs], 9, ended=True)
+    assert [(await task).name for _, task in waiting] == [rooms[needs].name for needs, _ in waiting]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster import counting
+from palaestra.rollouts.observe.status import RunReader
 from programs import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.slots]
@@ -83,6 +84,10 @@ def test_two_workers_write_what_one_process_writes_even_if_one_is_killed(
     found = counting.content(tmp_path / out.strip())
     assert found == alone
     assert gone(before)
+    status = RunReader(tmp_path / out.strip() / "journal.jsonl").read()
+    assert sum(node.losses for node in status.nodes) == 1
+    assert sum(node.rollouts for node in status.nodes) == len(found)
+    assert {(node.slots, node.groups, node.in_flight) for node in status.nodes} == {(4, 0, 0)}
 
 
 def test_a_killed_driver_leaves_no_worker_and_its_run_is_resumed(tmp_path: Path, alone: dict[str, object]) -> None:

@@ -355,7 +355,12 @@ def test_a_repository_is_kept_where_its_row_says_all_of_it() -> None:
         return env.recipe(Task(id="one", prompt="?", data=ResolvedRow(row, Toolchain(("python3",)))))
 
     assert recipe(row) is not None
+    kept = recipe(row)
     assert recipe(row) == recipe(replace(row, problem_statement="!"))
+    for change in ({"pass_to_pass": ("t.py::u",)}, {"test_patch": "--- a\n+++ b\n"}, {"patch": "--- a\n+++ b\n"}):
+        assert recipe(row) != recipe(replace(row, **change)), "the prepared row was checked with its tests and its fix"
+    env.settings = env.settings.model_copy(update={"narrow": True})
+    assert recipe(row) != kept
     assert recipe(row) != recipe(replace(row, base_commit="b" * 40))
     assert recipe(row) != recipe(replace(row, kind=RowKind.SMITH, patch="--- a\n+++ b\n"))
     assert recipe(replace(row, base_commit="main")) is None

@@ -20,7 +20,7 @@ from palaestra.core.types import JSON
 if TYPE_CHECKING:
     from palaestra.rollouts.observe.status import RunStatus
 
-_SHOWN, _SHOWN_METRICS = 5, 10
+_SHOWN, _SHOWN_METRICS, _SHOWN_NODES = 5, 10, 20
 
 
 @click.command(
@@ -34,8 +34,9 @@ _SHOWN, _SHOWN_METRICS = 5, 10
       palaestra status RUN --json | jq .in_flight
 
     RUN is a run's folder, an id or `last`; the command does not change the run. It shows the rollouts in flight by
-    stage, the rollouts that have been idle longest, the reward with and without the rollouts that infrastructure
-    failures ended (with 95% intervals), the causes of those failures, the time of each stage, tokens, cost and disk.
+    stage, the nodes of a cluster with their busy slots, the rollouts that have been idle longest, the reward with and
+    without the rollouts that infrastructure failures ended (with 95% intervals), the causes of those failures, the time
+    of each stage, tokens, cost and disk.
     --watch repeats the output until the run has ended.
     """,
 )
@@ -145,6 +146,7 @@ def _lines(status: RunStatus, now: float) -> list[str]:
         f"{score_name(status.kind):<10} {_reward(status)}",
         *_verdicts(status),
         f"in flight  {flying}",
+        *_nodes(status),
     ]
     for idle in status.oldest[:_SHOWN]:
         lines.append(f"  {duration(max(0.0, now - idle.since)):>7}  {idle.stage:<8} {idle.name}")
@@ -196,6 +198,23 @@ def _verdicts(status: RunStatus) -> Iterator[str]:
         shown = [f"{name} {value:.4g}" for name, value in list(status.metrics.items())[:_SHOWN_METRICS]]
         more = f" and {len(status.metrics) - len(shown)} more (--json)" if len(status.metrics) > len(shown) else ""
         yield f"metrics    {', '.join(shown)}{more}"
+
+
+def _nodes(status: RunStatus) -> Iterator[str]:
+    """Yield a line about the nodes of a cluster, and one per node, those that are lost at the end."""
+    if not status.nodes:
+        return
+    used = [each for each in status.nodes if not each.lost]
+    busy, slots = sum(each.in_flight for each in used), sum(each.slots for each in used)
+    losses = sum(each.losses for each in status.nodes)
+    lost = f"; a node was lost {plural(losses, 'time')}" if losses else ""
+    yield f"nodes      {plural(len(used), 'node')}, {busy} of {slots} slots busy{lost}"
+    for each in sorted(status.nodes, key=lambda each: (bool(each.lost), each.host, each.node))[:_SHOWN_NODES]:
+        what = f"{each.in_flight} of {each.slots} slots busy, {plural(each.groups, 'group')}"
+        what = f"lost: {each.lost}" if each.lost else what
+        yield f"  {each.host} ({each.node[:8]})  {each.level}  {what}; {plural(each.rollouts, 'rollout')} ended"
+    if len(status.nodes) > _SHOWN_NODES:
+        yield f"  and {len(status.nodes) - _SHOWN_NODES} more (--json)"
 
 
 def _counts(counts: dict[str, int]) -> str:

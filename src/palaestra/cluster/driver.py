@@ -36,8 +36,8 @@ from palaestra.core.errors import ConfigError, InfraError, IsolationUnavailable,
 from palaestra.core.types import Blame, Task
 from palaestra.core.user_code import told
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.events import Alive, JournalEvent, MemoryEvent
-from palaestra.rollouts.journal.journal import Journal
+from palaestra.rollouts.events import Alive, GroupPlaced, JournalEvent, MemoryEvent, NodeChanged
+from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.limits import RunLimits
 from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.rollout import CLEAN_UP_S
@@ -107,7 +107,7 @@ class Driver:
         self._limits: RunLimits | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
-        self._note: Callable[[str], None] = logger.warning
+        self._events: EventStream | None = None
         self._collections = gc.get_threshold()
 
     @property
@@ -152,7 +152,9 @@ class Driver:
     def group(self, env: Environment, run: RunContext, number: int, task: Task, places: Places | None) -> RemoteGroup:
         """Return what plays the group on a node."""
         if self._limits is None:
-            self._limits, self._note = run.limits, run.events.note
+            self._limits, self._events = run.limits, run.events
+            for worker in self._workers.values():
+                self._record(worker.node)
             self._watching.append(asyncio.create_task(self._tell_stop(run.limits), name="stop"))
         return RemoteGroup(self, env, run, number, task, places)
 
@@ -179,6 +181,9 @@ class Driver:
             worker = self._workers.get(room.name)
             if worker is None:
                 raise NodeLost("the node was lost before it got the group")
+            group.run_context.events.emit(
+                GroupPlaced(at=time.time(), group_id=group.group.group_id, node=worker.node.address.id)
+            )
             worker.plays[key] = playing
             worker.send(PlayGroup(key, work, [place for place in range(len(KINDS)) if place not in group.heard]))
             try:
@@ -218,7 +223,22 @@ class Driver:
             worker.tasks.append(asyncio.create_task(self._until_lost(worker, work), name=f"node-{room.name[:8]}"))
         if self._limits is not None and self._limits.reason:
             worker.send(Stop(self._limits.reason, self._limits.message, self._limits.spent))
+        self._record(node)
         self.placement.add(room)
+
+    def _note(self, text: str) -> None:
+        if self._events is None:
+            logger.warning("%s", text)
+        else:
+            self._events.note(text)
+
+    def _record(self, node: Node, lost: str = "") -> None:
+        """Write into the journal that a node belongs to the run, or is lost."""
+        if self._events is not None and node.ready is not None:
+            address, level, slots = node.address, node.rung.label, node.ready.slots
+            self._events.emit(
+                NodeChanged(at=time.time(), node=address.id, host=address.host, level=level, slots=slots, lost=lost)
+            )
 
     async def _until_lost(self, worker: _Worker, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -299,6 +319,7 @@ class Driver:
             f"node {node.address.host} ({node.address.id[:8]}) is lost ({reason.rstrip('.')}); "
             f"{len(moved)} of its groups continue elsewhere, {len(self._workers)} nodes are left"
         )
+        self._record(node, reason or "lost")
         for playing in moved:
             playing.done.set_exception(NodeLost(reason))
         current = asyncio.current_task()

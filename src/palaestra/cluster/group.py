@@ -41,8 +41,9 @@ from palaestra.rollouts.resume.state import EarlierWork, work_after
 from palaestra.rollouts.schedule import Places
 from palaestra.rollouts.spec import RunContext
 
-MOST_NODES = 4
-"""A group that has lost this many nodes fails: perhaps it is what kills them."""
+MOST_NODES = 6
+"""A group that has lost this many nodes, with no rollout finished in between, fails: perhaps it is what kills them.
+Where a node lasts for 100 minutes and a rollout takes 5, one group in a million loses so many by chance."""
 
 _decoders: list[msgspec.json.Decoder[Any]] = [msgspec.json.Decoder(kind) for kind in KINDS]
 _failures = msgspec.json.Decoder(Failure)
@@ -147,13 +148,16 @@ class RemoteGroup:
             events.announce(RolloutKept(trajectory))
         lost = 0
         while True:
+            finished = self._finished()
             try:
                 await self._nodes.play(self)
                 break
             except NodeLost as error:
-                lost += 1
+                lost = lost + 1 if self._finished() == finished else 1
                 if lost == MOST_NODES:
-                    await self._give_up(f"{lost} nodes in a row were lost while they played this group: {error}")
+                    await self._give_up(
+                        f"{lost} nodes in a row were lost before another rollout of this group ended: {error}"
+                    )
                     break
                 self._move()
         group.trajectories.sort(key=lambda trajectory: trajectory.index)
@@ -235,6 +239,9 @@ class RemoteGroup:
             self._nodes.freed(self)
             if self._places is not None:
                 self._places.free(1)
+
+    def _finished(self) -> int:
+        return sum(each.blame not in CUT_OFF for each in self.group.trajectories)
 
     def _move(self) -> None:
         """Prepare to continue the group on another node."""

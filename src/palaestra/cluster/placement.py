@@ -4,7 +4,8 @@ and lets a group overtake others on a node that has prepared what it needs.
 A group stays on one node. It goes to a node that has already prepared its image or workspace if that node has room for
 all its rollouts. Otherwise it goes to the node with the most room, after the groups that wait longer. When a node gets
 room, the group that waits longest for something that this node has prepared comes first, but only until another group
-has waited for `PATIENCE_S`. Each node also gets a few groups ahead, which are prepared while it is full. Half of that
+has been passed over for `PATIENCE_S`: since as many groups were placed as waited before it (delay scheduling after
+Zaharia et al., EuroSys 2010). Each node also gets a few groups ahead, which are prepared while it is full. Half of that
 room is kept for groups whose image or workspace is prepared there: more of them find it, and no slot waits.
 
 Placing a group costs the same with ten nodes and with a thousand.
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 PATIENCE_S = 120.0
-"""How long groups with a prepared node may overtake a group, in seconds."""
+"""How long a group may be passed over for groups with a prepared node, in seconds from its turn."""
 
 _REMEMBERED = 4096
 """How many prepared workspaces are remembered per node."""
@@ -52,12 +54,15 @@ class Room:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A group that waits for room, since `since`."""
+    """A group that waits for room, since `since`. In the order of arrival, its turn comes when `turn` groups have been
+    placed, which was at `due`."""
 
     rollouts: int
     needs: str
     since: float
     place: asyncio.Future[Room]
+    turn: int
+    due: float | None = None
 
 
 class _Queue:
@@ -66,6 +71,7 @@ class _Queue:
     def __init__(self) -> None:
         self._all: dict[_Waiting, None] = {}
         self._by_needs: dict[str, dict[_Waiting, None]] = {}
+        self._later: deque[_Waiting] = deque()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -73,6 +79,17 @@ class _Queue:
     def add(self, waiting: _Waiting) -> None:
         self._all[waiting] = None
         self._by_needs.setdefault(waiting.needs, {})[waiting] = None
+        self._later.append(waiting)
+
+    def advance(self, placed: int, now: float) -> None:
+        """Note whose turn has come, now that so many groups have been placed."""
+        while self._later and self._later[0].turn <= placed:
+            self._later.popleft().due = now
+
+    def is_late(self, now: float) -> bool:
+        """Return whether the first group has been passed over for too long."""
+        due = self.first().due if self._all else None
+        return due is not None and now - due >= PATIENCE_S
 
     def remove(self, waiting: _Waiting) -> None:
         if waiting in self._all:
@@ -186,7 +203,7 @@ class Placement:
             self._take(room, rollouts, needs)
             return room
         place: asyncio.Future[Room] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(rollouts, needs, self._clock(), place)
+        waiting = _Waiting(rollouts, needs, self._clock(), place, turn=self.placed + len(self._queue) + 1)
         self._queue.add(waiting)
         try:
             return await place
@@ -212,10 +229,9 @@ class Placement:
                 waiting.place.set_exception(error)
 
     def _at_once(self, rollouts: int, needs: str) -> Room | None:
-        first = self._queue.first() if self._queue else None
-        if first is not None and self._clock() - first.since >= PATIENCE_S:
+        if self._queue.is_late(self._clock()):
             return None
-        if (room := self._rooms.near(rollouts, needs)) is not None or first is not None:
+        if (room := self._rooms.near(rollouts, needs)) is not None or self._queue:
             return room
         room = self._rooms.emptiest(rollouts)
         return room if room is not None and room.fits(rollouts, near=self._is_new(needs)) else None
@@ -228,7 +244,7 @@ class Placement:
         """Give the room on a node to groups that wait."""
         while self._queue and room.free > 0:
             first, now = self._queue.first(), self._clock()
-            late = now - first.since >= PATIENCE_S
+            late = self._queue.is_late(now)
             waiting = None if late else self._queue.first_near(room)
             if waiting is None:
                 waiting = first
@@ -243,6 +259,7 @@ class Placement:
     def _take(self, room: Room, rollouts: int, needs: str) -> None:
         self._rooms.take(room, rollouts, 1)
         self.placed += 1
+        self._queue.advance(self.placed, self._clock())
         if needs:
             self.placed_again += self._rooms.is_prepared(needs)
             self.placed_near += needs in room.prepared

@@ -125,6 +125,24 @@ class AttemptDiscarded(JournalEvent, tag="discarded", kw_only=True):
     trajectory: Trajectory
 
 
+class NodeChanged(JournalEvent, tag="node", kw_only=True):
+    """A node of a cluster belongs to the run from now on, or is lost, with the reason in `lost`. `node` is its id, and
+    `level` its isolation level."""
+
+    node: str
+    host: str = ""
+    level: str = ""
+    slots: int = 0
+    lost: str = ""
+
+
+class GroupPlaced(JournalEvent, tag="placed", kw_only=True):
+    """A group begins or continues on this node of a cluster."""
+
+    group_id: str
+    node: str
+
+
 class GroupEnded(JournalEvent, tag="group_end", kw_only=True):
     """Every rollout of the group has ended. `error` is the reason if the group failed, and `blame` its attribution,
     which journals of earlier versions do not have here."""
@@ -151,6 +169,8 @@ AnyJournalEvent: TypeAlias = (
     | RolloutResumed
     | RolloutEnded
     | AttemptDiscarded
+    | NodeChanged
+    | GroupPlaced
     | GroupEnded
     | RunEnded
 )

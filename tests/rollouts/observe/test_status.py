@@ -14,9 +14,10 @@ from toy import Sums, services, until_cancelled
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Blame, Outcome
-from palaestra.rollouts.events import Alive, AttemptDiscarded, GroupStarted, RolloutEnded, RunResumed
+from palaestra.rollouts.events import JOURNAL_SCHEMA, Alive, AttemptDiscarded, GroupStarted, RolloutEnded, RunResumed
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.observe.intervals import mean_interval
+from palaestra.rollouts.observe.prometheus import exposition
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.status_file import LONGEST_LISTED, StatusFile, read_stages
 from palaestra.rollouts.records import Beside, Group
@@ -179,3 +180,28 @@ def test_the_file_is_bounded_and_names_the_longest_idle_first(tmp_path: Path) ->
     assert [idle.name for idle in now.idle][:2] == ["r2", "r3"]
     assert len(now.idle) == LONGEST_LISTED
     assert now.pid == os.getpid()
+
+
+def test_nodes_of_a_cluster_with_what_is_on_them(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.jsonl"
+    lines = [
+        {"event": "run", "schema": JOURNAL_SCHEMA, "run_id": "r", "env": "e", "model": "m", "seed": 0, "config": {}},
+        {"event": "node", "node": "aa", "host": "one", "level": "full", "slots": 8},
+        {"event": "node", "node": "bb", "host": "two", "level": "full", "slots": 4},
+        {"event": "placed", "group_id": "g", "node": "aa"},
+        {"event": "placed", "group_id": "h", "node": "bb"},
+        *({"event": "messages", "rollout_id": name, "turn": 0, "messages": []} for name in ("g/0", "g/1", "h/0")),
+        {"event": "node", "node": "bb", "host": "two", "level": "full", "slots": 4, "lost": "power"},
+    ]
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    reader = RunReader(journal)
+    one, two = reader.read().nodes
+    assert (one.groups, one.in_flight, one.lost) == (1, 2, "")
+    assert (two.groups, two.in_flight, two.lost, two.losses) == (0, 0, "power", 1)
+    with journal.open("a") as file:
+        file.write(json.dumps({"event": "placed", "group_id": "h", "node": "aa"}) + "\n")
+    status = reader.read()
+    assert (status.nodes[0].groups, status.nodes[0].in_flight) == (2, 3)
+    shown = exposition(status, 0.0)
+    assert 'palaestra_node_busy_slots{node="one/aa"} 3\n' in shown
+    assert "palaestra_nodes_lost_total 1\n" in shown

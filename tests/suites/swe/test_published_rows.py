@@ -148,15 +148,20 @@ SOUND: list[Callable[[Source], Row]] = [
 def played(
     tmp_path_factory: pytest.TempPathFactory, installed_pytest: DependencyCache
 ) -> Mapping[str, Mapping[str, Group]]:
-    """Every row under both policies, in one run each: groups by policy and row."""
+    """Every row under both policies, in one run each: groups by policy and row. The second run finds the workspaces of
+    the first, with what the tests did before and after the fix."""
     folder = tmp_path_factory.mktemp("rows")
     rows = [make(Source.make(folder / make.__name__, BASE)) for make in SOUND]
     names = {row["instance_id"]: make.__name__ for row, make in zip(rows, SOUND, strict=True)}
     assert len(names) == len(rows)
-    return {
-        policy: {names[group.task_id]: group for group in roll_out(rows, policy, folder / policy, installed_pytest)}
-        for policy in ("oracle", "noop")
-    }
+    kept = (f"--env.cache_dir={folder / 'cache'}", "--env.keep_workspaces=true",
+            f"--env.workspace_store={folder / 'workspaces'}")  # fmt: skip
+
+    def by_row(policy: str) -> dict[str, Group]:
+        groups = roll_out(rows, policy, folder / policy, installed_pytest, *kept)
+        return {names[group.task_id]: group for group in groups}
+
+    return {policy: by_row(policy) for policy in ("oracle", "noop")}
 
 
 @pytest.mark.parametrize(("policy", "reward"), [("oracle", 1.0), ("noop", 0.0)])

@@ -65,6 +65,13 @@ def _metrics(status: RunStatus, now: float) -> Iterator[tuple[str, str, str, Sam
     stayed = {name: latency.count for name, latency in status.stages.items()}
     yield "stage_rollouts_total", "counter", "Rollouts and preparations that reached a stage.", _by("stage", stayed)
     yield "in_flight", "gauge", "Rollouts and preparations in flight.", _by("stage", status.in_flight)
+    nodes = {f"{each.host}/{each.node[:8]}": each for each in status.nodes if not each.lost}
+    slots = {name: each.slots for name, each in nodes.items()}
+    busy = {name: each.in_flight for name, each in nodes.items()}
+    lost = sum(each.losses for each in status.nodes) if status.nodes else None
+    yield "node_slots", "gauge", "Slots of a node of the cluster.", _by("node", slots)
+    yield "node_busy_slots", "gauge", "Slots of a node that have a rollout.", _by("node", busy)
+    yield "nodes_lost_total", "counter", "Times that a node was lost.", _one(lost)
     yield "oldest_idle_seconds", "gauge", "Longest time without a sign of life.", _one(idle)
     yield "tokens_total", "counter", "Tokens of rollouts, including those in flight.", _by("kind", tokens)
     yield "cost_total", "counter", "Cost of the tokens, in the currency of the prices.", _one(status.cost)

@@ -66,6 +66,23 @@ class Latency:
 
 
 @dataclass(slots=True)
+class NodeStatus:
+    """A node of a cluster: its slots, the groups that are there, the rollouts that have begun and those that ended
+    there. `lost` is the reason why it no longer belongs to the run; it may come back. `losses` counts how often it was
+    lost."""
+
+    node: str
+    host: str
+    level: str = ""
+    slots: int = 0
+    groups: int = 0
+    in_flight: int = 0
+    rollouts: int = 0
+    lost: str = ""
+    losses: int = 0
+
+
+@dataclass(slots=True)
 class RunStatus:
     """The status of a run at one moment.
 
@@ -83,7 +100,7 @@ class RunStatus:
     Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
     `stages` include discarded attempts. `cost` is None if no prices are known; it leaves out the `unpriced_tokens` of
     parts of the run without prices. `taken_up` counts the rollouts that were cut off and continued; `begun_anew` counts
-    those that started again, by reason.
+    those that started again, by reason. `nodes` are the nodes of a cluster, those of the latest part of the run.
     """
 
     run_id: str = ""
@@ -125,6 +142,7 @@ class RunStatus:
     unpriced_tokens: int = 0
     disk_bytes: int = 0
     disk_free_bytes: int = 0
+    nodes: list[NodeStatus] = field(default_factory=list)
 
     @property
     def resumed(self) -> str:
@@ -141,7 +159,7 @@ class RunStatus:
         if self.official is None:
             for name in ("official", "official_interval", "official_name"):
                 del plain[name]
-        for name in ("labels", "metrics"):
+        for name in ("labels", "metrics", "nodes"):
             if not plain[name]:
                 del plain[name]
         return plain
@@ -287,6 +305,11 @@ class _Line(msgspec.Struct):
     cost: float | None = None
     recalled: bool = False
     branch: int = 0
+    node: str = ""
+    host: str = ""
+    level: str = ""
+    slots: int = 0
+    lost: str = ""
 
 
 _LINES = msgspec.json.Decoder(_Line)
@@ -304,6 +327,8 @@ class RunReader:
         self._groups: dict[str, dict[str, _Ended]] = {}
         self._seconds: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         self._group_ends: dict[str, bool] = {}
+        self._nodes: dict[str, NodeStatus] = {}
+        self._placed: dict[str, NodeStatus] = {}
         self._group_size = 0
         self._task_ids: dict[str, str] = {}
         self._signs: dict[str, float] = {}
@@ -342,6 +367,8 @@ class RunReader:
                 self._group_size = line.config.env.group_size or self._group_size
                 self._ended = ""
                 self._signs.clear()
+                self._nodes.clear()
+                self._placed.clear()
             case "group" if line.group is not None:
                 self._task_ids[line.group.group_id] = sys.intern(line.group.task_id)
                 rollouts = self._groups.setdefault(line.group.group_id, {})
@@ -360,8 +387,15 @@ class RunReader:
                 self._flying[line.rollout_id].take(line)
             case "rollout" | "discarded" if line.trajectory is not None:
                 self._rollout(line.trajectory, kept=line.event == "rollout")
+            case "node":
+                node = self._nodes.setdefault(line.node, NodeStatus(line.node, line.host))
+                node.level, node.slots, node.lost = line.level, line.slots, line.lost
+                node.losses += bool(line.lost)
+            case "placed" if line.node in self._nodes:
+                self._placed[line.group_id] = self._nodes[line.node]
             case "group_end":
                 self._group_ends[line.group_id] = bool(line.error)
+                self._placed.pop(line.group_id, None)
             case "end":
                 self._ended = line.reason
 
@@ -381,6 +415,8 @@ class RunReader:
             for stage, seconds in stage_seconds(rollout.beside):
                 self._seconds[stage].append(seconds)
         if kept:
+            if (node := self._placed.get(rollout.group_id)) is not None:
+                node.rollouts += 1
             ended = _Ended(
                 sys.intern(rollout.outcome),
                 rollout.reward,
@@ -439,7 +475,22 @@ class RunReader:
         status.disk_free_bytes = disk.f_bavail * disk.f_frsize
         self._count(status)
         self._in_flight(status)
+        self._place(status)
         return status
+
+    def _place(self, status: RunStatus) -> None:
+        """Count what is on each node of a cluster."""
+        status.nodes = list(self._nodes.values())
+        for node in status.nodes:
+            node.groups = node.in_flight = 0
+        if self._ended:
+            return
+        for node in self._placed.values():
+            node.groups += not node.lost
+        for name in self._signs:
+            place = self._placed.get(name.rpartition("/")[0])
+            if place is not None and not place.lost:
+                place.in_flight += 1
 
     @staticmethod
     def _judge(status: RunStatus, tasks: Sequence[Sequence[_Ended]]) -> None:

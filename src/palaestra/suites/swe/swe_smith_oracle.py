@@ -334,8 +334,8 @@ class SweEnvironment(ContractEnvironment):
             or not _COMMIT.fullmatch(row.base_commit)
         ):
             return None
-        hidden = [] if self._keeps_tests(row) else row.fail_to_pass
-        return cache_key.of_data([row.kind, row.base_commit, row.bug_patch, hidden], task.id)
+        checked = replace(row, problem_statement="", text="", repo_path=None)
+        return cache_key.of_data([checked, self._keeps_tests(row), self.settings.narrow], task.id)
 
     def _keeps_tests(self, row: SweRow) -> bool:
         return any(fnmatch(row.instance_id, pattern) for pattern in self.settings.keep_tests)
