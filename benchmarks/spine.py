@@ -102,12 +102,14 @@ WHOLE, REPORT = "whole run", "report"
 RUNS = {"run": (WHOLE, "grading", REPORT), "calls": ("tool call",), "tokens": ("token to group",)}
 """The runs, and the parts that are counted in each run."""
 
-GOALS = {WHOLE: 85, "tool call": 26, "grading": 26, REPORT: 20, "token to group": 32}
+GOALS = {WHOLE: 74, "tool call": 26, "grading": 26, REPORT: 20, "token to group": 32}
 """The target for the number of files of each part."""
-DEPTH_GOAL = 20
-CAPS = {WHOLE: 85, "tool call": 24, "grading": 29, REPORT: 20, "token to group": 34}
+DEPTH_GOALS = {"run": 20, "tokens": 26}
+"""The target for the number of frames of each run's deepest stack."""
+CAPS = {WHOLE: 83, "tool call": 24, "grading": 29, REPORT: 20, "token to group": 34}
 """The number of files of each part above which the exit code is 1."""
-DEPTH_CAP = 22
+DEPTH_CAPS = {"run": 22, "tokens": 34}
+"""The number of frames of each run's deepest stack above which the exit code is 1."""
 
 NAMES = {
     WHOLE: "a one-command run",
@@ -248,8 +250,7 @@ async def model_server() -> None:
 
 
 def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
-    """Return the table: the files of each part, and the deepest stacks. Of the stacks, only that of the first run has a
-    target."""
+    """Return the table: the files of each part, and the deepest stacks."""
     counts = {part: found[run][part] for run, parts in RUNS.items() for part in parts}
     table = [
         measure.with_ceiling(measure.Row(f"{name}: files", counts[part], "files"), GOALS[part])
@@ -257,7 +258,8 @@ def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
     ]
     deepest = measure.Row("deepest stack from main", found["run"]["depth"], "frames")
     exact = measure.Row("deepest stack from main, token-exact", found["tokens"]["depth"], "frames")
-    return [*table, measure.with_ceiling(deepest, DEPTH_GOAL), exact]
+    stacks = {"run": deepest, "tokens": exact}
+    return [*table, *(measure.with_ceiling(row, DEPTH_GOALS[run]) for run, row in stacks.items())]
 
 
 def traced(run: str, url: str) -> Traced:
@@ -288,7 +290,7 @@ def main() -> int:
             print(f"{name}:", *listed[part], sep="\n  ", file=sys.stderr)
     measure.report("Files and frames of one rollout", rows(found), options.json)
     above = any(found[run][part] > CAPS[part] for run, parts in RUNS.items() for part in parts)
-    return 1 if above or found["run"]["depth"] > DEPTH_CAP else 0
+    return 1 if above or any(found[run]["depth"] > cap for run, cap in DEPTH_CAPS.items()) else 0
 
 
 if __name__ == "__main__":

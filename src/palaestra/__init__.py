@@ -138,7 +138,6 @@ if TYPE_CHECKING:
     from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
     from palaestra.tools.runtime.function_calls import (
         ToolSession,
-        ToolSessionConfig,
         cleanup_all_environments,
         cleanup_vm,
         clear_task_env_overrides,
@@ -148,6 +147,7 @@ if TYPE_CHECKING:
         register_task_env_overrides,
         use_session,
     )
+    from palaestra.tools.runtime.session_tasks import ToolSessionConfig
     from palaestra.tools.serving.payloads import (
         ToolCallPayload,
         ToolExecutorExecuteRequest,
@@ -466,7 +466,7 @@ _MODULES = {
     "ToolServer": "tools.serving.tool_server",
     "ToolServerExecuteRequest": "tools.serving.payloads",
     "ToolSession": "tools.runtime.function_calls",
-    "ToolSessionConfig": "tools.runtime.function_calls",
+    "ToolSessionConfig": "tools.runtime.session_tasks",
     "ToolSettings": "tools.settings",
     "ToolStep": "core.types",
     "ToolUnavailable": "core.errors",

@@ -355,7 +355,8 @@ def own_tasks(config: HermesAgentEnvConfig) -> AbstractContextManager[None]:
     """Return a context in which the tasks that a class names itself, outside rollouts, have slots of the run's
     backend."""
     from palaestra.sandbox.backends.registry import make_backend
-    from palaestra.tools.runtime.function_calls import ToolSession, ToolSessionConfig, lent_session
+    from palaestra.tools.runtime.function_calls import ToolSession, lent_session
+    from palaestra.tools.runtime.session_tasks import ToolSessionConfig
 
     def make() -> ToolSession:
         policy = ToolSessionConfig(allow_network=config.allow_network, require_sandbox=config.require_sandbox)

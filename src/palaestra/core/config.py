@@ -288,6 +288,16 @@ def _short(name: str, value: JSON) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
+OWN_NAMES = {
+    "tasks": "env.total_steps",
+    "group": "env.group_size",
+    "concurrency": "env.max_num_workers",
+    "backend": "env.tool_pool_mode",
+    "out": "env.data_path_to_save_groups",
+}
+"""Maps Palaestra's own names of settings to the names that the contract gives them. Both can be used; Palaestra prints
+its own."""
+
 SHORT_FORMS = {
     "--model": "openai.model_name",
     "--base-url": "openai.base_url",

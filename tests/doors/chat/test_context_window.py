@@ -82,7 +82,7 @@ def test_a_long_conversation_goes_on_past_the_window(tmp_path: Path, known: str)
             assert conversation.history.title.startswith("say answer 0")
             assert "say answer 0" in list_conversations(service.store, as_json=False)
             assert service.store.history(conversation.id) == conversation.history.messages
-            stored = [str(message["content"]) for message in service.store.said(conversation.id)]
+            stored = [str(message["content"]) for message in service.store.turns.said(conversation.id)]
             assert all(words(number) in stored for number in range(20))
             assert "SUMMARY" in str(conversation.history.messages[1]["content"])
 
@@ -131,7 +131,7 @@ def test_outputs_larger_than_the_window_are_shortened_within_a_turn(tmp_path: Pa
             assert whole(conversation.history.messages)
             assert any("shortened" in notice.text for notice in notices)
             assert service.store.history(conversation.id) == conversation.history.messages
-            assert sum("y" * 20_000 in str(each["content"]) for each in service.store.said(conversation.id)) == 5
+            assert sum("y" * 20_000 in str(each["content"]) for each in service.store.turns.said(conversation.id)) == 5
             name = conversation.id
             await conversation.close()
             again = Conversation.open(service, name)

@@ -90,7 +90,7 @@ def test_a_tool_call_has_events_and_a_journal(tmp_path: Path) -> None:
         assert json.loads(result.text)["output"] == "hello\nmore\n"
         assert "hello" in ended(events).text
         [turn] = conversation.history.turns()
-        [effect] = chat.store.effects(turn)
+        [effect] = chat.store.effects.of(turn)
         assert (effect.state, effect.name, effect.result) == ("ended", "terminal", result.text)
 
     play(tmp_path, scene)
@@ -155,7 +155,7 @@ def test_interrupting_a_command_stops_it(tmp_path: Path) -> None:
         assert STOPPED in conversation.history.messages[3]["content"]
         assert "Not run" in conversation.history.messages[4]["content"]
         assert chat.store.history(conversation.id) == conversation.history.messages
-        [effect] = chat.store.effects(conversation.history.turns()[0])
+        [effect] = chat.store.effects.of(conversation.history.turns()[0])
         assert effect.state == "interrupted"
         again = await said(conversation, f"call {terminal('pgrep -f [s]leep; echo end')}")
         assert json.loads(ended(again).text)["output"] == "end\n"
@@ -223,8 +223,8 @@ def test_the_person_and_the_model_learn_what_became_of_the_sandbox(tmp_path: Pat
         conversation = Conversation.begin(chat)
         await said(conversation, f"call {terminal('echo 1 > a')}")
         copy = await conversation.fork()
-        assert [(notice.kind, notice.text) for notice in copy.take_notices()] == [("sandbox", COPIED_SANDBOX)]
-        assert copy.take_notices() == []
+        assert [(notice.kind, notice.text) for notice in copy.notices.take()] == [("sandbox", COPIED_SANDBOX)]
+        assert copy.notices.take() == []
         await said(copy, f"call {terminal('cat a')}")
         asked = server.asked[-2]["messages"][-1]["content"]
         assert COPIED_SANDBOX in asked
@@ -364,7 +364,7 @@ def test_a_token_exact_server_streams_and_leaves_a_ledger_as_a_rollout_does(
                     assert len(pieces) > 3
                     assert "".join(pieces) == "all of it is done <b"  # and nothing of the call
                     assert ended(await said(conversation, "once more")).text == "and again"
-                [(part, first, last, record)] = store.ledgers(conversation.id)
+                [(part, first, last, record)] = store.ledgers.of(conversation.id)
                 assert (part, first, last) == (1, 1, 2)
                 ledger = msgspec.msgpack.decode(record, type=LedgerRecord)
                 [row] = record_rows(ledger)
@@ -388,7 +388,7 @@ def test_a_compaction_opens_a_declared_segment(tmp_path: Path) -> None:
                     await said(conversation, "second")
                     assert await conversation.compact() == "the summary"
                     assert ended(await said(conversation, "third")).text == "three"
-                [(_, first, last, record)] = store.ledgers(conversation.id)
+                [(_, first, last, record)] = store.ledgers.of(conversation.id)
                 assert (first, last) == (1, 4)
                 ledger = msgspec.msgpack.decode(record, type=LedgerRecord)
                 assert [segment.reason for segment in ledger.segments][1:] == ["compaction", "compaction"]

@@ -58,7 +58,7 @@ def test_only_consented_conversations_are_exported_and_without_secrets(tmp_path:
         left_out: Counter[str] = Counter()
         assert not list(session_groups(store, [], left_out, tokens=False))
         assert left_out == {NO_CONSENT: 2}
-        store.set_consent("a", True)
+        store.users.set_consent("a", True)
         out = io.BytesIO()
         groups = session_groups(store, [], left_out, tokens=False)
         report = exporter_named("openai").export(groups, out, ExportMeta(everything=True))
@@ -125,7 +125,7 @@ def test_one_transcript_has_the_same_tokens_through_chat_and_rl(tmp_path: Path) 
                 [trajectory] = run.trajectories
                 return trajectory.messages, trajectory.ledger, None
             with ConversationStore(tmp_path / "c.sqlite") as store:
-                store.set_consent("", True)
+                store.users.set_consent("", True)
                 async with ChatService(engine, store, SETTINGS) as service:
                     messages = (await talk(service, "go")).history.messages
                 [group] = session_groups(store, [], Counter(), tokens=True)
@@ -155,7 +155,7 @@ def test_tokens_of_a_conversation_with_a_secret_stay_out(tmp_path: Path) -> None
 
     with ConversationStore(tmp_path / "c.sqlite") as store:
         asyncio.run(go())
-        store.set_consent("", True)
+        store.users.set_consent("", True)
         left_out: Counter[str] = Counter()
         groups = list(session_groups(store, [], left_out, tokens=True))
         assert left_out[SECRET] == 2
@@ -180,8 +180,8 @@ def test_tokens_that_only_a_sub_agent_saw_stay_out(tmp_path: Path) -> None:
 
     with ConversationStore(tmp_path / "c.sqlite") as store:
         asyncio.run(go())
-        store.set_consent("", True)
-        [(*_, raw)] = store.ledgers(store.conversations()[0].id)
+        store.users.set_consent("", True)
+        [(*_, raw)] = store.ledgers.of(store.conversations()[0].id)
         rows = record_rows(msgspec.msgpack.decode(raw, type=LedgerRecord))
         assert any(KEY in tokenizer.decode(row.tokens) for row in rows)
         left_out: Counter[str] = Counter()

@@ -87,13 +87,13 @@ def check(folder: Path) -> int:
     """Check what a finished conversation has stored; returns its number of calls with an unknown outcome."""
     with ConversationStore(folder / "c.sqlite") as store:
         [conversation] = store.conversations()
-        turns = store.turns(conversation.id)
+        turns = store.turns.of(conversation.id)
         assert [turn.message_id for turn in turns] == [f"m{number}" for number in range(len(turns))]
         assert [(turn.state, turn.outcome) for turn in turns] == [("done", "natural")] * 6
         assert [turn.answer for turn in turns] == [f"answer {number}" for number in range(6)]
         check_well_formed(store.history(conversation.id))
-        effects = [effect for turn in turns for effect in store.effects(turn)]
-        said = [message for turn in turns for _, message in store.messages_of(turn)]
+        effects = [effect for turn in turns for effect in store.effects.of(turn)]
+        said = [message for turn in turns for _, message in store.turns.messages_of(turn)]
         done = Counter((folder / "effects").read_text().split())
         assert len(effects) == len({effect.payload["name"] for effect in effects})  # none began twice
         for effect in effects:

@@ -65,7 +65,7 @@ async def talked(folder: Path, server: object, prompt: str) -> tuple[list[JSON],
             conversation = Conversation.begin(chat)
             async for _ in conversation.send(prompt):
                 pass
-            return conversation.history.messages, [record for *_, record in store.ledgers(conversation.id)]
+            return conversation.history.messages, [record for *_, record in store.ledgers.of(conversation.id)]
 
 
 async def batched(folder: Path, server: object, prompt: str) -> Run:

@@ -341,12 +341,12 @@ def test_a_killed_chat_is_resumed_without_a_lost_or_doubled_turn(tmp_path: Path)
             finish(child)
     with ConversationStore(tmp_path / "state" / "conversations.sqlite") as store:
         [conversation] = store.conversations()
-        turns = store.turns(conversation.id)
+        turns = store.turns.of(conversation.id)
         contents = [str(turn.content) for turn in turns]
         assert len(contents) == len(set(contents))  # none doubled
         assert all(turn.state == "done" for turn in turns)
         for turn in turns:
-            roles = [message["role"] for _, message in store.messages_of(turn)]
+            roles = [message["role"] for _, message in store.turns.messages_of(turn)]
             assert roles == ["user", "assistant", "tool", "assistant"]
             assert turn.answer == str(turn.content).rpartition("say ")[2]
         assert len(turns) > sent // 2  # a message that was killed before it was sent is in no turn

@@ -78,7 +78,7 @@ def wait_for_turns(folder: Path, *states: str) -> None:
     while time.monotonic() < until:
         with ConversationStore(folder / "state" / "conversations.sqlite") as store:
             for conversation in store.conversations():
-                found = [turn.state for turn in store.turns(conversation.id)]
+                found = [turn.state for turn in store.turns.of(conversation.id)]
         if found == list(states):
             return
         time.sleep(0.1)

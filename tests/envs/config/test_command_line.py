@@ -158,6 +158,31 @@ def test_precedence_is_default_config_init_file_environment_flag(tmp_path: Path)
     assert parse("process").sources["env.max_agent_turns"] == "config_init"
 
 
+def test_a_file_gives_settings_by_their_own_names(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("tasks: 3\ngroup: 6\nout: groups.jsonl\nbackend: local\nenv: {max_num_workers: 7}\n")
+    run = parse("process", "--config", str(file), "--group", "8")
+    config = run.env_config
+    assert (config.total_steps, config.group_size, config.max_num_workers, config.tool_pool_mode) == (3, 8, 7, "local")
+    assert config.data_path_to_save_groups == "groups.jsonl"
+    assert run.sources["env.total_steps"] == str(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("tasks: 3\nenv: {total_steps: 3}\n", "tasks and env.total_steps are the same setting; give only one of them"),
+        ("tasks: many\n", "tasks 'many': input should be a valid integer"),
+        ("task: 3\n", "unknown key task; .* Did you mean tasks?"),
+    ],
+)
+def test_a_wrong_own_name_in_a_file(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        parse("process", "--config", str(file))
+
+
 def test_process_keeps_messages_and_equal_scores() -> None:
     process, evaluate = parse("process").env_config, parse("evaluate").env_config
     assert (process.include_messages, process.ensure_scores_are_not_same) == (True, False)
@@ -255,7 +280,8 @@ def test_a_default_command_makes_the_command_optional() -> None:
 def test_show_config_says_where_each_value_came_from_and_hides_the_key() -> None:
     lines = answer("process", "--show-config", "--group", "2", PALAESTRA_OPENAI_API_KEY="sk-1").splitlines()
     shown = {line.split(" = ")[0]: line for line in lines}
-    assert shown["env.group_size"].split() == ["env.group_size", "=", "2", "#", "command", "line"]
+    assert shown["group"].split() == ["group", "=", "2", "#", "command", "line", "(env.group_size)"]
+    assert [*shown][:5] == ["group", "tasks", "concurrency", "out", "backend"]  # own names come first
     assert shown["env.max_agent_turns"].endswith("# config_init")
     assert shown["openai.api_key"].split(" = ")[1].split() == ["(hidden)", "#", "environment"]
     assert "sk-1" not in "".join(lines)

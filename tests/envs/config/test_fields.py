@@ -13,7 +13,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Prices
 from palaestra.envs.config.build import agent_settings
 from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
-from palaestra.envs.run.run import concurrency, slots_elsewhere
+from palaestra.envs.run.run import are_elsewhere, concurrency
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.sandbox.backends.local import LocalBackend
@@ -259,7 +259,7 @@ def test_slots_on_other_machines_decide_how_many_groups_run(
 
     async def found() -> int | None:
         async with SlotPool(SlotPoolConfig(), TenSlots()) as pool:
-            return slots_elsewhere(config, pool)
+            return pool.limit.slots if are_elsewhere(config, pool) else None
 
     here = max(2, 2 * (os.cpu_count() or 1))
     assert concurrency(config, 1, asyncio.run(found())) == (here if groups is None else groups)

@@ -17,7 +17,8 @@ from palaestra import HermesAgentLoop, get_tool_definitions
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, StaleLease, TaskError
 from palaestra.core.types import JSON
-from palaestra.tools.runtime.function_calls import ToolSession, ToolSessionConfig, use_session
+from palaestra.tools.runtime.function_calls import ToolSession, use_session
+from palaestra.tools.runtime.session_tasks import ToolSessionConfig
 from programs import nap
 
 pytestmark = pytest.mark.slots

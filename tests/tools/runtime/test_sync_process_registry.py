@@ -25,7 +25,8 @@ from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import Watch
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung
-from palaestra.tools.runtime.function_calls import ToolSession, ToolSessionConfig, cleanup_vm, handle_function_call
+from palaestra.tools.runtime.function_calls import ToolSession, cleanup_vm, handle_function_call
+from palaestra.tools.runtime.session_tasks import ToolSessionConfig
 
 from ..conftest import AtDesk, Desk
 

@@ -109,7 +109,7 @@ def _set_consent(options: ChatOptions, given: str) -> None:
     if given not in ("yes", "no"):
         raise ConfigError(f"--consent must be yes or no, not {given!r}")
     with open_store(options.config) as store:
-        store.set_consent("", given == "yes")
+        store.users.set_consent("", given == "yes")
     may = "may export" if given == "yes" else "does not export"
     click.echo(f"palaestra export --from sessions {may} your conversations", err=True)
 

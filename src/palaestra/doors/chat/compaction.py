@@ -1,7 +1,7 @@
 """Fits a conversation into the model's context window: which messages are shortened or summarized, and the summary.
 
-The conversation decides when (`conversation.py`), and the store keeps the whole history (`store.compact`). Nothing here
-needs the whole history to fit: a summary is made in pieces if it must be.
+The conversation decides when (`conversation.py`), and the store keeps the whole history (`StoredTurns.compact`).
+Nothing here needs the whole history to fit: a summary is made in pieces if it must be.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class ContextWindow:
             raise ConfigError("the conversation is too short to compact")
         if (cut := self._history.open_turn()) is not None:
             self._history.finish(cut, "interrupted", "the program ended during the turn")
-        summary = await self._compacted(Plan([], self._store.entries(self._id)), Usage(), None)
+        summary = await self._compacted(Plan([], self._store.turns.entries(self._id)), Usage(), None)
         if not summary:
             raise EngineReplyError("the model wrote an empty summary; the conversation was not changed")
         return summary
@@ -131,7 +131,7 @@ class ContextWindow:
         self._history.write(turn)
         if overflow is not None and self._model.engine is not None:
             self._model.engine.learn_window(overflow)
-        made = plan(self._store.entries(self._id), turn, self._room(overflow), self._count)
+        made = plan(self._store.turns.entries(self._id), turn, self._room(overflow), self._count)
         window = self.size
         fits = window is None or self._count.of(self._fixed()) + made.tokens(self._count) < window
         if made.empty or not fits:  # a summary would lose details and help nobody
@@ -209,7 +209,7 @@ class ContextWindow:
         rows = [entry.row for entry in made.kept]
         cut = {row: chars for row, chars in made.cut.items() if row in rows}
         self.tokens = self._count.of([*self._fixed(), *(messages if summary else ()), *made.messages(made.kept)])
-        self._store.compact(
+        self._store.turns.compact(
             self._id, summary, messages=messages if summary else (), kept=rows, cut=cut, during=running,
             report={"context_tokens": self.tokens, **({} if running else self._model.spent(usage))},
         )  # fmt: skip

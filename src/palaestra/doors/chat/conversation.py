@@ -7,14 +7,14 @@
 `Conversation.begin` makes a new conversation, `Conversation.open` opens a stored one. Invariants:
 
 - Every user's message and every reply is stored as soon as it exists. Every tool call of the conversation's own agent
-  is stored before it begins and, with its result, after it has ended (`store.py`).
+  is stored before it begins and, with its result, after it has ended (`store/effects.py`).
 - A turn stays open if its process is killed. When the conversation is opened again, each tool call of that turn gets a
   result. A call that had finished gets its stored result. A call that had begun and did not finish is reported as
   *outcome unknown*, to the model as a tool result and to the person as a notice, and is never repeated automatically.
   `resume` continues the turn.
 - A message with the `message_id` of an answered message gets the stored answer, without a model call.
 - When a turn has ended, the history ends with an assistant message, and every tool call in the history has a result.
-- With a token-exact server, the tokens of the conversation are recorded as in a rollout (`store.ledgers`).
+- With a token-exact server, the tokens of the conversation are recorded as in a rollout (`store/stored_ledgers.py`).
 - A conversation that fills the model's window is compacted before the next model call, and after an overflow. Whether
   or not that succeeds, `undo` and a new conversation need no model, and `compact` needs no request that fits whole.
 """
@@ -28,7 +28,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -41,6 +40,7 @@ from palaestra.core.errors import ConfigError, InfraError, PalaestraError, Sandb
 from palaestra.core.types import JSON
 from palaestra.doors.chat.context_window import ContextWindow
 from palaestra.doors.chat.conversation_files import Checkpoints, ConversationSlots, Undone
+from palaestra.doors.chat.conversation_notices import ConversationNotices
 from palaestra.doors.chat.history import ChatHistory, turn_ended
 from palaestra.doors.chat.model_session import ModelSession
 from palaestra.doors.chat.permissions import Mode, Permissions
@@ -83,8 +83,9 @@ class Conversation:
     """One open conversation: a seat and a stored history. Call its methods only in the service's event loop. Turns run
     one at a time.
 
-    `seat` has the tools and the slot, `history` the messages and what is stored, `context` counts their tokens, and
-    `model` has the connection to the model. `failure` is the infrastructure failure that ended the latest turn.
+    `seat` has the tools and the slot, `history` the messages and what is stored, `context` counts their tokens, `model`
+    has the connection to the model, and `notices` what the person learns besides answers. `failure` is the
+    infrastructure failure that ended the latest turn.
     """
 
     def __init__(self, service: ChatService, record: ConversationRecord, people: People, lock: int) -> None:
@@ -102,7 +103,7 @@ class Conversation:
         )
         rules = rules_of(record, service.settings.rules_folder)
         approvals = Approvals(None if people.approve is None else _remembered(people.approve, self._store, rules))
-        approvals.allowed |= self._store.allowed(record.user) | self._store.allowed(rules)
+        approvals.allowed |= self._store.users.allowed(record.user) | self._store.users.allowed(rules)
         self.seat = Seat(
             record.id,
             Kit(ToolRegistry()),
@@ -122,11 +123,11 @@ class Conversation:
         self.checkpoints = Checkpoints(service, self.seat, self.slots)
         self.history = ChatHistory(self._store, record)
         self.permissions = Permissions(approvals, self.history, Mode(service.settings.mode))
-        self._notices: list[Notice] = []
+        self.notices = ConversationNotices(people.notice, self._emit)
         if record.settings.get("sandbox") and not service.lasting:
             self.history.note(NEW_SANDBOX)
-            self._notices.append(Notice(text=NEW_SANDBOX, kind="sandbox"))
-        self._notices += self.history.recover()
+            self.notices.keep([Notice(text=NEW_SANDBOX, kind="sandbox")])
+        self.notices.keep(self.history.recover())
         self.context = ContextWindow(
             self._store,
             record.id,
@@ -134,7 +135,7 @@ class Conversation:
             self.model,
             self.seat,
             service.settings,
-            partial(self._notice, in_turn=True),
+            self.notices.report_in_turn,
         )
 
     @classmethod
@@ -193,7 +194,7 @@ class Conversation:
         that was cut off, if there is one; that turn then stays without an answer.
         """
         async with self._busy:
-            known = None if message_id is None else self._store.turn_of(self.id, message_id)
+            known = None if message_id is None else self._store.turns.of_message(self.id, message_id)
             if known is not None and known.state == "done":
                 if known.answer:
                     yield TextDelta(text=known.answer)
@@ -237,16 +238,12 @@ class Conversation:
                 raise ConfigError(f"{self.id} has no turn {before}; its turns are {numbers}")
             running = self._service.running(self.id) > 0
             files, left = await self.checkpoints.restore(before)
-            count, content = 0, None
-            while (last := self.history.messages_sent()) and last[-1].number >= before:
-                undone = self._store.undo_last(self.id)
-                assert undone is not None
-                count, content = count + 1, undone.content
+            undone = self._store.turns.undo(self.id, since=before)
             self.history.reload()
             self.context.restore()
             if running and self.seat.slot is not None:
                 self.history.note(ENDED_PROCESSES)
-            return Undone(count, content, files, left)
+            return Undone(len(undone), undone[0].content, files, left)
 
     async def retry(self) -> AsyncGenerator[Event, None]:
         """Undo the last turn and send its message again. Raises `ConfigError` if there is no turn."""
@@ -274,14 +271,8 @@ class Conversation:
         lost = NEW_SANDBOX if self.history.record.settings.get("sandbox") else ""
         note = await self.checkpoints.copy_to(other.checkpoints, point, lost, behind=bool(later))
         other.history.note(note, alone=True)
-        other._notices = [Notice(text=note, kind="sandbox")] if note else []
+        other.notices.keep([Notice(text=note, kind="sandbox")] if note else [], alone=True)
         return other
-
-    def take_notices(self) -> list[Notice]:
-        """Remove and return the notices about what happened before this conversation was opened. If nobody takes them,
-        the next turn reports them."""
-        taken, self._notices = self._notices, []
-        return taken
 
     async def compact(self) -> str:
         """Replace the history with a summary that the model writes, in pieces if the history does not fit the window.
@@ -347,7 +338,7 @@ class Conversation:
         said = text.strip()
         what = {"completion": f"ended with exit code {exit_code}", "watch_match": "printed", "progress": "printed"}
         line = f"Background process {session.id} ({session.command:.80}) {what.get(kind, kind)}"
-        self._notice(Notice(text=f"{line}:\n{said}" if said else f"{line}.", kind="process", source=session.id))
+        self.notices.report(Notice(text=f"{line}:\n{said}" if said else f"{line}.", kind="process", source=session.id))
         if kind != "progress":
             self.history.note(f"{line}{': ' + said[-500:] if said else '.'}")
 
@@ -359,8 +350,8 @@ class Conversation:
             turn, self._store, self.history, self.model, self.context, self.people.waiting
         )
         self.failure = None
-        for notice in self.take_notices():
-            self._notice(notice, in_turn=True)
+        for notice in self.notices.take():
+            self.notices.report_in_turn(notice)
         await self.checkpoints.take(turn.number)
         started_s = time.monotonic()
         try:
@@ -373,7 +364,7 @@ class Conversation:
             self.failure = running.failure
             if isinstance(self.failure, SandboxError) and self.seat.slot is not None:
                 await self._end_slot()  # the next command gets a new one
-                self._notice(Notice(text=f"The sandbox failed. {NEW_SANDBOX}", kind="sandbox"))
+                self.notices.report(Notice(text=f"The sandbox failed. {NEW_SANDBOX}", kind="sandbox"))
         if running.error is not None and not isinstance(running.error, InfraError):
             raise running.error
         yield ended
@@ -403,13 +394,6 @@ class Conversation:
         if self._turn is not None:
             self._turn.emit(event)
 
-    def _notice(self, notice: Notice, *, in_turn: bool = False) -> None:
-        """Report this to the person and, if `in_turn`, among the events of the running turn too."""
-        if self.people.notice is not None:
-            self.people.notice(notice)
-        if in_turn:
-            self._emit(notice)
-
 
 def rules_of(record: ConversationRecord, folder: Path | None) -> str:
     """Return under which name the store keeps what is always allowed in a conversation: its user, or the user and the
@@ -424,7 +408,7 @@ def _remembered(approve: Approve, store: ConversationStore, rules: str) -> Appro
     async def ask(request: ApprovalRequest) -> ApprovalAnswer:
         answer = await approve(request)
         if answer in (ApprovalAnswer.ALWAYS, ApprovalAnswer.SERVER):
-            store.allow(rules, request.covers(answer))
+            store.users.allow(rules, request.covers(answer))
         return answer
 
     return ask

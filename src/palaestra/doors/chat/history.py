@@ -39,7 +39,7 @@ class ChatHistory:
     @property
     def title(self) -> str:
         """The title of the conversation, or the beginning of its first message."""
-        return self.record.title or self._store.first_words(self._id)
+        return self.record.title or self._store.turns.first_words(self._id)
 
     def rename(self, title: str) -> None:
         """Give the conversation a title."""
@@ -56,7 +56,7 @@ class ChatHistory:
     def turns(self, *, every: bool = False) -> list[StoredTurn]:
         """Return the turns of the history: the latest compaction, if there is one, and the turns that it did not
         summarize. With `every`, return all turns that are not undone."""
-        return self._store.turns(self._id, every=every)
+        return self._store.turns.of(self._id, every=every)
 
     def messages_sent(self) -> list[StoredTurn]:
         """Return the turns that are not undone and not compactions: one for each message of the user."""
@@ -76,7 +76,7 @@ class ChatHistory:
         """Store the user's message, with the notes since the previous one, as the begin of a turn."""
         noted, self._notes = self._notes, []
         message: Message = {"role": "user", "content": _with_notes(content, noted)}
-        turn = self._store.begin_turn(self._id, content, message_id=message_id, messages=[message])
+        turn = self._store.turns.begin(self._id, content, message_id=message_id, messages=[message])
         self.messages.append(message)
         self._written = len(self.messages)
         return turn
@@ -84,7 +84,7 @@ class ChatHistory:
     def store_reply(self, turn: StoredTurn, message: Message) -> int:
         """Store a reply before the agent loop appends it, and return its row."""
         self._early = 1
-        return self._store.add_message(turn, message)
+        return self._store.turns.add_message(turn, message)
 
     @property
     def unwritten(self) -> Sequence[Message]:
@@ -94,7 +94,7 @@ class ChatHistory:
     def write(self, turn: StoredTurn) -> None:
         """Store the messages that are not stored yet."""
         for message in self.messages[self._written + self._early :]:
-            self._store.add_message(turn, message)
+            self._store.turns.add_message(turn, message)
         self._written, self._early = len(self.messages), 0
 
     def finish(
@@ -112,13 +112,13 @@ class ChatHistory:
         if last.get("role") != "assistant" or last.get("tool_calls"):
             note = "[interrupted by the user]" if outcome == INTERRUPTED else f"[the turn ended early: {problem}]"
             closing: Message = {"role": "assistant", "content": f"{said}\n\n{note}" if said else note}
-            self._store.add_message(turn, closing)
+            self._store.turns.add_message(turn, closing)
             self.messages.append(closing)
             answer = said
         else:
             answer = str(last.get("content") or "")
         self._written, self._early = len(self.messages), 0
-        self._store.end_turn(turn, answer=answer, outcome=outcome, error=problem, report=report)
+        self._store.turns.end(turn, answer=answer, outcome=outcome, error=problem, report=report)
         ended = replace(turn, answer=answer, outcome=outcome, error=problem, report=report or {})
         return turn_ended(ended, replayed=False)
 
@@ -136,20 +136,20 @@ class ChatHistory:
         notices = self._answer_calls(turn, self.messages)
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == "assistant" and not last.get("tool_calls"):  # the answer was complete
-            self._store.end_turn(turn, answer=str(last.get("content") or ""), outcome=NATURAL)
+            self._store.turns.end(turn, answer=str(last.get("content") or ""), outcome=NATURAL)
         self.reload()
         return notices
 
     def _answer_calls(self, turn: StoredTurn, messages: list[Message]) -> list[Notice]:
         """Store and append a result for each tool call of the last reply that has none. Returns notices about the calls
         whose outcome is unknown."""
-        stored = self._store.messages_of(turn)
+        stored = self._store.turns.messages_of(turn)
         asking = next((n for n in range(len(stored) - 1, -1, -1) if stored[n][1].get("role") == "assistant"), None)
         if asking is None:
             return []
         row, reply = stored[asking]
         answered = {message.get("tool_call_id") for _, message in stored[asking + 1 :]}
-        effects = {effect.key: effect for effect in self._store.effects(turn, kind="tool", message=row)}
+        effects = {effect.key: effect for effect in self._store.effects.of(turn, kind="tool", message=row)}
         notices = []
         for call in reply.get("tool_calls") or ():
             if call["id"] in answered:
@@ -160,7 +160,7 @@ class ChatHistory:
             elif effect.state == "ended":
                 text = effect.result
             elif effect.state == "begun":
-                self._store.end_effect(effect, UNKNOWN, "unknown")
+                self._store.effects.end(effect, UNKNOWN, "unknown")
                 text = json.dumps({"error": UNKNOWN})
                 shown = preview(effect.name, effect.payload)
                 notices.append(
@@ -172,7 +172,7 @@ class ChatHistory:
             else:
                 text = json.dumps({"error": effect.result})
             message: Message = {"role": "tool", "tool_call_id": call["id"], "content": text}
-            self._store.add_message(turn, message)
+            self._store.turns.add_message(turn, message)
             messages.append(message)
         return notices
 

@@ -52,7 +52,7 @@ class ModelSession:
         if self._session is None:
             self.engine = await self._service.engine(self._server)
             self._session = self.engine.session(SessionContext(rollout_id=self._id))
-            self._part = len(self._service.store.ledgers(self._id)) + 1
+            self._part = len(self._service.store.ledgers.of(self._id)) + 1
             self._part_from = 0
         return self._session
 
@@ -62,7 +62,7 @@ class ModelSession:
         if ledger is not None and len(ledger):
             self._part_from = self._part_from or turn.number
             record = msgspec.msgpack.encode(ledger.record())
-            self._service.store.save_ledger(self._id, self._part, (self._part_from, turn.number), record)
+            self._service.store.ledgers.save(self._id, self._part, (self._part_from, turn.number), record)
 
     def spent(self, usage: Usage) -> dict[str, JSON]:
         """Return the figures of a report on model calls."""

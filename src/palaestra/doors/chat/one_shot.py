@@ -192,8 +192,8 @@ def list_conversations(store: ConversationStore, *, as_json: bool, query: str = 
         return "\n".join(lines) or "nothing found"
     rows = []
     for record in store.conversations():
-        turns = sum(turn.kind == "message" for turn in store.turns(record.id, every=True))
-        title = record.title or store.first_words(record.id)
+        turns = sum(turn.kind == "message" for turn in store.turns.of(record.id, every=True))
+        title = record.title or store.turns.first_words(record.id)
         rows.append({"id": record.id, "title": title, "turns": turns, "updated_at": record.updated_at})
     if as_json:
         return json.dumps(rows)

@@ -44,7 +44,7 @@ def session_groups(
     chosen = [store.find(name) for name in names] or store.conversations(limit=-1)[::-1]
     number = 0
     for record in chosen:
-        if not store.consent(record.user):
+        if not store.users.consent(record.user):
             left_out[NO_CONSENT] += 1
             continue
         trajectories = _trajectories(store, record, left_out, tokens=tokens)
@@ -66,7 +66,7 @@ def session_groups(
 def _trajectories(
     store: ConversationStore, record: ConversationRecord, left_out: Counter[str], *, tokens: bool
 ) -> list[Trajectory]:
-    turns = [turn for turn in store.turns(record.id) if turn.state == "done"]
+    turns = [turn for turn in store.turns.of(record.id) if turn.state == "done"]
     if not turns:
         return []
     whole = store.history(record.id)
@@ -89,12 +89,12 @@ def _trajectories(
     )
     if not tokens:
         return [trajectory]
-    said = store.said(record.id)  # the tokens include text that was undone or summarized
+    said = store.turns.said(record.id)  # the tokens include text that was undone or summarized
     if clean != whole or redact(said) != said:
         left_out[SECRET] += 1
         return []
     found = []
-    for index, (_, _, last_turn, raw) in enumerate(store.ledgers(record.id)):
+    for index, (_, _, last_turn, raw) in enumerate(store.ledgers.of(record.id)):
         messages = store.history(record.id, until=last_turn)
         ledger = msgspec.msgpack.decode(raw, type=LedgerRecord)
         if any(segment.reason == SegmentReason.SUBAGENT for segment in ledger.segments):

@@ -154,7 +154,7 @@ class RunningTurn:
         events. This is tool middleware."""
         if not call.by_agent or call.conversation:
             return await then(call)
-        effect = self._store.begin_effect(
+        effect = self._store.effects.begin(
             self._turn, "tool", call.call_id, call.name, dict(call.arguments), message=self._reply_row
         )
         self._calls[call.call_id] = effect
@@ -171,12 +171,12 @@ class RunningTurn:
         except BaseException as error:
             stopped = isinstance(error, asyncio.CancelledError)
             text = STOPPED if stopped else f"{type(error).__name__}: {error}"
-            self._store.end_effect(effect, text, "interrupted" if stopped else "failed")
+            self._store.effects.end(effect, text, "interrupted" if stopped else "failed")
             self._emit_result(call.call_id, call.name, text, text, time.monotonic() - started_s)
             raise
         finally:
             _current_call.reset(token)
-        self._store.end_effect(effect, outcome.text)
+        self._store.effects.end(effect, outcome.text)
         self._emit_result(call.call_id, call.name, outcome.text, outcome.error, time.monotonic() - started_s)
         return outcome
 

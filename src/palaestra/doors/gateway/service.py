@@ -191,7 +191,7 @@ class Gateway:
         taken = await self.mailbox.answered(message)
         if taken is None or not taken[0]:
             return taken is not None
-        turn = self.chat.store.turn_of(taken[1], message.message_id) if taken[1] else None
+        turn = self.chat.store.turns.of_message(taken[1], message.message_id) if taken[1] else None
         answer = "" if turn is None else turn.answer
         await self._notices.answer(
             message, answer or "(This message was answered before; its answer is no longer stored.)"
@@ -349,7 +349,7 @@ class Gateway:
         if address.chat_type != "dm" and not message.job and not self.config.group_sessions_per_user:
             text = f"{message.user_name or message.user_id}: {text}"
         lines: list[str] = []
-        if message.attachments and self.chat.store.turn_of(conversation.id, message.message_id) is None:
+        if message.attachments and self.chat.store.turns.of_message(conversation.id, message.message_id) is None:
             lines = await files.put_uploads(await conversation.seat.sandbox(), message)
         return files.message_content(text, message, lines, images=self.config.model_sees_images)
 
@@ -449,7 +449,7 @@ class Gateway:
                 summary = await conversation.compact()
             cost = float(conversation.history.turns()[0].report.get("cost") or 0.0)
             return _Answer([f"The history was replaced with this summary:\n\n{summary}"], cost=cost)
-        if self.chat.store.turn_of(conversation.id, message.message_id) is not None:
+        if self.chat.store.turns.of_message(conversation.id, message.message_id) is not None:
             return await self._turn(session, message, again="")  # the gateway was killed during this turn
         content = await conversation.undo()
         if content is None:

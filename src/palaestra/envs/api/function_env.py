@@ -165,7 +165,9 @@ class FunctionEnvironment(EvaluatedEnvironment):
             "rng": rng,
         }
         with commands.explained():
-            parts = [(each.hook.name, each.weight, await _score(each.hook, sources)) for each in self.form.scores]
+            parts = []
+            for each in self.form.scores:
+                parts.append((each.hook.name, each.weight, await _score(each.hook, sources)))
         if len(parts) == 1:
             return commands.noted(parts[0][2])
         total = sum(weight for _, weight, _ in parts)
@@ -222,7 +224,9 @@ async def _score(hook: Hook, sources: Mapping[str, Source]) -> Score:
 async def _call(hook: Hook, sources: Mapping[str, Source]) -> JSON:
     """Call a hook's function with the arguments that its parameters name, and return its answer. Raises
     `NotAwaited`."""
-    arguments = {name: await sources[name]() for name in hook.wants}
+    arguments = {}
+    for name in hook.wants:
+        arguments[name] = await sources[name]()
     slot = arguments.get("sandbox")
     if slot is None:
         return await settled(hook.function(**arguments))

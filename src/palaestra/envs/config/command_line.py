@@ -24,6 +24,7 @@ from palaestra.core.config import (
     ARGUMENT,
     COMMAND_LINE,
     DEFAULT,
+    OWN_NAMES,
     SHORT_FORMS,
     ConfigLayer,
     Merged,
@@ -68,7 +69,13 @@ _OTHER_WORDS = {
 }  # fmt: skip
 """Flags of other programs, and Palaestra's flags with the same meaning."""
 
-ARGUMENTS = {"model": "model_name", "tasks": "total_steps", "concurrency": "max_num_workers"}
+ARGUMENTS = {
+    "model": "model_name",
+    "tasks": "total_steps",
+    "concurrency": "max_num_workers",
+    "backend": "tool_pool_mode",
+    "out": "data_path_to_save_groups",
+}
 """Short names of settings for Python callers."""
 
 logger = logging.getLogger(__name__)
@@ -553,8 +560,9 @@ def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
 
 
 def _merged(env: Merged[BaseModel], servers: Sequence[Merged[BaseModel]]) -> str:
-    """Return every value with its source, one per line: `env.group_size = 4 # command line`."""
-    rows = list(_rows("env", env))
+    """Return every value with its source, one per line: `env.seed = 4 # command line`. Settings with an own name come
+    first, by that name."""
+    rows = sorted(_rows("env", env), key=lambda row: row[0].startswith("env."))
     for index, server in enumerate(servers):
         rows += _rows("openai" if len(servers) == 1 else f"openai[{index}]", server)
     width = min(max(len(left) for left, _ in rows), 70)
@@ -563,7 +571,14 @@ def _merged(env: Merged[BaseModel], servers: Sequence[Merged[BaseModel]]) -> str
 
 def _rows(group: str, config: Merged[BaseModel]) -> Iterator[tuple[str, str]]:
     for name, source in config.sources.items():
-        yield f"{group}.{name} = {_shown(name, getattr(config.value, name))}", source
+        own = _own_name(f"{group}.{name}")
+        shown = f"{own or f'{group}.{name}'} = {_shown(name, getattr(config.value, name))}"
+        yield shown, f"{source} (env.{name})" if own else source
+
+
+def _own_name(setting: str) -> str:
+    """Return Palaestra's own name of a setting, or an empty text if it has no other name than this."""
+    return next((own for own, name in OWN_NAMES.items() if name == setting), "")
 
 
 def _shown(name: str, value: JSON) -> str:
@@ -605,6 +620,7 @@ def _field(group: str, model_type: type[BaseModel], name: str, own_default: JSON
     default = own_default if own_default is not None else info.get_default(call_default_factory=True)
     shown = "" if default is PydanticUndefined else f" [{_shown(name, default)}]"
     kinds = [each for each in describe(info.annotation).split("|") if each not in _not_offered(info)]
-    flag = f"--{group}.{name} {'|'.join(kinds)}"
-    text = f"  {flag:<46} {info.description or ''}{shown}"
-    return textwrap.fill(text, 160, subsequent_indent=" " * 49, break_long_words=False, break_on_hyphens=False)
+    own = _own_name(f"{group}.{name}")
+    flag = f"{f'--{own}, ' if own else ''}--{group}.{name} {'|'.join(kinds)}"
+    text = f"  {flag:<48} {info.description or ''}{shown}"
+    return textwrap.fill(text, 160, subsequent_indent=" " * 51, break_long_words=False, break_on_hyphens=False)

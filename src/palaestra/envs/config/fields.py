@@ -286,6 +286,11 @@ class BaseEnvConfig(Settings):
             self.__dict__["ensure_scores_are_not_same"] = False
         return self
 
+    @property
+    def on_cluster(self) -> bool:
+        """Whether the rollouts run on a cluster. `on` is `none` for a resumed run that was on one."""
+        return self.on not in (None, "none")
+
     def evaluation_workers(self, workers: int) -> int:
         """Return the number of groups that an evaluation runs concurrently: as many as the run, which is `workers`, or
         `max_eval_workers` if that is set and smaller."""
@@ -542,11 +547,6 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     def _slot_setting(self) -> str:
         """The setting that names the backend."""
         return "terminal_backend" if self.tool_pool_mode == "default" else "tool_pool_mode"
-
-    def evaluation_workers(self, workers: int) -> int:
-        """Return the number of groups that an evaluation runs concurrently: as many as the run, which is `workers`, or
-        `max_eval_workers` if that is set and smaller."""
-        return min(workers, self.max_eval_workers) if "max_eval_workers" in self.model_fields_set else workers
 
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
         """Raise `ConfigError` for a slot backend that this version does not have, and for a flag or an argument that

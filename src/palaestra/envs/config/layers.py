@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 
 from pydantic import BaseModel
 
-from palaestra.core.config import ConfigLayer, nearest, read_yaml
+from palaestra.core.config import OWN_NAMES, ConfigLayer, nearest, read_yaml
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS
@@ -116,13 +116,13 @@ class FileSettings:
 
 
 def read_file(path: Path) -> FileSettings:
-    """Read a YAML file with the keys env, openai, slurm and testing. Raises `ConfigError`."""
+    """Read a YAML file with the keys env, openai, slurm and testing, and with settings by their own names
+    (`OWN_NAMES`). Raises `ConfigError`."""
     content = _load(path)
+    known = (*_TOP_KEYS, *OWN_NAMES)
     for key in content:
-        if key not in _TOP_KEYS:
-            raise ConfigError(
-                f"{path}: unknown key {key}; known keys are {', '.join(_TOP_KEYS)}.{nearest(key, _TOP_KEYS)}"
-            )
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key}; known keys are {', '.join(known)}.{nearest(key, known)}")
     servers = content.get("openai") or {}
     shared = not isinstance(servers, list)
     entries = [servers] if shared else servers
@@ -131,7 +131,7 @@ def read_file(path: Path) -> FileSettings:
         if not isinstance(value, bool):
             raise ConfigError(f"{path}: {key} must be true or false, not {value!r}")
     return FileSettings(
-        env=_layer(path, "env", content.get("env") or {}),
+        env=_with_own_names(path, _layer(path, "env", content.get("env") or {}), content),
         servers=tuple(_layer(path, "openai", entry) for entry in entries),
         shared=shared,
         switches=switches,
@@ -287,6 +287,17 @@ def _layer(path: Path, key: str, values: JSON) -> ConfigLayer:
         if not isinstance(name, str) or "." in name:
             raise ConfigError(f"{path}: {name!r} under {key} is not a setting")
     return ConfigLayer(str(path), values, {name: f"{key}.{name}" for name in values})
+
+
+def _with_own_names(path: Path, env: ConfigLayer, content: Mapping[str, JSON]) -> ConfigLayer:
+    """Return the layer with the settings that the file gives by their own names. Raises `ConfigError` for a setting
+    that the file gives by both names."""
+    own = {OWN_NAMES[key].removeprefix("env."): key for key in content if key in OWN_NAMES}
+    for name, key in own.items():
+        if name in env.values:
+            raise ConfigError(f"{path}: {key} and env.{name} are the same setting; give only one of them")
+    values = {name: content[key] for name, key in own.items()}
+    return ConfigLayer(env.name, {**env.values, **values}, {**env.spelled, **own})
 
 
 def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 GROUP = "palaestra.clusters"
 """The group of entry points for clusters."""
 
-HERE = "none"
-"""The value of `on` that stands for this machine, for a resumed run that was on a cluster."""
-
 
 class Cluster(GroupPlayer, Protocol):
     """The nodes that play a run's groups: their isolation level, and the number of their slots."""
@@ -54,11 +51,6 @@ class ClusterRequest:
 
 
 OpenCluster: TypeAlias = Callable[[str, ClusterRequest], AbstractAsyncContextManager[Cluster]]
-
-
-def is_elsewhere(config: BaseEnvConfig) -> bool:
-    """Return whether the rollouts run on a cluster."""
-    return config.on not in (None, HERE)
 
 
 def check_elsewhere(config: BaseEnvConfig, *, in_process: bool, begins: Counterfactual | None) -> None:

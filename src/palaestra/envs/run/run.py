@@ -30,7 +30,7 @@ from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_
 from palaestra.envs.config.command_line import UNSAID
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.form import Form
-from palaestra.envs.run.elsewhere import Cluster, ClusterRequest, check_elsewhere, is_elsewhere, open_cluster
+from palaestra.envs.run.elsewhere import Cluster, ClusterRequest, check_elsewhere, open_cluster
 from palaestra.envs.run.evaluate import (
     EvaluatedEnvironment,
     Evaluation,
@@ -150,14 +150,14 @@ async def run(
         assembly = Assembly(form, parsed, stream, make_console(stream), stack)
         engine = await assembly.engine(engines)
         pool, prepared = make_pool(parsed.env_config), None
-        if is_elsewhere(parsed.env_config):
+        if parsed.env_config.on_cluster:
             check_elsewhere(parsed.env_config, in_process=bool(engines), begins=begins)
         else:
             await stack.enter_async_context(pool)
             _check_isolation(parsed.env_config, pool)
             prepared = make_prepared(parsed.env_config, pool.backend, _unkept(assembly.console))
         environment = await assembly.environment(engine)
-        cluster = await assembly.cluster(pool)
+        capacity = await assembly.capacity(pool)
         begins = None if begins is None else _continued(begins, environment, engine)
         recorded_tools = make_recorded_tools(parsed.env_config)
         stack.callback(recorded_tools.close)
@@ -168,7 +168,7 @@ async def run(
         if parsed.env_config.world != "live":
             recorded_tools.keep(output.folder.world)
         environment.use_recordings(recorded_tools)
-        assembly.print_beginning(output, engine, pool, pool.rung if cluster is None else cluster.rung)
+        assembly.print_beginning(output, engine, capacity)
         keeps = parsed.env_config.save_workspaces
         command = await assembly.command(
             environment,
@@ -177,7 +177,7 @@ async def run(
             Workspaces(pool, prepared, output.folder.workspaces if keeps else None),
             recorded_tools,
             None if begins is None else Continuation(begins),
-            cluster,
+            capacity,
             steering or Steering(),
         )
         gc.freeze()  # modules and settings live as long as the run: exclude them from garbage collection
@@ -185,6 +185,17 @@ async def run(
             return await command.run()
         finally:
             gc.unfreeze()
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Where the groups of a run are rolled out: how many slots there are and at which isolation level, and the maximum
+    number of groups in flight. `cluster` is None if this process rolls them out."""
+
+    slots: SlotLimit
+    rung: Rung
+    groups: int
+    cluster: Cluster | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,29 +250,30 @@ class Assembly:
         self.stack.callback(output.discard_unless_begun)
         return output
 
-    async def cluster(self, pool: SlotPool) -> Cluster | None:
-        """Return the nodes that play the run's groups, whose slots are then the pool's limit; None if this process does
-        it."""
-        if not is_elsewhere(self.parsed.env_config):
-            return None
-        request = ClusterRequest(self.form, self.parsed.env_config, self._servers, self.stream)
-        cluster = await self.stack.enter_async_context(open_cluster(request))
-        pool.limit = SlotLimit(cluster.slots, "the slots of all nodes")
-        return cluster
+    async def capacity(self, pool: SlotPool) -> Capacity:
+        """Return the capacity of the pool or, if the settings name a cluster, that of its nodes, which are opened."""
+        config, cluster, limit = self.parsed.env_config, None, pool.limit
+        if config.on_cluster:
+            request = ClusterRequest(self.form, config, self._servers, self.stream)
+            cluster = await self.stack.enter_async_context(open_cluster(request))
+            limit = SlotLimit(cluster.slots, "the slots of all nodes")
+        slots = limit.slots if are_elsewhere(config, pool) else None
+        groups = concurrency(config, len(self.parsed.server_configs), slots)
+        return Capacity(limit, pool.rung if cluster is None else cluster.rung, groups, cluster)
 
-    def print_beginning(self, output: RunOutput, engine: ServerGroup, pool: SlotPool, rung: Rung) -> None:
+    def print_beginning(self, output: RunOutput, engine: ServerGroup, capacity: Capacity) -> None:
         """Print the run's folder, its slots and how many groups run at a time."""
         config, write = self.parsed.env_config, self.stream.write
-        write(f"run {output.folder.path}: {self.form.name} with {engine.name}, isolation {rung.label}\n")
-        write(f"slots: {pool.limit}{'' if config.slots else ' (set it with --slots N)'}\n")
-        groups = concurrency(config, len(self._servers), slots_elsewhere(config, pool))
+        write(f"run {output.folder.path}: {self.form.name} with {engine.name}, isolation {capacity.rung.label}\n")
+        write(f"slots: {capacity.slots}{'' if config.slots else ' (set it with --slots N)'}\n")
+        groups = capacity.groups
         if self.parsed.command == "evaluate":
             groups = config.evaluation_workers(groups)
-        if groups * config.group_size < pool.limit.slots:
+        if groups * config.group_size < capacity.slots.slots:
             set_it = "" if config.max_num_workers > 0 else " (set it with --concurrency N)"
             write(f"groups: at most {groups} at a time, of {plural(config.group_size, 'rollout')} each{set_it}\n")
-        if weak := WARNINGS.get(rung):
-            write(f"WARNING: isolation {rung.label}: {weak}\n")
+        if weak := WARNINGS.get(capacity.rung):
+            write(f"WARNING: isolation {capacity.rung.label}: {weak}\n")
 
     async def command(
         self,
@@ -271,7 +283,7 @@ class Assembly:
         workspaces: Workspaces,
         recorded_tools: RecordedTools,
         counterfactual: Continuation | None,
-        cluster: Cluster | None,
+        capacity: Capacity,
         steering: Steering,
     ) -> CommandRun:
         """Return the command of the run: its limits, its events with everything that follows them, and its context."""
@@ -297,12 +309,21 @@ class Assembly:
             middleware=Middleware((spans.chat,), (spans.tool,)) if spans is not None else Middleware(),
             earlier=output.earlier,
             counterfactual=counterfactual,
-            elsewhere=cluster,
+            elsewhere=capacity.cluster,
             program=None if agent is None else await self.stack.enter_async_context(_program(agent, engine, output)),
         )
         status = StatusFile(events.in_flight)
         return CommandRun(
-            environment, self.parsed, context, output, reporting, status, self.console, self.stream, steering
+            environment,
+            self.parsed,
+            context,
+            output,
+            reporting,
+            status,
+            self.console,
+            self.stream,
+            steering,
+            capacity.groups,
         )
 
     async def _spans(self, output: RunOutput, engine: ServerGroup, reporting: Reporting) -> Spans | None:
@@ -387,7 +408,7 @@ def offered_tools(environment: Environment, seed: int) -> Sequence[Mapping[str, 
 def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
     """Return the limits of a run. The cost of its earlier parts counts; the outcomes of their rollouts do not."""
     spent, counted = 0.0, set()
-    if output.resumes:
+    if output.status is not None:
         output.status.read()
         spent = output.status.settled.spent(prices(config))  # the cost of rollouts in flight counts when they continue
         counted = set(output.status.paid)
@@ -439,16 +460,16 @@ _ON_THIS_MACHINE = frozenset({"local", "singularity", "docker", "docker_direct"}
 """The backends whose slots are on this machine unless the setting names hosts."""
 
 
-def slots_elsewhere(config: BaseEnvConfig, pool: SlotSource) -> int | None:
-    """Return the number of slots of a run if all of them are on other machines, otherwise None."""
+def are_elsewhere(config: BaseEnvConfig, pool: SlotSource) -> bool:
+    """Return whether all slots of a run are on other machines."""
     if not isinstance(config, HermesAgentEnvConfig) or not isinstance(pool, SlotPool):
-        return None
+        return False
     for word in config.slot_backend.split():
         name, _, hosts = word.partition("=")
         listed = name.startswith("docker") and (config.docker_hosts or hosts not in ("", "overflow"))
         if name in _ON_THIS_MACHINE and not listed:
-            return None
-    return pool.limit.slots
+            return False
+    return True
 
 
 def _writing_on(stream: TextIO) -> Callable[[str], None]:
@@ -471,6 +492,8 @@ class CommandRun:
     console: Console
     stream: TextIO
     steering: Steering
+    concurrency: int
+    """The maximum number of groups in flight."""
     evaluations: PeriodicEvaluation | None = None
     begun: bool = False
     """Whether the first group may have begun."""
@@ -479,12 +502,6 @@ class CommandRun:
     """Whether the run, if unfinished, can be resumed."""
     reason: str = "failed"
     """How the run ended: done, failed, or why it stopped."""
-
-    @property
-    def _concurrency(self) -> int:
-        config = self.parsed.env_config
-        slots = slots_elsewhere(config, self.context.workspaces.pool)
-        return concurrency(config, len(self.parsed.server_configs), slots)
 
     async def run(self) -> RunReport:
         """Run the command, and return the result. However the run ends, its output is finished."""
@@ -661,7 +678,7 @@ class CommandRun:
         runner = Runner(
             self.environment,
             self.context,
-            concurrency=self._concurrency,
+            concurrency=self.concurrency,
             limit=limit,
             on_group=on_group,
             gate=open_gate,
@@ -687,7 +704,7 @@ class CommandRun:
             self.context,
             config,
             self.output.folder.path,
-            self._concurrency,
+            self.concurrency,
             self.reporting.log,
             recorded_tools=partial(make_recorded_tools, config),
             step=None if serving is None else serving.step,
@@ -698,7 +715,7 @@ class CommandRun:
         self.begun = True
         context = replace(self.context, earlier=replace(self.context.earlier, ended={}))
         config = self.parsed.env_config
-        workers = config.evaluation_workers(self._concurrency)
+        workers = config.evaluation_workers(self.concurrency)
         evaluation = Evaluation(self.environment, context, workers, self._keep, context.limits.gate, limit)
         totals = await evaluation.run()
         note = context.events.note

@@ -198,7 +198,8 @@ class RunOutput:
         self.earlier = earlier or EarlierWork()
         self.resumed = ""
         self.settings = settings
-        self.status = RunReader(folder.journal)
+        self.status = RunReader(folder.journal) if self.resumes else None
+        """The reader of the journal, for what an earlier part of a resumed run has done; None in a new run."""
         self._figures = Figures(group_size(settings))
         self._unfinished: set[str] = set()
         self._started_at = time.time()
@@ -281,7 +282,7 @@ class RunOutput:
                         file.path.unlink()
             finally:
                 self.journal.close()
-        if self.resumes:
+        if self.status is not None:
             self.resumed = self.status.read().resumed  # reads only the lines added since the start of the run
         report, self._figures.unfinished = self.folder.report, len(self._unfinished)
         try:

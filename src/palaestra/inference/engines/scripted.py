@@ -338,7 +338,7 @@ class ScriptedSession(ChatServer):
             self._check(act, self._context.tools if tools is None else [tool["function"]["name"] for tool in tools])
         turn = 1 + sum(message.get("role") == "assistant" for message in messages)
         message, finish_reason = _said(act, turn)
-        prompt_tokens, completion_tokens = _tokens(messages), _tokens([message.model_dump()])
+        prompt_tokens, completion_tokens = _tokens(messages), _tokens([msgspec.to_builtins(message)])
         if isinstance(act, RecordedReply):
             prompt_tokens = prompt_tokens if act.prompt_tokens is None else act.prompt_tokens
             completion_tokens = completion_tokens if act.completion_tokens is None else act.completion_tokens

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import repeat
+from typing import Any
 
 from palaestra.core.types import JSON
 from palaestra.inference.templates.jinja import MARK, THINK_CLOSE, THINK_OPEN
@@ -33,13 +35,7 @@ class ControlText:
     def marked(self, value: JSON, *, own: bool = False) -> JSON:
         """Return the value with marks in the control tokens of its strings and keys. If `own` is true, the model wrote
         the value, and only special tokens other than the thinking tags are marked."""
-        if isinstance(value, str):
-            return (self._own if own else self._any).marked(value.replace(MARK, _REPLACEMENT))
-        if isinstance(value, Mapping):
-            return {self.marked(key, own=own): self.marked(item, own=own) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.marked(item, own=own) for item in value]
-        return value
+        return _mapped(value, (self._own if own else self._any).marked)
 
     def count(self, text: str) -> int:
         """Return the number of places in a marked text where a control token begins."""
@@ -64,7 +60,9 @@ class _Tokens:
         self._normalized = None if normalize is None else _beginnings({*texts, *map(normalize, texts)})
 
     def marked(self, text: str) -> str:
-        """Return the text with a mark in each token."""
+        """Return the text with a mark in each token. Marks that are already in it become ordinary text."""
+        if MARK in text:
+            text = text.replace(MARK, _REPLACEMENT)
         if self._pattern is None:
             return text
         text = self._pattern.sub(_split, text)
@@ -88,13 +86,28 @@ class _Tokens:
 
 def replaced(value: JSON, texts: Mapping[str, str]) -> JSON:
     """Return the value with each string or key that `texts` maps replaced by its new text."""
-    if isinstance(value, str):
-        return texts.get(value, value)
-    if isinstance(value, Mapping):
-        return {replaced(key, texts): replaced(item, texts) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [replaced(item, texts) for item in value]
-    return value
+    return _mapped(value, lambda text: texts.get(text, text))
+
+
+def _mapped(value: JSON, change: Callable[[str], str]) -> JSON:
+    """Return a copy of the value, in which `change` has replaced each string and key."""
+    root: list[JSON] = [value]
+    pending: list[tuple[Any, Any]] = [(root, 0)]
+    while pending:  # not a recursion: a model may nest the arguments of a call as deep as it likes
+        holder, place = pending.pop()
+        item = holder[place]
+        if isinstance(item, str):
+            holder[place] = change(item)
+        elif isinstance(item, Mapping):
+            copied: dict[JSON, JSON] = {}
+            for key, each in item.items():
+                copied[change(key) if isinstance(key, str) else key] = each
+            holder[place] = copied
+            pending += zip(repeat(copied), copied)
+        elif isinstance(item, list | tuple):
+            holder[place] = listed = list(item)
+            pending += zip(repeat(listed), range(len(listed)))
+    return root[0]
 
 
 def _split(found: re.Match[str]) -> str:

@@ -104,7 +104,10 @@ class WrittenOnce(dict[str, JSON]):
     __slots__ = ("text",)
 
     def __init__(self, value: Mapping[str, JSON]) -> None:
-        super().__init__({key: WrittenOnce(item) if isinstance(item, dict) else item for key, item in value.items()})
+        super().__init__(value)
+        for key, item in value.items():
+            if isinstance(item, dict):
+                self[key] = WrittenOnce(item)
         self.text = json.dumps(value, ensure_ascii=False)
 
 

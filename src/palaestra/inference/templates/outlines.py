@@ -249,13 +249,18 @@ class BlankRecording:
 
     def spelled(self, rendered: str) -> str:
         """Return a rendering as plain text, with a mark for every value that is not constant."""
-        return self._spelled(rendered.number) if isinstance(rendered, Blank) else rendered
-
-    def _spelled(self, number: int) -> str:
-        parts = self._written.get(number)
-        if parts is None:
-            return _mark(number)
-        return "".join([part if isinstance(part, str) else self._spelled(part) for part in parts])
+        if not isinstance(rendered, Blank):
+            return rendered
+        texts, pending = list[str](), list[str | int]([rendered.number])
+        while pending:
+            part = pending.pop()
+            if isinstance(part, str):
+                texts.append(part)
+            elif (parts := self._written.get(part)) is None:
+                texts.append(_mark(part))
+            else:
+                pending += reversed(parts)
+        return "".join(texts)
 
     def outline(self, spelled: str) -> Outline:
         """Return the outline of a part of the text that the method `spelled` returned."""

@@ -277,14 +277,15 @@ class TurnRenderer:
         return name
 
     def _ready(self, messages: Sequence[Message]) -> list[Message]:
-        ready = for_template(messages, self.traits.reasoning_field, joined=self.traits.joined)
-        return [self._apart(message) for message in ready]
-
-    def _apart(self, message: Message) -> Message:
-        """Return the message with a mark in each control token that must stay text."""
-        if message.get("role") != "assistant":
-            return {key: self._control.marked(value) for key, value in message.items()}
-        return {key: self._control.marked(value, own=key != "tool_calls") for key, value in message.items()}
+        """Return the messages for the template, with a mark in each control token that must stay text."""
+        ready = []
+        for message in for_template(messages, self.traits.reasoning_field, joined=self.traits.joined):
+            written = message.get("role") == "assistant"  # by the model, except the calls, which are parsed
+            marked = {}
+            for key, value in message.items():
+                marked[key] = self._control.marked(value, own=written and key != "tool_calls")
+            ready.append(marked)
+        return ready
 
     def _written_tools(self, tools: list[Mapping[str, JSON]]) -> list[WrittenOnce] | None:
         """Return the tools, with a mark also in each text that the template completes to a control token, because some

@@ -315,6 +315,10 @@ class TrajectoryTools:
             self.slot = slot
         return self.slot
 
+    def take_up(self, slot: Slot) -> None:
+        """Use this slot, which the trajectory already had in an earlier process."""
+        self.slot = slot
+
     async def release(self) -> None:
         """End the delegated work and the tools, then give back the slot."""
         self._released = True

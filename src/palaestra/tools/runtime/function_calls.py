@@ -21,46 +21,36 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from pathlib import Path
 from typing import Self, TypeVar
 
-from pydantic import Field
-
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError, ImageError, SandboxError, TaskError
+from palaestra.core.errors import SandboxError
 from palaestra.core.sync_bridge import wait_for_sync
 from palaestra.core.types import JSON
 from palaestra.processes.notifications import Notifications
-from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import ProcessSession
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Backend, Slot, SlotSpec, Snapshot
+from palaestra.sandbox.slot import Backend
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.mcp.mcp_config import servers_of
 from palaestra.tools.mcp.run_servers import ServersOnDemand
 from palaestra.tools.registry.build import chosen_tools, unrestricted
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.executor import DelegationSource, ToolExecutor, ToolExecutorConfig
-from palaestra.tools.runtime.runtime import REFUSED_SLOTS, ToolRecordings, ToolRuntime, tools_of_task
-from palaestra.tools.runtime.ttl import Leases
+from palaestra.tools.runtime.executor import DelegationSource, ToolExecutorConfig
+from palaestra.tools.runtime.runtime import ToolRecordings, ToolRuntime, tools_of_task
+from palaestra.tools.runtime.session_tasks import SessionTasks, ToolSessionConfig
 from palaestra.tools.settings import ToolSettings
 
 T = TypeVar("T")
 
-IMAGES = ("docker_image", "singularity_image", "modal_image", "daytona_image")
-"""Overrides that name a task's image. If several are given, the first in this order counts."""
-OVERRIDES = (*IMAGES, "cwd")
 DEFAULT_TASK = "default"
 _CLOSE_S = 30.0
 
 
 class _SessionLoop:
-    """The event loop of a session, in a thread of its own that starts with the first work; `on_start` then runs."""
+    """The event loop of a session, in a thread of its own that starts with the first work. `on_start` then runs on the
+    loop."""
 
-    def __init__(self, on_start: Callable[[asyncio.AbstractEventLoop], None]) -> None:
+    def __init__(self, on_start: Callable[[], None]) -> None:
         self.events = asyncio.new_event_loop()
         self._on_start = on_start
         self._thread = threading.Thread(target=self.events.run_forever, name="tool-session", daemon=True)
@@ -89,7 +79,7 @@ class _SessionLoop:
                 raise SandboxError("this tool session is closed")
             if not self._thread.is_alive():
                 self._thread.start()
-                self._on_start(self.events)
+                self.events.call_soon_threadsafe(self._on_start)
         return asyncio.run_coroutine_threadsafe(work, self.events)
 
     def stop(self, end: Callable[[], Coroutine[object, object, None]]) -> None:
@@ -105,20 +95,6 @@ class _SessionLoop:
         """Close the loop unless it still runs."""
         if not self.events.is_running():
             self.events.close()
-
-
-class ToolSessionConfig(ToolExecutorConfig):
-    """The permissions of a session's calls, the lifetime of its slots, and its MCP servers."""
-
-    idle_s: float | None = None
-    """Seconds after a task's last call until its slot is released, unless a background process of the task still runs.
-    Later calls raise `StaleLease` until the task is released. If this is None, slots stay."""
-    checkpoint_path: Path | None = None
-    """The file in which the next session finds the background processes. The backend must keep slots."""
-    mcp: str | Path | dict[str, JSON] | None = None
-    """MCP servers: a file, or its content. A server starts with the first call of one of its tools."""
-    variables: dict[str, str] = Field(default_factory=dict, repr=False, exclude=True)
-    """Values of `${NAME}` in `mcp`."""
 
 
 class ToolSession:
@@ -143,26 +119,25 @@ class ToolSession:
         world: ToolRecordings | None = None,
     ) -> None:
         own = config if isinstance(config, ToolSessionConfig) else ToolSessionConfig()
-        self._lasting = backend if isinstance(backend, LocalBackend) and backend.stays else None
-        if own.checkpoint_path is not None and self._lasting is None:
-            raise ConfigError("checkpoint_path needs a backend whose slots stay, such as LocalBackend(service='NAME')")
         self.settings = settings or ToolSettings()
         self.told = Notifications()
-        self._leases = None if own.idle_s is None else Leases(own.idle_s)
-        self._sweeping: Future[None] | None = None
-        self._processes = ProcessRegistry(checkpoint_path=own.checkpoint_path, notifications=self.told)
-        self._recovering = asyncio.Lock()
-        self._recovered: int | None = None if self._lasting is not None else 0
-        self._slots = _TaskSlots(backend or LocalBackend())
         self._world = world
         replayed = world is not None and world.replayed
         tools = unrestricted(settings=settings, replayed=replayed) if registry is None else registry.with_tools()
-        lent = (*shared, self._processes)
-        self._executor = ToolExecutor(self._slots, tools, config, shared=lent, delegates=delegates, world=world)
-        self._registry = self._executor.registry
+        self._tasks = SessionTasks(
+            tools,
+            config,
+            backend or LocalBackend(),
+            self.told,
+            own=own,
+            shared=shared,
+            delegates=delegates,
+            world=world,
+        )
+        self._registry = self._tasks.registry
         self._servers = ServersOnDemand(servers_of(own.mcp or {}, own.variables), self._registry)
         self._left_out = () if delegates is not None else ("delegate_task",)
-        self._loop = _SessionLoop(self._sweep_on)
+        self._loop = _SessionLoop(self._tasks.expire_idle)
 
     def __enter__(self) -> Self:
         return self
@@ -206,7 +181,7 @@ class ToolSession:
 
         Raises `ConfigError` for an unreadable checkpoint, and `SandboxError` if another process uses the slots.
         """
-        return self._loop.wait(self._recover())
+        return self._loop.wait(self._tasks.recover())
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -219,27 +194,24 @@ class ToolSession:
 
     def task_tools(self, task_id: str) -> ToolRuntime:
         """Return the tools of a task, bound to its slot, for coroutines on the session's loop."""
-        return self._executor.trajectory(task_id).tools
+        return self._tasks.tools(task_id).tools
 
     def override(self, task_id: str, overrides: Mapping[str, JSON]) -> None:
         """Set the image (`IMAGES`) and the directory (`cwd`) of the task's next slot. Raises `ConfigError`."""
-        for key in overrides:
-            if key not in OVERRIDES:
-                raise ConfigError(f"{key!r} cannot be overridden for a task.{nearest(key, OVERRIDES)}")
-        self._slots.overrides[task_id] = dict(overrides)
+        self._tasks.slots.override(task_id, overrides)
 
     def clear_override(self, task_id: str) -> None:
         """Remove a task's overrides."""
-        self._slots.overrides.pop(task_id, None)
+        self._tasks.slots.clear_override(task_id)
 
     def release(self, task_id: str) -> None:
         """End the task's slot with everything that runs in it. The task's next call gets a new slot."""
-        if self._loop.runs or self._lasting is not None:
-            self._loop.wait(self.end_task(task_id))
+        if self._loop.runs or self._tasks.are_kept:
+            self._loop.wait(self._tasks.end(task_id))
 
     def tasks(self) -> list[str]:
         """Return the ids of the tasks that have a slot now."""
-        return self._loop.wait(self._holders()) if self._loop.runs or self._lasting is not None else []
+        return self._loop.wait(self._tasks.holders()) if self._loop.runs or self._tasks.are_kept else []
 
     def close(self) -> None:
         """End the loop, and every slot that the backend does not keep. Idempotent; a closed session accepts no
@@ -258,89 +230,28 @@ class ToolSession:
 
     async def _reply(self, name: str, arguments: Mapping[str, JSON] | str, task_id: str) -> str:
         name = self._registry.known_as(name)
-        cwd = self._slots.overrides.get(task_id, {}).get("cwd")
+        cwd = self._tasks.slots.directory(task_id)
         if cwd is not None and name == "terminal" and self._registry.get(name) is not None:
             with contextlib.suppress(InvalidArguments):  # the call will be refused because of its arguments
                 arguments = {"workdir": cwd, **self._registry.argument_schema(name).parse(arguments)}
-        await self._recover()
-        with self._in_use(task_id):
+        await self._tasks.recover()
+        with self._tasks.in_use(task_id):
             await self._servers.for_call(name)
-            return (await self._executor.trajectory(task_id).call(name, arguments)).text
+            return (await self._tasks.tools(task_id).call(name, arguments)).text
 
     async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
-        await self._recover()
-        with self._in_use(task_id):
-            return await self._executor.trajectory(task_id).spawn(command, **options)
-
-    async def _recover(self) -> int:
-        """Take over, once, the kept slots of each task and the processes in them. Returns the number of processes."""
-        async with self._recovering:
-            if self._lasting is not None and self._recovered is None:
-                await self._slots.start()
-                slots = self._lasting.leases()
-                self._recovered = await self._processes.recover_from_checkpoint(slots)
-                for slot in slots:
-                    self._slots.leases.take_up(slot)
-                    self._executor.trajectory(slot.trajectory_id).slot = slot
-                    with self._in_use(slot.trajectory_id):
-                        pass  # the idle time of the task begins now
-            return self._recovered or 0
-
-    def _in_use(self, task_id: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._leases is None else self._leases.in_use(task_id)
+        await self._tasks.recover()
+        with self._tasks.in_use(task_id):
+            return await self._tasks.tools(task_id).spawn(command, **options)
 
     async def end_task(self, task_id: str) -> None:
         """Release a task's slot, as `release` does. Await this method on the session's loop."""
-        await self._recover()
-        if self._leases is not None:
-            self._leases.end(task_id)
-        await self._end_task(task_id)
-
-    async def _end_task(self, task_id: str) -> None:
-        await self._executor.release_trajectory(task_id)
-        self._processes.forget(task_id)
-
-    async def _holders(self) -> list[str]:
-        await self._recover()
-        return [str(each["trajectory_id"]) for each in self._slots.get_status()["holders"]]
+        await self._tasks.end(task_id)
 
     async def _end(self) -> None:
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-        self._slots.leaving = self._lasting is not None
-        await self._processes.aclose()
-        await self._executor.close()
+        await self._tasks.aclose()
         await self._servers.aclose()
-        await self._slots.aclose()
-
-    def _sweep_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._leases is not None:
-            sweeping = self._leases.sweep(self._end_task, self._executor.is_busy)
-            self._sweeping = asyncio.run_coroutine_threadsafe(sweeping, loop)
-
-
-class _TaskSlots(SlotPool):
-    """The pool of a session, which applies the task's overrides to each slot."""
-
-    def __init__(self, backend: Backend) -> None:
-        super().__init__(SlotPoolConfig(), backend, start_when_used=True)
-        self.overrides: dict[str, dict[str, JSON]] = {}
-        self.leaving = False
-
-    async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
-        if not self.leaving:
-            await super().release(slot, reset_workspace)
-
-    async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
-        chosen = self.overrides.get(trajectory_id, {})
-        image = next((chosen[key] for key in IMAGES if chosen.get(key)), None)
-        try:
-            return await super().make(replace(spec, image=str(image)) if image else spec, trajectory_id, snapshot)
-        except ImageError as error:
-            refused = TaskError(f"no slot can be created for the task {trajectory_id}: {error}")
-            if (tasks := REFUSED_SLOTS.get()) is not None:
-                tasks[trajectory_id] = refused
-            raise refused from error
+        await self._tasks.slots.aclose()
 
 
 _own: ToolSession | None = None

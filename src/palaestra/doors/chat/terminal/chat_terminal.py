@@ -151,8 +151,7 @@ class ChatTerminal:
         store = self._stack.enter_context(open_store(options.config))
         service = await self._stack.enter_async_context(chat_service(options, store))
         talk = self._which().opened(service, self._desk.people.people())
-        opened = Opened(options, store, service, project(talk.slots.folder), talk)
-        self._desk.open(opened)
+        self._desk.open(Opened(options, store, service, project(talk.slots.folder)), talk)
         for notice in options.notices:
             self._screen.prose(f"{YELLOW}note: {printable(notice)}{PLAIN}")
         self._prompt.redraw(whole=True)
@@ -220,7 +219,7 @@ class ChatTerminal:
         sent = text
         if text.startswith("/"):
             word, _, rest = text.strip().partition(" ")
-            own = self._desk.project.commands()
+            own = self._desk.opened.project.commands()
             names = [*COMMANDS, *own]
             near = [word] if word in names else [name for name in names if name.startswith(word)]
             if len(near) == 1 and near[0] in COMMANDS:
@@ -276,7 +275,7 @@ class ChatTerminal:
 
     def _status(self) -> str:
         talk = self._desk.talk
-        running = self._desk.service.running(talk.id)
+        running = self._desk.opened.service.running(talk.id)
         window = "" if talk.context.size is None else f" of {talk.context.size}"
         parts = [talk.permissions.mode.value, talk.model.name, f"{talk.context.tokens}{window} tokens"]
         if running:

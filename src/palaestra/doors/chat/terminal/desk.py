@@ -26,15 +26,15 @@ CONTEXT_ADVICE = (
 )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Opened:
-    """What there is once the chat is loaded. `talk` is the conversation that is shown."""
+    """What there is once the chat is loaded: the settings, the parts that its conversations share, and the project that
+    it is about."""
 
     options: ChatOptions
     store: ConversationStore
     service: ChatService
     project: Project
-    talk: Conversation
 
 
 class Desk:
@@ -50,14 +50,15 @@ class Desk:
         self.stop = stop
         self.finish = finish
         self._opened: Opened | None = None
+        self._talk: Conversation | None = None
 
-    def open(self, opened: Opened) -> None:
-        """Take what was loaded."""
-        self._opened = opened
+    def open(self, opened: Opened, talk: Conversation) -> None:
+        """Take what was loaded, and show this conversation."""
+        self._opened, self._talk = opened, talk
 
     def use(self, talk: Conversation) -> None:
         """Show this conversation from now on."""
-        self.opened.talk = talk
+        self._talk = talk
 
     @property
     def ready(self) -> bool:
@@ -73,22 +74,8 @@ class Desk:
     @property
     def talk(self) -> Conversation:
         """The conversation that is shown."""
-        return self.opened.talk
-
-    @property
-    def service(self) -> ChatService:
-        """The service of the conversations."""
-        return self.opened.service
-
-    @property
-    def store(self) -> ConversationStore:
-        """The store of the conversations."""
-        return self.opened.store
-
-    @property
-    def project(self) -> Project:
-        """The project that the chat is about."""
-        return self.opened.project
+        assert self._talk is not None
+        return self._talk
 
     async def show_turn(self, events: AsyncGenerator[Event, None]) -> None:
         """Show a turn as it happens, then offer to write the agent's changes back to the shared folder."""
@@ -120,7 +107,7 @@ class Desk:
                 self.screen.markdown(turn.answer)
         if talk.unfinished:
             self.screen.prose(f"{YELLOW}note: this turn was cut off and is continued; Ctrl-C stops it{PLAIN}")
-        for notice in talk.take_notices():
+        for notice in talk.notices.take():
             self.people.notice(notice)
         if talk.unfinished:
             await self.show_turn(talk.resume())

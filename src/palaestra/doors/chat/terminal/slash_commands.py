@@ -55,7 +55,7 @@ async def _new(desk: Desk, rest: str) -> None:
     from palaestra.doors.chat.conversation import Conversation
 
     await desk.talk.close()
-    desk.use(Conversation.begin(desk.service, desk.people.people(), title=rest))
+    desk.use(Conversation.begin(desk.opened.service, desk.people.people(), title=rest))
     desk.screen.prose(f"{DIM}a new conversation: {desk.talk.id}{PLAIN}")
 
 
@@ -64,17 +64,17 @@ async def _resume(desk: Desk, rest: str) -> None:
     from palaestra.doors.chat.one_shot import list_conversations
 
     if not rest:
-        desk.screen.prose(printable(list_conversations(desk.store, as_json=False)))
+        desk.screen.prose(printable(list_conversations(desk.opened.store, as_json=False)))
         return
-    record = desk.store.find(rest)
+    record = desk.opened.store.find(rest)
     if record.id == desk.talk.id:
         desk.screen.prose(f"{DIM}{record.id} is this conversation{PLAIN}")
         return
-    known = desk.service.conversations.get(record.id)  # its sandbox is still open
+    known = desk.opened.service.conversations.get(record.id)  # its sandbox is still open
     if isinstance(known, Conversation):
         desk.use(known)
     else:
-        other = Conversation.open(desk.service, record.id, desk.people.people())
+        other = Conversation.open(desk.opened.service, record.id, desk.people.people())
         await desk.talk.close()
         desk.use(other)
     await desk.show_last()
@@ -87,7 +87,7 @@ async def _fork(desk: Desk, rest: str) -> None:
     desk.screen.prose(
         f"{DIM}forked as {desk.talk.id}, with {plural(turns, 'turn')}; /resume {before.id} goes back{PLAIN}"
     )
-    for notice in desk.talk.take_notices():
+    for notice in desk.talk.notices.take():
         desk.people.notice(notice)
 
 
@@ -136,12 +136,12 @@ async def _stop(desk: Desk, rest: str) -> None:
         desk.stop()
         return
     if rest != "processes":
-        running = desk.service.running(talk.id)
+        running = desk.opened.service.running(talk.id)
         more = f"; background processes running: {running}; /stop processes ends them" if running else ""
         raise ConfigError(
             f"unknown command /stop {rest}; use /stop or /stop processes" if rest else f"no turn is running{more}"
         )
-    ended = await desk.service.processes.kill_all(talk.id)
+    ended = await desk.opened.service.processes.kill_all(talk.id)
     desk.screen.prose(f"ended {ended} background process{'' if ended == 1 else 'es'}")
 
 
@@ -160,14 +160,14 @@ async def _mode(desk: Desk, rest: str) -> None:
 async def _permissions(desk: Desk, rest: str) -> None:
     from palaestra.doors.chat.conversation import rules_of
 
-    name = rules_of(desk.talk.history.record, desk.service.settings.rules_folder)
-    rules = sorted(desk.store.allowed(name))
+    name = rules_of(desk.talk.history.record, desk.opened.service.settings.rules_folder)
+    rules = sorted(desk.opened.store.users.allowed(name))
     word, _, number = rest.partition(" ")
     if word == "forget":
         place = _number(number.strip())
         if not 1 <= place <= len(rules):
             raise ConfigError(f"there is no rule {place}; /permissions lists the rules")
-        desk.store.disallow(name, [rules[place - 1]])
+        desk.opened.store.users.disallow(name, [rules[place - 1]])
         desk.talk.permissions.approvals.allowed.discard(rules[place - 1])
         desk.screen.prose(f"forgotten: {printable(rules[place - 1])}")
         return
@@ -185,16 +185,16 @@ async def _model(desk: Desk, rest: str) -> None:
         desk.screen.prose(f"{YELLOW}note: the server lists no models, so this name is not checked{PLAIN}")
     desk.screen.prose(printable(desk.talk.model.name))
     if not rest:
-        for name, server in desk.service.settings.models.items():
+        for name, server in desk.opened.service.settings.models.items():
             desk.screen.prose(
                 f"{CYAN}{printable(name):<18}{PLAIN} {printable(f'{server.model_name} at {server.base_url}')}"
             )
-        for name in await desk.service.models():
+        for name in await desk.opened.service.models():
             desk.screen.prose(f"{DIM}{printable(name)}{PLAIN}")
 
 
 async def _tools(desk: Desk, rest: str) -> None:
-    registry = desk.service.registry(desk.talk.toolsets)
+    registry = desk.opened.service.registry(desk.talk.toolsets)
     for name in registry.list_tools():
         tool = registry.get(name)
         about = "" if tool is None else tool.schema.description.partition(". ")[0]
@@ -236,11 +236,11 @@ async def _sandbox(desk: Desk, rest: str) -> None:
         screen.prose("no sandbox yet: the first command creates one")
     else:
         slot = talk.seat.slot
-        screen.prose(f"{slot.slot_id}: backend {desk.service.pool.backend.name}, isolation {slot.rung.label}")
+        screen.prose(f"{slot.slot_id}: backend {desk.opened.service.pool.backend.name}, isolation {slot.rung.label}")
 
 
 async def _background(desk: Desk, rest: str) -> None:
-    processes, task = desk.service.processes, desk.talk.id
+    processes, task = desk.opened.service.processes, desk.talk.id
     action, _, more = rest.partition(" ")
     if not rest:
         sessions = await processes.list_sessions(task)
@@ -267,7 +267,7 @@ async def _cost(desk: Desk, rest: str) -> None:
         figures = spent.setdefault(str(turn.report.get("model") or desk.talk.model.name), [0, 0, 0, 0.0])
         for place, name in enumerate(("model_calls", "prompt_tokens", "completion_tokens", "cost")):
             figures[place] += float(turn.report.get(name) or 0)
-    priced = desk.service.settings.prices is not None
+    priced = desk.opened.service.settings.prices is not None
     for model, (calls, read, written, cost) in spent.items() or {desk.talk.model.name: [0, 0, 0, 0.0]}.items():
         name = f"{model}: " if len(spent) > 1 else ""
         text = f"{name}{plural(int(calls), 'model call')}, {int(read)} tokens read, {int(written)} written"
@@ -304,7 +304,7 @@ async def _export(desk: Desk, rest: str) -> None:
 async def _search(desk: Desk, rest: str) -> None:
     from palaestra.doors.chat.one_shot import list_conversations
 
-    desk.screen.prose(printable(list_conversations(desk.store, as_json=False, query=rest)))
+    desk.screen.prose(printable(list_conversations(desk.opened.store, as_json=False, query=rest)))
 
 
 async def _show(desk: Desk, rest: str) -> None:
@@ -314,7 +314,7 @@ async def _show(desk: Desk, rest: str) -> None:
 
 
 async def _skills(desk: Desk, rest: str) -> None:
-    found = desk.project.skills()
+    found = desk.opened.project.skills()
     for skill in found.values():
         about = one_line(skill.description, 200)
         desk.screen.prose(f"{BOLD}{printable(skill.name)}{PLAIN} {about} {DIM}{printable(str(skill.folder))}{PLAIN}")
@@ -377,6 +377,6 @@ def described(desk: Desk) -> dict[str, str]:
     if desk.ready:
         from palaestra.doors.chat.project import command_description
 
-        for name, path in desk.project.commands().items():
+        for name, path in desk.opened.project.commands().items():
             found.setdefault(name, command_description(path))
     return found

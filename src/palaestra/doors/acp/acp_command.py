@@ -34,6 +34,6 @@ def command(words: tuple[str, ...]) -> None:
     options = options_or_answer(rest, "palaestra acp")
     if options is None:
         return
-    from palaestra.doors.chat.acp_agent import serve_acp
+    from palaestra.doors.acp.acp_agent import serve_acp
 
     asyncio.run(serve_acp(options))
