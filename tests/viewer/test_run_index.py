@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -14,7 +16,15 @@ from recorded import TWO_CALLS, call, fields, groups, result, rollout, sky, writ
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Blame, Label, Message, Outcome
-from palaestra.rollouts.events import AttemptDiscarded, GroupEnded, GroupStarted, RolloutEnded, RunResumed, TurnTaken
+from palaestra.rollouts.events import (
+    JOURNAL_SCHEMA,
+    AttemptDiscarded,
+    GroupEnded,
+    GroupStarted,
+    RolloutEnded,
+    RunResumed,
+    TurnTaken,
+)
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.observe.metrics import Figures
@@ -379,3 +389,18 @@ def test_a_line_of_the_format_is_what_the_journal_writes(tmp_path: Path) -> None
         tokens = 0 if ledger is None else sum(len(segment.tokens) // 4 for segment in ledger.segments)
         assert row["exact"] == tokens
     assert msgspec.json.encode(index.rows()[1])
+
+
+def test_an_index_is_closed_while_another_thread_fills_it(tmp_path: Path) -> None:
+    """SQLite crashes the process if a connection is closed during a statement."""
+    first = {"event": "run", "schema": JOURNAL_SCHEMA, "run_id": "r", "env": "e", "model": "m", "seed": 0, "config": {}}
+    lines = [first, *({"event": "resume", "at": float(number)} for number in range(5000))]
+    (tmp_path / "journal.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for number in range(20):
+        index = RunIndex(tmp_path / "journal.jsonl")
+        with ThreadPoolExecutor(1) as pool:
+            filled = pool.submit(index.update, 5.0)
+            time.sleep(0.001 * number)
+            index.close()
+            filled.result(10)
+        assert not index.update()

@@ -199,19 +199,26 @@ class RunIndex:
         """The folder of the run, or what the index was made from."""
         self._lock = threading.Lock()
         self._place = -1
+        self._closed = False
         self._store = None if store is None else store / f"{_name_of(path)}.sqlite"
         self._db = self._open()
 
     def close(self) -> None:
-        """Close the database. Idempotent."""
-        self._db.close()
+        """Close the database, once no other thread uses it: SQLite crashes otherwise. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._db.close()
 
     def update(self, seconds: float = 0.1) -> bool:
         """Index the lines that the journal has gained, for about `seconds`, and return whether there were any. A last
         line without an end stays for later. Raises `ConfigError` if the file is not a journal of a run."""
         if self.path.stat().st_size == self._place:
             return False
-        with self._lock, self._writing() as offset:
+        with self._lock:
+            return not self._closed and self._index(seconds)
+
+    def _index(self, seconds: float) -> bool:
+        with self._writing() as offset:
             end = time.monotonic() + seconds
             part = _Slice(self._db, offset)
             with open_regular(self.path) as file:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -103,6 +104,8 @@ class OpenRuns:
             self.problems[name] = str(error)
             self._indexes.pop(name).close()
             return True
+        except sqlite3.ProgrammingError:  # the viewer ends, and has closed the index
+            return False
 
     def marks(self, name: str) -> Marks:
         """Return what people have said about the rollouts of a run, and their new rewards. Raises `ConfigError` for
