@@ -76,7 +76,7 @@ class Chaos:
             if over and not lines:
                 return told
             self.seen |= {process.pid for process in descendants(os.getpid())}
-            if told >= next_kill and not over:
+            while told >= next_kill and not over:  # several leases may have ended at once
                 next_kill += self.chance.uniform(0, 2 * calm)
                 self._kill(client)
             reap(keep=client.pid)
@@ -96,10 +96,10 @@ class Chaos:
 
     def _kill(self, client: subprocess.Popen[str]) -> None:
         roles = by_role(client.pid)
-        role = self.chance.choice(ROLES)
-        if victims := roles[role]:
+        if present := [role for role in ROLES if roles[role]]:
+            role = self.chance.choice(present)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.chance.choice(victims), signal.SIGKILL)
+                os.kill(self.chance.choice(roles[role]), signal.SIGKILL)
                 self.killed[role] += 1
 
 
