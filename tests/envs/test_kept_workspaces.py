@@ -359,6 +359,7 @@ def test_a_repository_is_kept_where_its_row_says_all_of_it() -> None:
     assert recipe(row) == recipe(replace(row, problem_statement="!"))
     for change in ({"pass_to_pass": ("t.py::u",)}, {"test_patch": "--- a\n+++ b\n"}, {"patch": "--- a\n+++ b\n"}):
         assert recipe(row) != recipe(replace(row, **change)), "the prepared row was checked with its tests and its fix"
+    assert recipe(replace(row, patch="--- a\udce9\n")) is not None, "patches may not be UTF-8"
     env.settings = env.settings.model_copy(update={"narrow": True})
     assert recipe(row) != kept
     assert recipe(row) != recipe(replace(row, base_commit="b" * 40))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import logging
 import random
 import re
@@ -336,8 +337,9 @@ class SweEnvironment(ContractEnvironment):
             or not _COMMIT.fullmatch(row.base_commit)
         ):
             return None
-        checked = replace(row, problem_statement="", text="", repo_path=None)
-        return cache_key.of_data([checked, self._keeps_tests(row), self.settings.narrow], task.id)
+        checked = repr(replace(row, problem_statement="", text="", repo_path=None))  # patches may not be UTF-8
+        digest = hashlib.sha256(checked.encode()).hexdigest()
+        return cache_key.of_data([digest, self._keeps_tests(row), self.settings.narrow], task.id)
 
     def _keeps_tests(self, row: SweRow) -> bool:
         return any(fnmatch(row.instance_id, pattern) for pattern in self.settings.keep_tests)
