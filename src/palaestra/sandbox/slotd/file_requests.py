@@ -50,12 +50,7 @@ class FileRequests:
         if "follows" in fields:
             Upload(frame.request, writing, replies.connection, replies.open_requests, slot.uploads)
             return
-        try:
-            writing.add(frame.data)
-        except OSError:
-            writing.discard()
-            raise
-        writing.finish()
+        writing.put(frame.data)
         replies.send(frame)
         writing.close()
 

@@ -84,9 +84,9 @@ def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple
 
 
 class Writing:
-    """One file that is being written. `finish` puts the file in place, and must be followed by `close`, for example
-    after the answer has been sent. `discard` drops the file. Raises OSError, for example FileNotFoundError if the
-    directory is missing and `make_folders` is false."""
+    """One file that is being written. `finish` or `put` puts the file in place, and must be followed by `close`, for
+    example after the answer has been sent. `discard` drops the file. Raises OSError, for example FileNotFoundError if
+    the directory is missing and `make_folders` is false."""
 
     def __init__(self, root: int, path: str, mode: int | None, owner: int, *, make_folders: bool = True) -> None:
         wanted = None if mode is None else mode & 0o7777
@@ -115,6 +115,15 @@ class Writing:
                 written += os.write(self._fd, memoryview(data)[written:])
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._path) from None
+
+    def put(self, data: bytes) -> None:
+        """Write the last piece, and put the file in place. If the piece cannot be written, the file is dropped."""
+        try:
+            self.add(data)
+        except OSError:
+            self.discard()
+            raise
+        self.finish()
 
     def finish(self) -> None:
         """Put the file in place."""

@@ -396,12 +396,7 @@ def _file_bytes(limits: Fields, grouped: bool) -> int:
 def _write(root: int, path: str, data: bytes, owner: int) -> None:
     """Write a file as the request `write` does in a slot with this root."""
     writing = Writing(root, absolute(path), None, owner)
-    try:
-        writing.add(data)
-    except BaseException:
-        writing.discard()
-        raise
-    writing.finish()
+    writing.put(data)
     writing.close()
 
 
