@@ -114,6 +114,11 @@ class TestRun:
         evidence = f"the test session ended before its end: {self.output[-300:]!r}"
         return (*self.alarms, Label("session_cut_short", evidence, certain=True))
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether the time limit ended the session, so that tests are missing."""
+        return self.timed_out and not self.complete
+
     def check_ended(self, what: str) -> None:
         """Raise `TestsTimedOut` if the time limit ended the session, because such a run gives no verdict."""
         if self.timed_out:

@@ -64,7 +64,7 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
     tries = _twice_if_late(tries)
     run = before_the_fix(row, await tries(False))
     solved: TestRun | None = None
-    if _cut_off(run) and row.fix_patch:
+    if run.cut_off and row.fix_patch:
         solved = await tries(True)
         run = _without_hang(row, run, solved)
     used: list[str] = []
@@ -103,14 +103,9 @@ def _twice_if_late(tries: Tries) -> Tries:
     return repeated
 
 
-def _cut_off(run: TestRun) -> bool:
-    """Return whether the time limit ended the session, so that tests are missing."""
-    return run.timed_out and not run.complete
-
-
 def _check_time(row: SweRow, solved: TestRun) -> None:
     """Raise `PrepareError` if the reference solution's session did not end in time: it shows nothing about a test."""
-    if _cut_off(solved):
+    if solved.cut_off:
         raise PrepareError(_complaint(row, solved, [], "its tests did not end with the reference solution either"))
 
 
@@ -183,7 +178,7 @@ def _cause(row: SweRow, run: TestRun) -> str:
     if missing := missing_packages(run, row):
         return f"missing package: {', '.join(missing)}"
     errors: Mapping[str, str] = run.collect_errors
-    found = cause_of(_evidence(row, run), run.exit_status, exceeded="test_timeout_s" if _cut_off(run) else "")
+    found = cause_of(_evidence(row, run), run.exit_status, exceeded="test_timeout_s" if run.cut_off else "")
     last = [line for text in errors.values() for line in text.strip().splitlines()[-1:]]
     failed = sum(status in FAILED for status in run.statuses.values())
     return (

@@ -503,7 +503,7 @@ class SweEnvironment(ContractEnvironment):
         slot = await rollout.workspace.lease_slot(f"{rollout.rollout_id}:prepared", grading.spec, snapshot)
         try:
             run = await self._try(slot, task.data, names, solved=False)
-            if run.timed_out and not run.complete and task.data.row.fix_patch:  # the bug itself may hang
+            if run.cut_off and task.data.row.fix_patch:  # the bug itself may hang
                 run = await self._try(slot, task.data, names, solved=True)
             if run.complete:  # an infrastructure failure must not decide about later rollouts
                 self._prepared_runs[task.id] = run
