@@ -37,7 +37,7 @@ from palaestra.core.types import Blame, Task
 from palaestra.core.user_code import told
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import Alive, GroupPlaced, JournalEvent, MemoryEvent, NodeChanged
-from palaestra.rollouts.journal.journal import EventStream, Journal
+from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.limits import RunLimits
 from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.rollout import CLEAN_UP_S
@@ -104,10 +104,10 @@ class Driver:
         self._started: Counter[str] = Counter()
         self._keys = itertools.count(1)
         self._earlier: tuple[EarlierWork, dict[str, EarlierWork]] | None = None
-        self._limits: RunLimits | None = None
+        self._run: RunContext | None = None
+        """The run whose groups are played, once the first one is."""
         self._watching: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
-        self._events: EventStream | None = None
         self._collections = gc.get_threshold()
 
     @property
@@ -151,8 +151,8 @@ class Driver:
 
     def group(self, env: Environment, run: RunContext, number: int, task: Task, places: Places | None) -> RemoteGroup:
         """Return what plays the group on a node."""
-        if self._limits is None:
-            self._limits, self._events = run.limits, run.events
+        if self._run is None:
+            self._run = run
             for worker in self._workers.values():
                 self._record(worker.node)
             self._watching.append(asyncio.create_task(self._tell_stop(run.limits), name="stop"))
@@ -221,22 +221,22 @@ class Driver:
         worker = self._workers[node.address.id] = _Worker(node, room)
         for work in (self._reading(worker), worker.sending()):
             worker.tasks.append(asyncio.create_task(self._until_lost(worker, work), name=f"node-{room.name[:8]}"))
-        if self._limits is not None and self._limits.reason:
-            worker.send(Stop(self._limits.reason, self._limits.message, self._limits.spent))
+        if self._run is not None and self._run.limits.reason:
+            worker.send(_stop(self._run.limits))
         self._record(node)
         self.placement.add(room)
 
     def _note(self, text: str) -> None:
-        if self._events is None:
+        if self._run is None:
             logger.warning("%s", text)
         else:
-            self._events.note(text)
+            self._run.events.note(text)
 
     def _record(self, node: Node, lost: str = "") -> None:
         """Write into the journal that a node belongs to the run, or is lost."""
-        if self._events is not None and node.ready is not None:
+        if self._run is not None and node.ready is not None:
             address, level, slots = node.address, node.rung.label, node.ready.slots
-            self._events.emit(
+            self._run.events.emit(
                 NodeChanged(at=time.time(), node=address.id, host=address.host, level=level, slots=slots, lost=lost)
             )
 
@@ -382,4 +382,8 @@ class Driver:
     async def _tell_stop(self, limits: RunLimits) -> None:
         await limits.stopped()
         for worker in self._workers.values():
-            worker.send(Stop(limits.reason, limits.message, limits.spent))
+            worker.send(_stop(limits))
+
+
+def _stop(limits: RunLimits) -> Stop:
+    return Stop(limits.reason, limits.message, limits.spent)

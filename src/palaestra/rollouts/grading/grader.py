@@ -34,7 +34,7 @@ from palaestra.rollouts.grading.tampering import (
     text_of_task,
 )
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.slot import WORKSPACE, Change, Rung, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slot import WORKSPACE, Change, Rung, Slot, SlotSource, SlotSpec, Snapshot, View
 from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
 
@@ -86,7 +86,6 @@ class Grading:
     def __init__(self, rollout: Rollout, spec: SlotSpec, *, untouched: bool = False) -> None:
         self.untouched = untouched
         self.rollout = rollout
-        self.pool = rollout.run_context.workspaces.pool
         self.spec = spec
         self.live = rollout.task.grading == LIVE and not untouched
         self._slot: Slot | None = None
@@ -108,6 +107,11 @@ class Grading:
         self._labels: dict[str, dict[str, None]] = {}
         self._tools: list[ToolRuntime] = []
         rollout.workspace.closers.append(self.aclose)
+
+    @property
+    def pool(self) -> SlotSource:
+        """The pool of the run's slots."""
+        return self.rollout.run_context.workspaces.pool
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
         """Return the agent's sealed work; None if the agent never had a slot, or if `untouched`. Only the first call's
