@@ -59,7 +59,7 @@ class Fixer(TokenChat):
     fix = FIX
     shells = (
         "exec_command", "shell_command", "shell", "bash", "Bash", "terminal", "run_shell_command", "run_commands",
-        "execute_bash", "agent_run_shell_command",
+        "execute_bash", "agent_run_shell_command", "execute",
     )  # fmt: skip
 
     def __init__(self, *, last: str = "The bug is fixed.") -> None:
@@ -99,8 +99,10 @@ def required(schema: JSON, names: Sequence[str]) -> dict[str, JSON]:
     """Arguments for what a tool requires except these names."""
     values: dict[str, JSON] = {"boolean": False, "string": "Fix the bug", "integer": 10, "number": 10}
     needed = {name: schema["properties"][name] for name in schema.get("required", ()) if name not in names}
-    return {name: each["enum"][0] if "enum" in each else values[each.get("type", "string")]
-            for name, each in needed.items()}  # fmt: skip
+    return {
+        name: min(each["enum"], key="shell".__ne__) if "enum" in each else values[each.get("type", "string")]
+        for name, each in needed.items()
+    }
 
 
 def filled(schema: JSON, command: str) -> dict[str, JSON]:
@@ -112,7 +114,7 @@ def filled(schema: JSON, command: str) -> dict[str, JSON]:
     return {**arguments, name: [command] if name == "commands" else ["bash", "-c", command]}
 
 
-COMMANDS = ("command", "cmd", "commands")
+COMMANDS = ("command", "cmd", "commands", "code")
 
 
 class Repairer(Fixer):

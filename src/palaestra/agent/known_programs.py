@@ -202,6 +202,18 @@ def _oh_my_pi(assignment: AgentAssignment) -> Mapping[str, str]:
 _OH_MY_PI = f"{HOME}/.omp/agent"
 
 
+_OPEN_INTERPRETER = f"""
+import os, sys
+from interpreter import interpreter
+interpreter.auto_run = interpreter.offline = interpreter.plain_text_display = True
+interpreter.llm.model, interpreter.llm.supports_functions = "openai/{MODEL}", True
+interpreter.llm.api_base, interpreter.llm.api_key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+interpreter.llm.context_window, interpreter.llm.max_tokens = {CONTEXT_TOKENS}, {OUTPUT_TOKENS}
+interpreter.chat(sys.argv[1])
+"""
+"""Its command line reads one line of a prompt, so this starts it as its documentation of the Python API does."""
+
+
 def _openhands(assignment: AgentAssignment) -> Mapping[str, str]:
     return {f"{HOME}/.openhands/mcp.json": text for text in mcp_file(assignment).values()}
 
@@ -380,6 +392,24 @@ PROGRAMS: Mapping[str, AgentProgram] = {
         _oh_my_pi,
         program="omp",
         bun="1.4.5",
+    ),
+    "deepagents": PipProgram(
+        "deepagents",
+        "deepagents-code",
+        "0.1.57",
+        ["--model", f"openai:{MODEL}", "--shell-allow-list", "all", "--non-interactive", "{prompt}"],
+        tool_arguments=["--mcp-config", MCP_FILE],
+        program="dcode",
+    ),
+    "open-interpreter": PipProgram(
+        "open-interpreter",
+        "open-interpreter",
+        "0.4.3",
+        ["-c", _OPEN_INTERPRETER, "{prompt}"],
+        env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        program="python",
+        tools_by_command=True,
+        also=("setuptools<80",),  # for its `pkg_resources`
     ),
     "openhands": PipProgram(
         "openhands",
