@@ -178,7 +178,15 @@ class RayNodes:
         self._cluster.remove_node(self._nodes.pop(0), allow_graceful=False)
 
     def add(self) -> None:
-        self._nodes.append(self._cluster.add_node(**self._small))
+        for attempt in range(5):  # on a busy machine, a new node may miss Ray's deadline
+            try:
+                self._nodes.append(self._cluster.add_node(**self._small))
+            except Exception as error:
+                if attempt == 4:
+                    raise
+                print(f"a node did not start: {error}", file=sys.stderr)
+            else:
+                return
 
     def close(self) -> None:
         self._cluster.shutdown()

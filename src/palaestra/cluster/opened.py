@@ -8,11 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from palaestra.cluster.driver import Driver
-from palaestra.cluster.launcher import Launcher, ProcessLauncher
+from palaestra.cluster.launcher import Launcher, ProcessLauncher, ray_launcher
 from palaestra.cluster.messages import WorkerSetup
 from palaestra.cluster.nodes import Terms
 from palaestra.core.errors import ConfigError
-from palaestra.core.extras import install_command
 from palaestra.core.user_code import told
 from palaestra.envs.config.command_line import set_fields
 from palaestra.envs.run.elsewhere import ClusterRequest
@@ -25,11 +24,7 @@ _FLUSHES_PER_S = 50
 @asynccontextmanager
 async def on_ray(words: str, request: ClusterRequest) -> AsyncIterator[Driver]:
     """Open the Ray cluster at an address, HOST:PORT; without one, the cluster of this machine or of the job."""
-    try:
-        from palaestra.cluster.ray_launcher import RayLauncher  # imports ray, which is an extra
-    except ImportError as error:
-        raise ConfigError(f"--on ray needs the extra `ray`: {install_command('ray')} ({error})") from error
-    async with opened(RayLauncher(words), request) as driver:
+    async with opened(ray_launcher(words, "--on ray"), request) as driver:
         yield driver
 
 
