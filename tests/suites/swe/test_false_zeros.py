@@ -283,7 +283,7 @@ def test_work_that_hangs_its_tests_is_scored_zero_after_one_repetition(
     assert (trajectory.official, trajectory.reward) == (0.0, 0.0), (trajectory.detail, trajectory.error)
     assert sessions == [(Shown.WORK, True), (Shown.RIGHT, False), (Shown.WORK, True)]
     assert limits_s[:2] == [None, None]
-    assert limits_s[2] is not None and limits_s[2] <= 30
+    assert (limits_s[2] or 31) <= 30
 
 
 PATCHED = """
