@@ -9,14 +9,10 @@ import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from palaestra.cluster.messages import StreamEnded, read_frame
-from palaestra.core.errors import ConfigError, PalaestraError
-from palaestra.core.extras import install_command
-
-if TYPE_CHECKING:
-    from palaestra.cluster.ray_launcher import RayLauncher
+from palaestra.core.errors import PalaestraError
 
 _END_S = 20.0
 """How long a worker may take to end its slots; then it is killed, and its slot server ends them."""
@@ -81,16 +77,6 @@ async def start_worker(
         stdout=asyncio.subprocess.PIPE,
         env=dict(os.environ if environ is None else environ),
     )
-
-
-def ray_launcher(address: str, flag: str) -> RayLauncher:
-    """Return what starts workers on the Ray cluster at `address`. `flag` is what asked for Ray. Raises `ConfigError` if
-    Ray is not installed, or there is no cluster."""
-    try:
-        from palaestra.cluster.ray_launcher import RayLauncher  # imports ray, which is an extra
-    except ImportError as error:
-        raise ConfigError(f"{flag} needs the extra `ray`: {install_command('ray')} ({error})") from error
-    return RayLauncher(address, flag=flag)
 
 
 class ProcessLink:

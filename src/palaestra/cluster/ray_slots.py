@@ -21,7 +21,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from palaestra.cluster.launcher import NodeAddress, NodeLost, ray_launcher
+from palaestra.cluster.launcher import NodeAddress, NodeLost
+from palaestra.cluster.opened import ray_launcher
 from palaestra.core.errors import ConfigError, SandboxError, SlotLost
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import MachineBackend, Place, PlaceSpec
@@ -65,12 +66,6 @@ class RayBackend(MachineBackend):
     def credentials(self) -> str:
         return f"the Ray cluster {self._address or 'of this machine or job'}"
 
-    async def start(self) -> None:
-        """Join the cluster, and start the backend as `RemoteBackend.start` does."""
-        if self._launcher is None:
-            self._launcher = ray_launcher(self._address, "--backend ray")
-        await super().start()
-
     async def aclose(self) -> None:
         await super().aclose()
         launcher, self._launcher = self._launcher, None
@@ -92,8 +87,9 @@ class RayBackend(MachineBackend):
         return await super().create(spec, trajectory_id, snapshot)
 
     async def _look(self) -> None:
-        """Find the nodes that are there now. Raises `ConfigError` if there is none."""
-        assert self._launcher is not None, "the backend has not been started"
+        """Join the cluster, and find the nodes that are there now. Raises `ConfigError` if there is none."""
+        if self._launcher is None:
+            self._launcher = ray_launcher(self._address, "--backend ray")
         self._looked_at = time.monotonic()
         nodes = {f"{each.host} ({each.id[:8]})": each for each in await self._launcher.nodes()}
         if not nodes:
