@@ -58,7 +58,7 @@ from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest, Appr
 from palaestra.tools.human.approval import Ask as Approve
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolMiddleware
-from palaestra.tools.tool import ToolOutcome
+from palaestra.tools.tool import Tool, ToolOutcome
 
 NEW_SANDBOX = "The sandbox is new: the earlier one is gone with its processes and all files that were not copied out."
 ENDED_PROCESSES = "The user undid messages, so the files of that time were restored, and all processes were ended."
@@ -93,6 +93,8 @@ class Conversation:
         self.id = record.id
         self.people = people
         self.toolsets: tuple[str, ...] = tuple(record.settings.get("toolsets") or service.settings.toolsets)
+        self.tools: Sequence[Tool] = ()
+        """Tools of this conversation alone, in addition to those of its toolsets."""
         self.failure: PalaestraError | None = None
         self._service, self._store, self._lock = service, service.store, lock
         self._busy = asyncio.Lock()
@@ -375,7 +377,7 @@ class Conversation:
     async def _work(self, running: RunningTurn, turn: StoredTurn) -> AgentResult:
         settings = self._service.settings
         await self.model.opened()
-        self.seat.offer(Kit(self._service.registry(self.toolsets)), message_text(turn.content))
+        self.seat.offer(Kit(self._registry()), message_text(turn.content))
         self.history.change_settings(tools=self.seat.kit.definitions)
         limits = LoopSettings(
             max_turns=settings.max_turns,
@@ -386,6 +388,11 @@ class Conversation:
             beyond=_BEYOND,
         )
         return await running.work(self.seat, limits)
+
+    def _registry(self) -> ToolRegistry:
+        registry = self._service.registry(self.toolsets)
+        more = [tool for tool in self.tools if tool.name not in registry]
+        return registry.with_tools([*registry.tools(), *more]) if more else registry
 
     def _middleware(self, approvals: Approvals) -> Sequence[ToolMiddleware]:
         hooks = self._service.settings.hooks
