@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Run: TypeAlias = Callable[[Desk, str], Awaitable[None]]
 
 KEYS = (
-    "Enter sends; Alt-Enter, or \\ at the end, begins a new line. @FILE adds a text file or an image.\n"
+    "Enter sends; Alt-Enter, or \\ at the end, begins a new line. @FILE adds a text file or an\n"
+    "image, @https://ADDRESS a web page.\n"
     "While a turn runs: Enter queues a message, which the agent reads after its next tool call; Esc or Ctrl-C stops.\n"
     "Shift-Tab switches between the modes plan, ask and auto. Ctrl-D ends the chat."
 )
