@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from palaestra.inference.tokenizers import load_tokenizer
+from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
 from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
@@ -22,7 +22,12 @@ from .test_page import chromium as chromium
 from .test_page import until
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from playwright.async_api import Browser, Page
+
+    from palaestra.core.types import JSON
+    from palaestra.inference.engine import Sampled
 
 TASKS, GROUP = 50, 4
 MOST_MB = 150
@@ -68,6 +73,21 @@ def memory_mb(pid: int, name: str) -> float:
     return int(next(line.split()[1] for line in text.splitlines() if line.startswith(name))) / 1024
 
 
+class Held(fixing.Solver):
+    """Answers the first requests, and the others once somebody watches, so that a fast run is not over before that."""
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        super().__init__(tokenizer)
+        self.watched = asyncio.Event()
+        self._answered = 0
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        self._answered += 1
+        if self._answered > TASKS:
+            await self.watched.wait()
+        return await super().generate(input_ids, sampling)
+
+
 @pytest.mark.slots
 @pytest.mark.timeout(300)
 def test_a_run_of_200_rollouts_is_watched_from_its_start_to_its_end(tmp_path: Path, chromium: str) -> None:
@@ -81,7 +101,8 @@ def test_a_run_of_200_rollouts_is_watched_from_its_start_to_its_end(tmp_path: Pa
     flying: set[str] = set()
 
     async def main() -> None:
-        async with TokenLoopback(fixing.Solver(tokenizer), tokenizer) as server, async_playwright() as playwright:
+        solver = Held(tokenizer)
+        async with TokenLoopback(solver, tokenizer) as server, async_playwright() as playwright:
             began = time.monotonic()
             words = ["run", f"{fixing.__file__}:count_and_check", "--env.n", str(TASKS), "--group", str(GROUP),
                      "--concurrency", "2", "--openai.server_type", "vllm", "--base-url", server.url, "--model", "toy",
@@ -116,6 +137,7 @@ def test_a_run_of_200_rollouts_is_watched_from_its_start_to_its_end(tmp_path: Pa
                 )
                 flying.update(await groups.evaluate(FLYING))
                 seen.append(rows)
+                solver.watched.set()
             assert await running.wait() == 0
             assert await runs.evaluate("document.activeElement.ariaLabel") == "Filter runs"
             assert await runs.evaluate("document.querySelector('.state').textContent") == "running"

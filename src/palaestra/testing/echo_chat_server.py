@@ -15,9 +15,9 @@ The message is a list of lines:
 `reply`, if given, replaces these rules: it returns the assistant message for a conversation. `window` is the size of
 the context window: a longer request is refused with HTTP 400, in the words of `refuses` (openai, vllm, or silent, which
 does not name the size). A token is four characters of the messages and tools, and `max_tokens` counts, too. The list of
-models has the window if `lists_window` is true. `delay_s` is the pause before each piece of a streamed reply. While
-`gate` is an event that is not set, a streamed reply waits after its first piece. `asked` lists the requests, and
-`refused` counts those that were too long.
+models has the window if `lists_window` is true. Unless the server `takes_images`, a request with images is refused.
+`delay_s` is the pause before each piece of a streamed reply. While `gate` is an event that is not set, a streamed reply
+waits after its first piece. `asked` lists the requests, and `refused` counts those that were too long.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ class EchoChatServer:
         window: int | None = None,
         refuses: Literal["openai", "vllm", "silent"] = "openai",
         lists_window: bool = False,
+        takes_images: bool = True,
     ) -> None:
         self.delay_s = delay_s
         self.window, self.lists_window = window, lists_window
+        self.takes_images = takes_images
         self._refuses = refuses
         self.refused = 0
         self._reply = reply or reply_to
@@ -85,6 +87,8 @@ class EchoChatServer:
         if self.window is not None and tokens + max(1, reply_tokens) > self.window:
             self.refused += 1
             return web.json_response(_too_long(self.window, tokens, reply_tokens, self._refuses), status=400)
+        if not self.takes_images and '"image_url"' in json.dumps(body["messages"]):
+            return web.json_response({"error": {"message": f"{MODEL} is not a multimodal model"}}, status=400)
         message = self._reply(body["messages"])
         finish = "tool_calls" if message.get("tool_calls") else "stop"
         usage = _usage(tokens, message)

@@ -177,6 +177,62 @@ def test_an_editor_decides_on_calls_that_change_the_host(tmp_path: Path) -> None
     play(tmp_path, scene, "--mcp", str(settings))
 
 
+def test_an_editor_chooses_the_model_and_brings_servers_and_the_user_has_hooks(tmp_path: Path) -> None:
+    own = tmp_path / "config" / "palaestra"
+    own.mkdir(parents=True)
+    (own / "chat.yaml").write_text("env: {models: {other: {model_name: other-model}}}\n")
+    hook = {"type": "command", "command": "echo no wiping >&2; exit 2"}
+    hooks = {"hooks": {"PreToolUse": [{"matcher": "mcp__my_fs__wipe", "hooks": [hook]}]}}
+    (own / "hooks.json").write_text(json.dumps(hooks))
+    (own / "hooks.json").chmod(0o600)
+    script = str(Path(__file__).parents[2] / "tools" / "mcp" / "host_writer.py")
+    file = tmp_path / "written"
+    mine = schema.McpServerStdio(name="my fs", command=sys.executable, args=[script], env=[])
+    gone = schema.HttpMcpServer(type="http", name="gone", url="http://127.0.0.1:9/mcp", headers=[])
+
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        opened = await agent.new_session(cwd=str(tmp_path), mcp_servers=[mine, gone])
+        session = opened.session_id
+        assert "MCP server 'gone'" in str(editor.updates)
+        model, mode = opened.config_options
+        assert (model.category, model.current_value) == ("model", "echo")
+        assert [option.value for option in model.options] == ["other", "echo"]
+        assert (mode.category, mode.current_value) == ("mode", "auto")
+
+        async def said(text: str) -> None:
+            await agent.prompt(session_id=session, prompt=[acp.text_block(text)])
+
+        changed = await agent.set_config_option(config_id="model", session_id=session, value="other")
+        assert changed.config_options[0].current_value == "other"
+        await said("say hello")
+        assert server.asked[-1]["model"] == "other-model"
+        for option, value in (("model", "nobody"), ("mode", "root"), ("colour", "red")):
+            with pytest.raises(acp.RequestError):
+                await agent.set_config_option(config_id=option, session_id=session, value=value)
+        await agent.set_config_option(config_id="mode", session_id=session, value="ask")
+        assert [u.current_mode_id for u in editor.updates if u.session_update == "current_mode_update"] == ["ask"]
+
+        editor.answers = ["no", "once"]
+        for written in (False, True):
+            await said(f"call mcp_my_fs_write {json.dumps({'path': str(file), 'content': 'new'})}")
+            assert file.exists() == written
+        assert "the tool 'write' of the MCP server 'my_fs'" in editor.questions[0].title
+        await said(f"call mcp_my_fs_wipe {json.dumps({'path': str(file)})}")
+        assert "A hook of the user refused this call: no wiping" in str(editor.updates)
+        assert (file.read_text(), editor.answers) == ("new", [])
+
+        old = schema.SseMcpServer(type="sse", name="old", url="http://127.0.0.1:9/sse", headers=[])
+        with pytest.raises(acp.RequestError) as refused:
+            await agent.new_session(cwd=str(tmp_path), mcp_servers=[old])
+        assert "the transport sse is not supported" in str(refused.value.data)
+        image = acp.image_block("aGVsbG8=", "image/png")
+        with pytest.raises(acp.RequestError) as refused:
+            await agent.prompt(session_id=session, prompt=[image])
+        assert "not a PNG, JPEG, GIF or WebP image" in str(refused.value.data)
+
+    play(tmp_path, scene)
+
+
 def test_a_full_session_goes_on_and_its_commands_work(tmp_path: Path) -> None:
     def reply(messages: Sequence[Message]) -> dict[str, JSON]:
         asked = "Summarize this conversation" in str(messages[-1].get("content"))

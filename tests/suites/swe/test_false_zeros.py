@@ -261,19 +261,29 @@ def test_a_busy_machine_does_not_score_right_work_zero(tmp_path: Path, installed
     assert (trajectory.official, trajectory.reward) == (1.0, 1.0), trajectory.detail  # the repetition decides
 
 
-def test_work_that_hangs_its_tests_is_scored_zero_after_one_time_limit(
+def test_work_that_hangs_its_tests_is_scored_zero_after_one_repetition(
     tmp_path: Path, installed_pytest: DependencyCache
 ) -> None:
     source = Source.make(tmp_path / "source")
     patch = tmp_path / "hanging.patch"
     patch.write_text(source.diff({"pkg/calc.py": "import time\ntime.sleep(600)\n"}))
+    sessions: list[tuple[Shown, bool]] = []
+    limits_s: list[float | None] = []
+
+    class Watched(WithoutBaseline):
+        async def _run_named(self, view, work, row, shown=Shown.WORK, timeout_s=None):  # type: ignore[no-untyped-def]
+            run = await super()._run_named(view, work, row, shown, timeout_s)
+            sessions.append((shown, run.cut_off))
+            limits_s.append(timeout_s)
+            return run
+
     flags = ("--env.controls=false", "--env.test_timeout_s=30")
-    (group,) = roll_out(
-        [source.row()], f"patch:{patch}", tmp_path / "run", installed_pytest, *flags, kind=WithoutBaseline
-    )
+    (group,) = roll_out([source.row()], f"patch:{patch}", tmp_path / "run", installed_pytest, *flags, kind=Watched)
     (trajectory,) = group.trajectories
     assert (trajectory.official, trajectory.reward) == (0.0, 0.0), (trajectory.detail, trajectory.error)
-    assert 30 <= trajectory.beside.stages["grade"] < 60
+    assert sessions == [(Shown.WORK, True), (Shown.RIGHT, False), (Shown.WORK, True)]
+    assert limits_s[:2] == [None, None]
+    assert (limits_s[2] or 31) <= 30
 
 
 PATCHED = """

@@ -2,14 +2,13 @@
 
 Protocol: agentclientprotocol.com, version 1. The package `agent-client-protocol` implements the transport. A session is
 a stored conversation, and its folder (`cwd`) is a shared folder (`workdir.py`). The agent works on a copy. With
-`--write ask`, the editor asks the person before changes are written back. Only the MCP servers in the settings are
-started, not those that an editor requests.
+`--write ask`, the editor asks the person before changes are written back. The MCP servers of the settings run for all
+sessions, and those that an editor names run for one (`editor_servers.py`).
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +17,9 @@ from typing import Any
 from palaestra import __version__
 from palaestra.core.errors import ConfigError, ContextExceeded, PalaestraError
 from palaestra.core.types import JSON
+from palaestra.doors.acp.config_options import MODE, config_options, known_models, set_option
 from palaestra.doors.acp.editor_session import COMMANDS, EditorSession
+from palaestra.doors.chat.attachments import checked_image, with_pages
 from palaestra.doors.chat.config import ChatOptions, chat_service, open_store, prompt
 from palaestra.doors.chat.conversation import Conversation
 from palaestra.doors.chat.permissions import ABOUT, Mode
@@ -31,8 +32,6 @@ try:
     from acp import schema
 except ImportError:
     raise ConfigError("palaestra acp needs agent-client-protocol: pip install 'palaestra[acp]'") from None
-
-logger = logging.getLogger(__name__)
 
 _STOPS: dict[str, str] = {
     NATURAL: "end_turn",
@@ -47,7 +46,11 @@ async def serve_acp(options: ChatOptions) -> None:
     """Serve one editor until it closes this process's standard input."""
     with open_store(options.config) as store:
         async with chat_service(options, store) as service:
-            await acp.run_agent(ChatAgent(service, options), use_unstable_protocol=True)  # type: ignore[arg-type]
+            agent = ChatAgent(service, options)
+            try:
+                await acp.run_agent(agent, use_unstable_protocol=True)  # type: ignore[arg-type]
+            finally:
+                await agent.aclose()
 
 
 class ChatAgent:
@@ -70,6 +73,7 @@ class ChatAgent:
             protocol_version=min(protocol_version, acp.PROTOCOL_VERSION),
             agent_capabilities=schema.AgentCapabilities(
                 load_session=True,
+                mcp_capabilities=schema.McpCapabilities(http=True, sse=False),
                 prompt_capabilities=schema.PromptCapabilities(image=True, embedded_context=True),
                 session_capabilities=schema.SessionCapabilities(
                     list=schema.SessionListCapabilities(),
@@ -88,8 +92,6 @@ class ChatAgent:
         self, cwd: str, mcp_servers: Sequence[object] | None = None, **_: Any
     ) -> schema.NewSessionResponse:
         """Begin a conversation about a folder."""
-        if mcp_servers:
-            logger.warning("the editor's MCP servers are not started; list them in the settings instead (--mcp FILE)")
         folder = self._folder(cwd)
         session = EditorSession(self._client, self._call_numbers)
         conversation = Conversation.begin(
@@ -99,30 +101,36 @@ class ChatAgent:
             system=prompt(self._options.config, folder),
             settings={"cwd": cwd},
         )
-        self._join(session, conversation, folder)
+        offered = await self._join(session, conversation, folder, mcp_servers)
         session.offer_commands()
-        return schema.NewSessionResponse(session_id=conversation.id, modes=_modes(conversation))
+        return schema.NewSessionResponse(session_id=conversation.id, modes=_modes(conversation), config_options=offered)
 
-    async def load_session(self, cwd: str, session_id: str, **_: Any) -> schema.LoadSessionResponse:
+    async def load_session(
+        self, cwd: str, session_id: str, mcp_servers: Sequence[object] | None = None, **_: Any
+    ) -> schema.LoadSessionResponse:
         """Open a stored conversation, and show the editor its history."""
-        session = self._opened(session_id, cwd)
+        session, offered = await self._opened(session_id, cwd, mcp_servers)
         await session.replay()
         session.offer_commands()
-        return schema.LoadSessionResponse(modes=_modes(session.conversation))
+        return schema.LoadSessionResponse(modes=_modes(session.conversation), config_options=offered)
 
-    async def resume_session(self, session_id: str, cwd: str, **_: Any) -> schema.ResumeSessionResponse:
+    async def resume_session(
+        self, session_id: str, cwd: str, mcp_servers: Sequence[object] | None = None, **_: Any
+    ) -> schema.ResumeSessionResponse:
         """Open a stored conversation without sending its history, which the editor already has."""
-        session = self._opened(session_id, cwd)
+        session, offered = await self._opened(session_id, cwd, mcp_servers)
         session.offer_commands()
-        return schema.ResumeSessionResponse(modes=_modes(session.conversation))
+        return schema.ResumeSessionResponse(modes=_modes(session.conversation), config_options=offered)
 
-    async def fork_session(self, session_id: str, cwd: str, **_: Any) -> schema.ForkSessionResponse:
+    async def fork_session(
+        self, session_id: str, cwd: str, mcp_servers: Sequence[object] | None = None, **_: Any
+    ) -> schema.ForkSessionResponse:
         """Fork a conversation: return a new conversation that begins with the same history."""
         session = EditorSession(self._client, self._call_numbers)
         other = await self._session(session_id).conversation.fork(people=session.people)
-        self._join(session, other, None)  # the fork has the folder of the session
+        offered = await self._join(session, other, None, mcp_servers)  # the fork has the folder of the session
         session.offer_commands()
-        return schema.ForkSessionResponse(session_id=other.id, modes=_modes(other))
+        return schema.ForkSessionResponse(session_id=other.id, modes=_modes(other), config_options=offered)
 
     async def list_sessions(
         self, cwd: str | None = None, cursor: str | None = None, **_: Any
@@ -141,13 +149,36 @@ class ChatAgent:
         """Close a conversation, but keep it in the store."""
         session = self._session(session_id)
         await session.conversation.close()
+        await session.close_servers()
         del self._sessions[session_id]
+
+    async def aclose(self) -> None:
+        """End the MCP servers that the editor named. Idempotent."""
+        for session in self._sessions.values():
+            await session.close_servers()
 
     async def set_session_mode(self, mode_id: str, session_id: str, **_: Any) -> None:
         """Switch the permission mode."""
         if mode_id not in list(Mode):
             raise acp.RequestError.invalid_params({"mode_id": mode_id, "details": f"the modes are {', '.join(Mode)}"})
-        self._session(session_id).conversation.permissions.switch(Mode(mode_id))
+        session = self._session(session_id)
+        session.conversation.permissions.switch(Mode(mode_id))
+        offered = config_options(session.conversation, await known_models(self._service))
+        session.show(schema.ConfigOptionUpdate(session_update="config_option_update", config_options=offered))
+
+    async def set_config_option(
+        self, config_id: str, session_id: str, value: str | bool, **_: Any
+    ) -> schema.SetSessionConfigOptionResponse:
+        """Switch the model or the permission mode of a session."""
+        session = self._session(session_id)
+        try:
+            await set_option(session.conversation, config_id, value)
+        except ConfigError as error:
+            raise acp.RequestError.invalid_params({"config_id": config_id, "details": str(error)}) from None
+        if config_id == MODE:
+            session.show(schema.CurrentModeUpdate(session_update="current_mode_update", current_mode_id=str(value)))
+        offered = config_options(session.conversation, await known_models(self._service))
+        return schema.SetSessionConfigOptionResponse(config_options=offered)
 
     async def cancel(self, session_id: str, **_: Any) -> None:
         """Interrupt the turn."""
@@ -158,14 +189,16 @@ class ChatAgent:
         turn open, that turn is finished first."""
         session = self._session(session_id)
         conversation = session.conversation
-        content: JSON = _content(prompt)
         try:
+            content: JSON = _content(prompt)
             if content in [f"/{name}" for name in COMMANDS]:
                 text = await (self._undo(conversation) if content == "/undo" else conversation.compact())
                 await session.answer(text)
                 return schema.PromptResponse(stop_reason="end_turn")
             if isinstance(content, str):
                 content = session.message(content)
+            typed = "\n".join(block.text for block in prompt if isinstance(block, schema.TextContentBlock))
+            content = await with_pages(content, typed, self._options.config.web_allow)
             if conversation.unfinished:
                 await session.play(conversation.resume())
             ended = await session.play(conversation.send(content))
@@ -199,22 +232,39 @@ class ChatAgent:
         except ConfigError as error:
             raise acp.RequestError.invalid_params({"cwd": cwd, "details": str(error)}) from None
 
-    def _opened(self, session_id: str, cwd: str) -> EditorSession:
+    async def _opened(
+        self, session_id: str, cwd: str, named: Sequence[object] | None
+    ) -> tuple[EditorSession, list[Any]]:
+        """Return a stored session, opened, and its options."""
         if (known := self._sessions.get(session_id)) is not None:
-            return known
+            return known, config_options(known.conversation, await known_models(self._service))
+        folder = self._folder(cwd)
         session = EditorSession(self._client, self._call_numbers)
         try:
             conversation = Conversation.open(self._service, session_id, session.people)
         except ConfigError as error:
             raise acp.RequestError.invalid_params({"session_id": session_id, "details": str(error)}) from None
-        self._join(session, conversation, self._folder(cwd))
-        return session
+        return session, await self._join(session, conversation, folder, named)
 
-    def _join(self, session: EditorSession, conversation: Conversation, folder: WorkFolder | None) -> None:
+    async def _join(
+        self,
+        session: EditorSession,
+        conversation: Conversation,
+        folder: WorkFolder | None,
+        named: Sequence[object] | None,
+    ) -> list[Any]:
+        """Let the editor session show the conversation, with the MCP servers that the editor names. Returns the
+        session's options. If a server cannot be used, the conversation is closed."""
         session.follow(conversation)
-        self._sessions[conversation.id] = session
         if folder is not None:
             conversation.slots.share(folder)
+        try:
+            await session.start_servers(named or (), self._options.config.mcp_servers)
+        except ConfigError as error:
+            await conversation.close()
+            raise acp.RequestError.invalid_params({"details": str(error)}) from None
+        self._sessions[conversation.id] = session
+        return config_options(conversation, await known_models(self._service))
 
     def _session(self, session_id: str) -> EditorSession:
         found = self._sessions.get(session_id)
@@ -229,20 +279,23 @@ def _modes(conversation: Conversation) -> schema.SessionModeState:
 
 
 def _content(blocks: Sequence[Any]) -> JSON:
-    """Convert the protocol's content blocks to the content of a chat message."""
+    """Convert the protocol's content blocks to the content of a chat message. Raises `ConfigError` for data that is not
+    an image."""
     texts: list[str] = []
     images: list[JSON] = []
     for block in blocks:
         if isinstance(block, schema.TextContentBlock):
             texts.append(block.text)
         elif isinstance(block, schema.ImageContentBlock):
-            images.append({"type": "image_url", "image_url": {"url": f"data:{block.mime_type};base64,{block.data}"}})
+            images.append(checked_image(block.data))
         elif isinstance(block, schema.ResourceContentBlock):
             texts.append(f"[{block.name}]({block.uri})")
         elif isinstance(block, schema.EmbeddedResourceContentBlock):
             resource = block.resource
             if isinstance(resource, schema.TextResourceContents):
                 texts.append(f'<file name="{resource.uri}">\n{resource.text}\n</file>')
+            else:
+                images.append(checked_image(resource.blob))
         else:
             raise acp.RequestError.invalid_params({"details": f"content of type {block.type} cannot be sent"})
     text = "\n\n".join(texts)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from typing import Any
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import plural
 from palaestra.core.printable import escaped, quoted
 from palaestra.core.types import JSON, Message
+from palaestra.doors.acp.editor_servers import editor_servers, opened_servers
 from palaestra.doors.chat.config import project
 from palaestra.doors.chat.conversation import Conversation, People
 from palaestra.doors.chat.project import command_description, command_message
@@ -26,6 +27,7 @@ from palaestra.doors.chat.turn_events import (
 )
 from palaestra.tools.builtin.session_search import message_text
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
+from palaestra.tools.mcp.run_servers import MCPServers
 
 try:
     import acp
@@ -65,12 +67,26 @@ class EditorSession:
         self._client, self._numbers = client, numbers
         self._conversation: Conversation | None = None
         self._call_ids: dict[str, str] = {}
+        self._servers: MCPServers | None = None
         self._sending: set[asyncio.Task[None]] = set()
         self.people = People(approve=self._approve, notice=lambda notice: self._tell(notice.text))
 
     def follow(self, conversation: Conversation) -> None:
         """Show this conversation from now on."""
         self._conversation = conversation
+
+    async def start_servers(self, named: Sequence[object], taken: Collection[str]) -> None:
+        """Start the MCP servers that the editor names, and give the conversation their tools. Raises `ConfigError` for
+        a server that cannot be used."""
+        servers = editor_servers(named, taken, self._tell)
+        if servers:
+            self._servers = await opened_servers(servers, self._tell)
+            self.conversation.tools = self._servers.tools()
+
+    async def close_servers(self) -> None:
+        """End the editor's MCP servers. Idempotent."""
+        if self._servers is not None:
+            await self._servers.aclose()
 
     @property
     def conversation(self) -> Conversation:
@@ -96,6 +112,10 @@ class EditorSession:
         word, _, rest = text.partition(" ")
         path = project(self.conversation.slots.folder).commands().get(word)
         return text if path is None else command_message(path, rest.strip())
+
+    def show(self, update: Any) -> None:
+        """Send the editor this update of the session."""
+        self._send_later(update)
 
     async def answer(self, text: str) -> None:
         """Show a text as the agent's answer."""

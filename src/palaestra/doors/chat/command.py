@@ -39,8 +39,9 @@ _HELP = """Talk to an agent that works in a sandbox.
   --mode MODE          plan: only tools that read; ask: asks before each change; auto: free in the sandbox [auto]
 
 In the terminal: /help lists the commands, Esc stops the model or the command, Ctrl-D ends. @file adds a file or an
-image. You are asked before a dangerous command runs. The agent reads AGENTS.md. Settings are also read from
-~/.config/palaestra/chat.yaml, and the settings of `palaestra run` for servers, tools and slots work too (--help-all).
+image, @https://ADDRESS a web page. You are asked before a dangerous command runs. The agent reads AGENTS.md. Settings
+are also read from ~/.config/palaestra/chat.yaml, your hooks for tool calls from hooks.json beside it. The settings of
+`palaestra run` for servers, tools and slots work too (--help-all).
 Exit codes with -p: 0 answered, 1 failed, 2 usage, 4 model server, 5 isolation, 130 interrupted."""
 
 _SETTINGS = {

@@ -21,6 +21,7 @@ from palaestra.core.config import host_path, setting
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Limits, Network
 from palaestra.doors.chat.folders import settings_file, state_folder
+from palaestra.doors.chat.hooks import read_hooks
 from palaestra.doors.chat.permissions import Mode
 from palaestra.doors.chat.project import Project
 from palaestra.doors.chat.service import SYSTEM_PROMPT, TOOLSETS, ChatService, ChatSettings
@@ -121,6 +122,7 @@ async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncI
             checkpoints=config.checkpoints,
             mode=config.mode.value,
             rules_folder=about.folder,
+            hooks=read_hooks(about.own),
             models=_models(config, options.servers),
         )
         one = options.servers[0] if len(options.servers) == 1 else options.servers

@@ -28,7 +28,7 @@ from palaestra.doors.chat.compaction import (
     summary_in_pieces,
 )
 from palaestra.doors.chat.history import ChatHistory
-from palaestra.doors.chat.model_session import ModelSession
+from palaestra.doors.chat.model_session import ModelImages, ModelSession
 from palaestra.doors.chat.service import ChatSettings
 from palaestra.doors.chat.store import ConversationStore, StoredTurn
 from palaestra.doors.chat.turn_events import Notice
@@ -62,6 +62,8 @@ class ContextWindow:
         self._seat = seat
         self._settings = settings
         self._report = report
+        self.images = ModelImages(model, history, report)
+        """Shows the model the images of the conversation, if its server takes them."""
         self._count = TokenCount()
         self._counted = (0, 0)
         self.tokens = 0
@@ -229,7 +231,9 @@ class ContextWindow:
             branch = session.child(self._seat.next_branch())
             branch.declare(SegmentReason.COMPACTION)
             try:
-                completion = await branch.chat_completion(messages=messages, temperature=self._settings.temperature)
+                completion = await branch.chat_completion(
+                    messages=self.images.visible(messages), temperature=self._settings.temperature
+                )
             except ContextExceeded as error:
                 engine.learn_window(error)
                 raise

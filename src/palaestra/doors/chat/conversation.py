@@ -46,6 +46,7 @@ from palaestra.doors.chat.model_session import ModelSession
 from palaestra.doors.chat.permissions import Mode, Permissions
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.store import ConversationRecord, ConversationStore, StoredTurn
+from palaestra.doors.chat.tool_hooks import HookContext, ToolHooks, unless_allowed
 from palaestra.doors.chat.turn import RunningTurn
 from palaestra.doors.chat.turn_events import Event, Notice, TextDelta
 from palaestra.processes.session import ProcessSession
@@ -56,8 +57,8 @@ from palaestra.tools.builtin.session_search import Sessions, message_text
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest, Approvals
 from palaestra.tools.human.approval import Ask as Approve
 from palaestra.tools.registry.registry import Kit, ToolRegistry
-from palaestra.tools.runtime.runtime import CheckedCall, Next
-from palaestra.tools.tool import ToolOutcome
+from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolMiddleware
+from palaestra.tools.tool import Tool, ToolOutcome
 
 NEW_SANDBOX = "The sandbox is new: the earlier one is gone with its processes and all files that were not copied out."
 ENDED_PROCESSES = "The user undid messages, so the files of that time were restored, and all processes were ended."
@@ -92,6 +93,8 @@ class Conversation:
         self.id = record.id
         self.people = people
         self.toolsets: tuple[str, ...] = tuple(record.settings.get("toolsets") or service.settings.toolsets)
+        self.tools: Sequence[Tool] = ()
+        """Tools of this conversation alone, in addition to those of its toolsets."""
         self.failure: PalaestraError | None = None
         self._service, self._store, self._lock = service, service.store, lock
         self._busy = asyncio.Lock()
@@ -102,14 +105,16 @@ class Conversation:
             service, record.id, self._emit, lambda: self.history.change_settings(sandbox=True)
         )
         rules = rules_of(record, service.settings.rules_folder)
-        approvals = Approvals(None if people.approve is None else _remembered(people.approve, self._store, rules))
+        approvals = Approvals(
+            None if people.approve is None else unless_allowed(_remembered(people.approve, self._store, rules))
+        )
         approvals.allowed |= self._store.users.allowed(record.user) | self._store.users.allowed(rules)
         self.seat = Seat(
             record.id,
             Kit(ToolRegistry()),
             self.slots,
             timeout_s=service.settings.tool_timeout_s,
-            middleware=(self._called,),
+            middleware=self._middleware(approvals),
             shares=(
                 service.processes,
                 approvals,
@@ -372,7 +377,7 @@ class Conversation:
     async def _work(self, running: RunningTurn, turn: StoredTurn) -> AgentResult:
         settings = self._service.settings
         await self.model.opened()
-        self.seat.offer(Kit(self._service.registry(self.toolsets)), message_text(turn.content))
+        self.seat.offer(Kit(self._registry()), message_text(turn.content))
         self.history.change_settings(tools=self.seat.kit.definitions)
         limits = LoopSettings(
             max_turns=settings.max_turns,
@@ -383,6 +388,28 @@ class Conversation:
             beyond=_BEYOND,
         )
         return await running.work(self.seat, limits)
+
+    def _registry(self) -> ToolRegistry:
+        registry = self._service.registry(self.toolsets)
+        more = [tool for tool in self.tools if tool.name not in registry]
+        return registry.with_tools([*registry.tools(), *more]) if more else registry
+
+    def _middleware(self, approvals: Approvals) -> Sequence[ToolMiddleware]:
+        hooks = self._service.settings.hooks
+        if hooks is None or not (hooks.before or hooks.after):
+            return (self._called,)
+        around = ToolHooks(hooks, HookContext(self.id, self._project, self._mode, self._notice), approvals)
+        return (around.before, self._called, around.after)
+
+    def _project(self) -> Path | None:
+        """Return the folder on this machine that the conversation is about."""
+        return self._service.settings.rules_folder if self.slots.folder is None else self.slots.folder.root
+
+    def _mode(self) -> str:
+        return self.permissions.mode.value
+
+    def _notice(self, notice: Notice) -> None:
+        self.notices.report_in_turn(notice)
 
     async def _called(self, call: CheckedCall, then: Next) -> ToolOutcome:
         async def permitted(call: CheckedCall) -> ToolOutcome:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from palaestra.core.types import JSON, Usage
+from palaestra.agent.middleware import Ask, ChatCall
+from palaestra.core.errors import ContextExceeded, EngineError
+from palaestra.core.types import JSON, Message, Usage
+from palaestra.doors.chat.attachments import has_images, without_images
+from palaestra.doors.chat.history import ChatHistory
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.store import StoredTurn
+from palaestra.doors.chat.turn_events import Notice
 from palaestra.inference.chat_server import ChatServer, SessionContext
+from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.server_group import Server, ServerGroup
 
 
@@ -76,3 +82,50 @@ class ModelSession:
         if prices is not None:
             report["cost"] = prices.cost(usage.prompt_tokens, usage.completion_tokens)
         return report
+
+
+class ModelImages:
+    """Shows a conversation's images to its model, or a text in their place if the model's server does not take them.
+    The history keeps the images, so another model gets them. `report` shows the person a notice."""
+
+    def __init__(self, model: ModelSession, history: ChatHistory, report: Callable[[Notice], None]) -> None:
+        self._model = model
+        self._history = history
+        self._report = report
+
+    def visible(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages as the model may see them."""
+        refused = self._history.record.settings.get("no_images") or ()
+        return without_images(messages) if self._model.name in refused and has_images(messages) else messages
+
+    async def call(self, call: ChatCall, ask: Ask) -> ChatCompletion:
+        """Ask the model. If the server refuses the request, and accepts it without its images, the model gets none of
+        this conversation's images from now on. This is chat middleware."""
+        seen = self.visible(call.messages)
+        plain = ChatCall(call.branch, without_images(seen), call.request)
+        if not has_images(seen):
+            return await ask(plain if seen is not call.messages else call)
+        why: EngineError | None = None
+        session = self._model.session
+        if session is None or "images" in session.features:
+            try:
+                return await ask(call)
+            except EngineError as error:
+                if isinstance(error, ContextExceeded) or not error.by_request:
+                    raise
+                why = error
+        try:
+            completion = await ask(plain)
+        except EngineError:
+            if why is not None:
+                raise why from None
+            raise
+        name, settings = self._model.name, self._history.record.settings
+        self._history.change_settings(no_images=[*(settings.get("no_images") or ()), name])
+        reason = "its exact-token interface takes only text" if why is None else str(why)
+        text = (
+            f"The model {name} does not take images, so it answers without them: {reason} "
+            "Use /model to switch to a model that takes images; it gets them from the history."
+        )
+        self._report(Notice(text=text, kind="image"))
+        return completion

@@ -18,7 +18,7 @@ import click
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import DONE, FAILED
 from palaestra.core.exits import INTERRUPTED as EXIT_INTERRUPTED
-from palaestra.doors.chat.attachments import missing_files, with_files
+from palaestra.doors.chat.attachments import missing_files, with_files, with_pages
 from palaestra.doors.chat.config import ChatOptions, chat_service, open_store
 from palaestra.doors.chat.conversation import Conversation, People
 from palaestra.doors.chat.service import ChatService
@@ -77,7 +77,7 @@ async def answer_once(
         return ApprovalAnswer.ONCE if allow else ApprovalAnswer.DENY
 
     with open_store(options.config) as store:
-        content = with_files(text, piped=piped)
+        content = await with_pages(with_files(text, piped=piped), text, options.config.web_allow)
         for path in missing_files(text):
             click.echo(f"note: there is no file {path}; its name is sent as text", err=True)
         async with chat_service(options, store) as service:

@@ -28,6 +28,7 @@ from typing import Protocol, Self, TypeAlias
 from palaestra.agent.budget import Budget
 from palaestra.core.errors import ConfigError, EngineError, SandboxError
 from palaestra.core.types import JSON, Prices
+from palaestra.doors.chat.hooks import Hooks
 from palaestra.doors.chat.store import ConversationStore
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig, ServerBaseline
@@ -65,7 +66,8 @@ class ChatSettings:
     describes the slots, and `prepare` puts files into each new slot; `workdir` is a folder of this machine that each
     new slot gets a copy of, instead. `checkpoints` is the maximum number of turns of a conversation whose files can be
     restored. `mode` is the permission mode (`permissions.py`), and `rules_folder` the folder for which approvals are
-    kept, or None to keep them for all folders. `models` are further model servers by name. `tools` are added to the
+    kept, or None to keep them for all folders. `hooks` are the user's commands around tool calls. `models` are further
+    model servers by name. `tools` are added to the
     tools of every toolset; `provided` replace built-in tools of the same name; `build_tools` replaces
     `build_tool_registry`. `memory` is the folder of the `memory` tool's notes. `shared` are objects that tools find by
     type (`ToolRun.state`).
@@ -92,6 +94,7 @@ class ChatSettings:
     checkpoints: int = 0
     mode: str = "auto"
     rules_folder: Path | None = None
+    hooks: Hooks | None = None
     models: Mapping[str, APIServerConfig] = field(default_factory=dict)
     shared: Sequence[object] = ()
 

@@ -107,7 +107,7 @@ class RunningTurn:
 
     async def work(self, seat: Seat, settings: LoopSettings) -> AgentResult:
         """Let the agent in this seat answer, starting from the history."""
-        server = MiddlewareServer(await self._model.opened(), [self._streamed])
+        server = MiddlewareServer(await self._model.opened(), [self._streamed, self._context.images.call])
         loop = self._loop = seat.loop(server, settings, on_turn=self._on_turn)
         try:
             return await self._context.run(loop, self._turn)

@@ -66,8 +66,8 @@ class UserMessage(_Event, tag="message"):
 
 
 class Notice(_Event, tag="notice"):
-    """A notice for the person. `kind` is process, recovery, sandbox, workdir, approval or compaction; `source` is the
-    id of the background process, if the notice is about one."""
+    """A notice for the person. `kind` is process, recovery, sandbox, workdir, approval, compaction, hook or image;
+    `source` is the id of the background process, if the notice is about one."""
 
     text: str
     kind: str

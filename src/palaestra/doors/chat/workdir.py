@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.printable import without_middle
+from palaestra.doors.chat.folders import settings_file
 from palaestra.sandbox.slot import WORKSPACE, Slot
 
 MAX_KEPT_BYTES = 256 << 20
@@ -36,6 +37,7 @@ the changes in the sandbox."""
 NOT_KEPT = "its earlier content was too large to keep"
 CHANGED_HERE = "it changed on this machine in the meantime"
 MAKES_GIT_RUN = "git could run commands from it on this machine"
+CONFIGURES_CHAT = "it is one of your own chat settings, from which commands are run on this machine"
 
 _LIST_BYTES = 16 << 20
 _ARCHIVE = "/tmp/palaestra-folder.tar"  # noqa: S108 - a path in the slot, which nobody else shares
@@ -137,6 +139,8 @@ class WorkFolder:
             problem = CHANGED_HERE if _digest(before) != self._copied.get(path, "") else ""
             if makes_git_run(path, repositories) or makes_git_run(self._real(path), repositories):
                 problem = MAKES_GIT_RUN
+            elif self._configures_chat(path):
+                problem = CONFIGURES_CHAT
             if path not in now:
                 if before is not None:
                     found.append(FolderChange(path, "deleted", before, None, problem=problem))
@@ -296,6 +300,13 @@ class WorkFolder:
         target = self.root / path
         parent = target.parent.resolve()
         return (parent.relative_to(self.root) / target.name).as_posix() if parent.is_relative_to(self.root) else path
+
+    def _configures_chat(self, path: str) -> bool:
+        """Return whether a file is one of the chat's own settings, whose hooks and servers run on this machine."""
+        own, target = settings_file().parent, self.root / path
+        real = target.parent.resolve() / target.name
+        links = {each.resolve() for each in own.glob("*") if each.is_symlink()}
+        return real.is_relative_to(own.resolve()) or target.resolve() in links
 
     def _inside(self, target: Path) -> bool:
         """Return whether a file may be written at `target`: its directory, with symlinks resolved, is in the folder,

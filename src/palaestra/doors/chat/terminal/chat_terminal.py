@@ -237,7 +237,7 @@ class ChatTerminal:
 
     async def _send(self, named: str, text: str) -> None:
         """Send a message with the files that `named` names."""
-        from palaestra.doors.chat.attachments import missing_files, with_files
+        from palaestra.doors.chat.attachments import added, missing_files, with_files, with_pages
 
         for path in missing_files(named):
             self._screen.prose(
@@ -245,9 +245,10 @@ class ChatTerminal:
             )
         content = with_files(named)
         if named is not text:
-            parts = [] if isinstance(content, str) else [part for part in content if part.get("type") != "text"]
-            added = (content if isinstance(content, str) else content[0]["text"])[len(named) :]
-            content = [{"type": "text", "text": text + added}, *parts] if parts else text + added
+            parts = [] if isinstance(content, str) else content[1:]
+            files = (content if isinstance(content, str) else content[0]["text"])[len(named) :]
+            content = added(text + files, (), parts)
+        content = await with_pages(content, named, self._desk.opened.options.config.web_allow)
         await self._desk.show_turn(self._desk.talk.send(content))
 
     async def _do(self, name: str, rest: str) -> None:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Run: TypeAlias = Callable[[Desk, str], Awaitable[None]]
 
 KEYS = (
-    "Enter sends; Alt-Enter, or \\ at the end, begins a new line. @FILE adds a text file or an image.\n"
+    "Enter sends; Alt-Enter, or \\ at the end, begins a new line. @FILE adds a text file or an\n"
+    "image, @https://ADDRESS a web page.\n"
     "While a turn runs: Enter queues a message, which the agent reads after its next tool call; Esc or Ctrl-C stops.\n"
     "Shift-Tab switches between the modes plan, ask and auto. Ctrl-D ends the chat."
 )
@@ -322,6 +323,18 @@ async def _skills(desk: Desk, rest: str) -> None:
         desk.screen.prose("no skills in .agents/skills, .claude/skills or the folder skills beside chat.yaml")
 
 
+async def _hooks(desk: Desk, rest: str) -> None:
+    hooks = desk.opened.service.settings.hooks
+    if hooks is None or not (hooks.before or hooks.after or hooks.ignored):
+        desk.screen.prose("no hooks in the file hooks.json beside chat.yaml")
+        return
+    for when, listed in (("before", hooks.before), ("after", hooks.after)):
+        for hook in listed:
+            desk.screen.prose(printable(f"{when} {hook.about}: {hook.command} (at most {hook.timeout_s:g} s)"))
+    if hooks.ignored:
+        desk.screen.prose(printable(f"never run here: hooks for {', '.join(hooks.ignored)}"))
+
+
 def _words(turn: StoredTurn) -> str:
     from palaestra.tools.builtin.session_search import message_text
 
@@ -354,6 +367,7 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "/tools": SlashCommand("", "list the tools", _tools, at_once=True),
     "/toolset": SlashCommand("[NAME …]", "show or change the toolsets", _toolset),
     "/skills": SlashCommand("", "list the skills that the agent can read", _skills, at_once=True),
+    "/hooks": SlashCommand("", "list your hooks, which run before and after tool calls", _hooks, at_once=True),
     "/sandbox": SlashCommand(
         "[diff|write|new]", "show the sandbox or its changes, write the changes back, or get a new sandbox", _sandbox
     ),
