@@ -186,6 +186,19 @@ def _hermes_agent(assignment: AgentAssignment) -> Mapping[str, str]:
     return {f"{HOME}/.hermes/config.yaml": json.dumps(config)}  # YAML contains JSON
 
 
+def _fast_agent(assignment: AgentAssignment) -> Mapping[str, str]:
+    config: JSON = {
+        "generic": {"base_url": assignment.openai_url, "api_key": assignment.key},
+    }
+    if assignment.tools_url:
+        server = {"transport": "http", "url": assignment.tools_url, "headers": assignment.headers}
+        config["mcp"] = {"servers": {TOOL_SERVER: server}}
+    return {f"{_FAST_AGENT}/fast-agent.yaml": json.dumps(config)}  # YAML contains JSON
+
+
+_FAST_AGENT, _GENERIC = f"{HOME}/fast-agent", f"generic.{MODEL}"
+
+
 def _oh_my_pi(assignment: AgentAssignment) -> Mapping[str, str]:
     provider = {"baseUrl": assignment.openai_url, "apiKey": assignment.key, "api": "openai-completions"}
     settings = {"startup": {"checkUpdate": False}, "tools": {"xdev": False}}  # the model sees every tool
@@ -378,10 +391,10 @@ PROGRAMS: Mapping[str, AgentProgram] = {
         "fast-agent",
         "fast-agent-mcp",
         "0.10.48",
-        ["go", "--model", f"generic.{MODEL}", "--shell", "--message", "{prompt}"],
-        # Without a settings file: its folder would become the working directory.
-        env={"GENERIC_BASE_URL": "{openai_url}", "GENERIC_API_KEY": "{key}", "FAST_AGENT_HOME": f"{HOME}/fast-agent"},
-        tool_arguments=["--url", "{tools_url}", "--auth", "{key}"],
+        # Without the workspace, its shell works in the folder of its settings.
+        ["go", "--workspace", ".", "--home", _FAST_AGENT, "--model", _GENERIC, "--shell", "--message", "{prompt}"],
+        _fast_agent,
+        tool_arguments=["--servers", TOOL_SERVER],
         python="3.13",
     ),
     "oh-my-pi": NpmProgram(
@@ -392,14 +405,6 @@ PROGRAMS: Mapping[str, AgentProgram] = {
         _oh_my_pi,
         program="omp",
         bun="1.4.5",
-    ),
-    "deepagents": PipProgram(
-        "deepagents",
-        "deepagents-code",
-        "0.1.57",
-        ["--model", f"openai:{MODEL}", "--shell-allow-list", "all", "--non-interactive", "{prompt}"],
-        tool_arguments=["--mcp-config", MCP_FILE],
-        program="dcode",
     ),
     "open-interpreter": PipProgram(
         "open-interpreter",
@@ -430,6 +435,7 @@ PROGRAMS: Mapping[str, AgentProgram] = {
         "mistral-vibe",
         "mistral-vibe",
         "2.26.1",
+        # The newer harness offers the tools of MCP servers only to TypeScript that the model writes.
         ["--legacy-harness", "--trust", "--auto-approve", "--prompt", "{prompt}"],
         _mistral_vibe,
         program="vibe",

@@ -137,8 +137,7 @@ Settings = Callable[[AgentAssignment], Mapping[str, str]]
 @dataclass(frozen=True)
 class InstalledProgram(ABC):
     """An agent that is installed on this machine at one version. Its executable `program` (by default `name`) runs with
-    `arguments` and `env`, in which `{prompt}`, `{openai_url}`, `{tools_url}` and `{key}` stand for the values of the
-    assignment.
+    `arguments` and `env`, in which `{prompt}`, `{openai_url}` and `{key}` stand for the values of the assignment.
     `files` returns its settings files, by path. If the environment has tools, `tool_arguments` are added; if
     `tools_by_command`, the prompt explains a command that calls them."""
 
@@ -183,7 +182,7 @@ class InstalledProgram(ABC):
 
 def _filled(text: str, assignment: AgentAssignment) -> str:
     """Replace the placeholders of a known program's argument or variable; the prompt itself is taken as it is."""
-    values = {each: getattr(assignment, each) for each in ("prompt", "openai_url", "key", "tools_url")}
+    values = {each: getattr(assignment, each) for each in ("prompt", "openai_url", "key")}
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
 
 
@@ -255,9 +254,12 @@ class PipProgram(InstalledProgram):
         managed = sorted((Path.home() / ".pyenv/versions").glob(f"{self.python}.*/bin/{name}"))
         # pyenv's shims are on the search path of every version, but only the active versions start.
         on_path = [each for each in (shutil.which(name),) if each and "/shims/" not in each]
-        for each in (*on_path, *map(str, managed)):
-            return each
-        raise ConfigError(f"agent {self.name} needs Python {self.python} on this machine, but {name} is not installed")
+        found = [*on_path, *map(str, managed)]
+        if not found:
+            raise ConfigError(
+                f"agent {self.name} needs Python {self.python} on this machine, but {name} is not installed"
+            )
+        return found[0]
 
 
 _TOOLS_BY_COMMAND = f"""
