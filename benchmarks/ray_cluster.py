@@ -165,6 +165,7 @@ class RayNodes:
     """A Ray cluster of some nodes with one CPU each, on this machine."""
 
     def __init__(self, nodes: int) -> None:
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # a busy machine needs more than Ray's 30
         from ray.cluster_utils import Cluster as RayCluster
 
         self._small = {"num_cpus": 1, "object_store_memory": 100 << 20}

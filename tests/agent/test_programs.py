@@ -41,3 +41,30 @@ def test_a_program_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch
     program = Missing("mine", "no-such-agent-of-mine", "1.0", "mine", ())
     with pytest.raises(ConfigError, match="no-such-agent-of-mine"):
         asyncio.run(program.install())
+
+
+def test_an_agent_names_the_python_that_it_needs() -> None:
+    program = PipProgram("mine", "mine", "1.0", (), python="3.99")
+    with pytest.raises(ConfigError, match=r"agent mine needs Python 3\.99 on this machine"):
+        asyncio.run(program.install())
+
+
+def test_slots_see_the_python_that_made_an_agents_environment(tmp_path: Path) -> None:
+    python, agent = tmp_path / "python-3.13", tmp_path / "agent"
+    for folder in (python / "bin", python / "lib", agent / "bin"):
+        folder.mkdir(parents=True)
+    (agent / "bin/mine").touch(0o755)
+    (agent / "pyvenv.cfg").write_text(f"home = {python}/bin\nversion = 3.13.0\n")
+
+    class Made(PipProgram):
+        @property
+        def folder(self) -> Path:
+            return agent
+
+    mounts = asyncio.run(Made("mine", "mine", "1.0", ()).install())
+    assert [mount.source for mount in mounts] == [str(agent), str(python / "bin"), str(python / "lib")]
+
+
+def test_an_agent_that_needs_bun_finds_it_beside_itself() -> None:
+    program = NpmProgram("mine", "mine", "1", (), bun="1.4.5", node="22.23.3")
+    assert program.path()["PATH"].split(":")[0] == str(program.folder / "node_modules/.bin")

@@ -13,6 +13,8 @@ import pytest
 
 from cluster import counting
 from palaestra.rollouts.observe.status import RunReader
+from palaestra.viewer.run_index import RunIndex
+from palaestra.viewer.summary import run_details
 from programs import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.slots]
@@ -88,6 +90,12 @@ def test_two_workers_write_what_one_process_writes_even_if_one_is_killed(
     assert sum(node.losses for node in status.nodes) == 1
     assert sum(node.rollouts for node in status.nodes) == len(found)
     assert {(node.slots, node.groups, node.in_flight) for node in status.nodes} == {(4, 0, 0)}
+    with contextlib.closing(RunIndex(tmp_path / out.strip() / "journal.jsonl")) as index:
+        while index.update():
+            continue
+        nodes = run_details(index)["nodes"]
+    shown = {(each["node"], each["host"], each["slots"], each["losses"], each["rollouts"]) for each in nodes}
+    assert shown == {(each.node, each.host, each.slots, each.losses, each.rollouts) for each in status.nodes}
 
 
 def test_a_killed_driver_leaves_no_worker_and_its_run_is_resumed(tmp_path: Path, alone: dict[str, object]) -> None:

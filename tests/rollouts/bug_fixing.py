@@ -59,7 +59,7 @@ class Fixer(TokenChat):
     fix = FIX
     shells = (
         "exec_command", "shell_command", "shell", "bash", "Bash", "terminal", "run_shell_command", "run_commands",
-        "execute_bash", "agent_run_shell_command",
+        "execute_bash", "agent_run_shell_command", "execute",
     )  # fmt: skip
 
     def __init__(self, *, last: str = "The bug is fixed.") -> None:
@@ -95,18 +95,26 @@ def tools_of(text: str) -> dict[str, JSON]:
     return {function["name"]: function["parameters"] for function in functions}
 
 
+def required(schema: JSON, names: Sequence[str]) -> dict[str, JSON]:
+    """Arguments for what a tool requires except these names."""
+    values: dict[str, JSON] = {"boolean": False, "string": "Fix the bug", "integer": 10, "number": 10}
+    needed = {name: schema["properties"][name] for name in schema.get("required", ()) if name not in names}
+    return {
+        name: min(each["enum"], key="shell".__ne__) if "enum" in each else values[each.get("type", "string")]
+        for name, each in needed.items()
+    }
+
+
 def filled(schema: JSON, command: str) -> dict[str, JSON]:
     """Arguments of a shell's tool that run a command, and what else the tool requires."""
-    values: dict[str, JSON] = {"boolean": False, "string": "Fix the bug", "integer": 10, "number": 10}
-    arguments = {name: values[schema["properties"][name].get("type", "string")]
-                 for name in schema.get("required", ()) if name not in COMMANDS}  # fmt: skip
+    arguments = required(schema, COMMANDS)
     name = next(name for name in COMMANDS if name in schema["properties"])
     if schema["properties"][name].get("type") != "array":
         return {**arguments, name: command}
     return {**arguments, name: [command] if name == "commands" else ["bash", "-c", command]}
 
 
-COMMANDS = ("command", "cmd", "commands")
+COMMANDS = ("command", "cmd", "commands", "code")
 
 
 class Repairer(Fixer):
@@ -115,7 +123,9 @@ class Repairer(Fixer):
     fix = """python3 /tmp/agent/tools.py repair '{"file": "calc.py"}'"""
 
     def _reply(self, text: str) -> str:
-        tool = next((name for name in tools_of(text) if name.endswith("repair")), None)
+        offered = tools_of(text)
+        tool = next((name for name in offered if name.endswith("repair")), None)
         if tool is None or "<|im_start|>tool" in text:
             return super()._reply(text)
-        return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': {'file': 'calc.py'}})}\n</tool_call>"
+        arguments = {**required(offered[tool], ("file",)), "file": "calc.py"}
+        return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"

@@ -27,7 +27,7 @@ AGENTS = [
     pytest.param(name, marks=() if name in FIRST else (pytest.mark.interop, pytest.mark.timeout(1500)))
     for name in PROGRAMS
 ]
-SEVERAL_SEGMENTS = ("gptme", "code-puppy")  # they change what they have sent before
+SEVERAL_SEGMENTS = ("gptme", "code-puppy", "open-interpreter")  # they change what they have sent before
 SUBMIT = json.dumps({"name": "bash", "arguments": {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}})
 
 

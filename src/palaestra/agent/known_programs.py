@@ -186,6 +186,74 @@ def _hermes_agent(assignment: AgentAssignment) -> Mapping[str, str]:
     return {f"{HOME}/.hermes/config.yaml": json.dumps(config)}  # YAML contains JSON
 
 
+def _fast_agent(assignment: AgentAssignment) -> Mapping[str, str]:
+    config: JSON = {
+        "generic": {"base_url": assignment.openai_url, "api_key": assignment.key},
+    }
+    if assignment.tools_url:
+        server = {"transport": "http", "url": assignment.tools_url, "headers": assignment.headers}
+        config["mcp"] = {"servers": {TOOL_SERVER: server}}
+    return {f"{_FAST_AGENT}/fast-agent.yaml": json.dumps(config)}  # YAML contains JSON
+
+
+_FAST_AGENT, _GENERIC = f"{HOME}/fast-agent", f"generic.{MODEL}"
+
+
+def _oh_my_pi(assignment: AgentAssignment) -> Mapping[str, str]:
+    provider = {"baseUrl": assignment.openai_url, "apiKey": assignment.key, "api": "openai-completions"}
+    settings = {"startup": {"checkUpdate": False}, "tools": {"xdev": False}}  # the model sees every tool
+    model = {"id": MODEL, "name": MODEL, "contextWindow": CONTEXT_TOKENS, "maxTokens": OUTPUT_TOKENS}
+    files = {
+        f"{_OH_MY_PI}/models.yml": json.dumps({"providers": {"palaestra": {**provider, "models": [model]}}}),
+        f"{_OH_MY_PI}/config.yml": json.dumps(settings),
+    }
+    if assignment.tools_url:
+        files[f"{_OH_MY_PI}/mcp.json"] = mcp_file(assignment)[MCP_FILE]
+    return files
+
+
+_OH_MY_PI = f"{HOME}/.omp/agent"
+
+
+_OPEN_INTERPRETER = f"""
+import os, sys
+from interpreter import interpreter
+interpreter.auto_run = interpreter.offline = interpreter.plain_text_display = True
+interpreter.llm.model, interpreter.llm.supports_functions = "openai/{MODEL}", True
+interpreter.llm.api_base, interpreter.llm.api_key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+interpreter.llm.context_window, interpreter.llm.max_tokens = {CONTEXT_TOKENS}, {OUTPUT_TOKENS}
+interpreter.chat(sys.argv[1])
+"""
+"""Its command line reads one line of a prompt, so this starts it as its documentation of the Python API does."""
+
+
+def _openhands(assignment: AgentAssignment) -> Mapping[str, str]:
+    return {f"{HOME}/.openhands/mcp.json": text for text in mcp_file(assignment).values()}
+
+
+def _mistral_vibe(assignment: AgentAssignment) -> Mapping[str, str]:
+    provider = {"name": "palaestra", "api_base": assignment.openai_url, "api_key_env_var": "OPENAI_API_KEY"}
+    model = {"name": MODEL, "alias": MODEL, "provider": "palaestra"}
+    config = f'''\
+active_model = "{MODEL}"
+enable_update_checks = false
+enable_telemetry = false
+[[providers]]
+{_toml(provider)}
+[[models]]
+{_toml(model)}
+'''
+    if assignment.tools_url:
+        server = {"name": TOOL_SERVER, "transport": "streamable-http", "url": assignment.tools_url}
+        headers = _toml(assignment.headers)
+        config += f"[[mcp_servers]]\n{_toml(server)}\ntool_timeout_sec = {TOOL_S}\n[mcp_servers.headers]\n{headers}\n"
+    return {f"{HOME}/.vibe/config.toml": config}
+
+
+def _toml(values: Mapping[str, str]) -> str:
+    return "\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
+
+
 PROGRAMS: Mapping[str, AgentProgram] = {
     "codex": NpmProgram("codex", "@openai/codex", "0.169.0", ["exec", "--skip-git-repo-check", "{prompt}"], _codex),
     "claude-code": NpmProgram(
@@ -318,6 +386,60 @@ PROGRAMS: Mapping[str, AgentProgram] = {
         program="mini",
         tools_by_command=True,
         also=("litellm[mcp]==1.106.2",),  # litellm imports `mcp` for every request with tools
+    ),
+    "fast-agent": PipProgram(
+        "fast-agent",
+        "fast-agent-mcp",
+        "0.10.48",
+        # Without the workspace, its shell works in the folder of its settings.
+        ["go", "--workspace", ".", "--home", _FAST_AGENT, "--model", _GENERIC, "--shell", "--message", "{prompt}"],
+        _fast_agent,
+        tool_arguments=["--servers", TOOL_SERVER],
+        python="3.13",
+    ),
+    "oh-my-pi": NpmProgram(
+        "oh-my-pi",
+        "@oh-my-pi/pi-coding-agent",
+        "18.2.3",
+        ["--model", f"palaestra/{MODEL}", "--auto-approve", "--no-title", "--print", "{prompt}"],
+        _oh_my_pi,
+        program="omp",
+        bun="1.4.5",
+    ),
+    "open-interpreter": PipProgram(
+        "open-interpreter",
+        "open-interpreter",
+        "0.4.3",
+        ["-c", _OPEN_INTERPRETER, "{prompt}"],
+        env={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        program="python",
+        tools_by_command=True,
+        also=("setuptools<80",),  # for its `pkg_resources`
+    ),
+    "openhands": PipProgram(
+        "openhands",
+        "openhands",
+        "1.16.0",
+        ["--headless", "--always-approve", "--override-with-envs", "--task", "{prompt}"],
+        _openhands,
+        {
+            "LLM_MODEL": f"openai/{MODEL}",
+            "LLM_BASE_URL": "{openai_url}",
+            "LLM_API_KEY": "{key}",
+            "OPENHANDS_SUPPRESS_BANNER": "1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        },
+        python="3.12",
+    ),
+    "mistral-vibe": PipProgram(
+        "mistral-vibe",
+        "mistral-vibe",
+        "2.26.1",
+        # The newer harness offers the tools of MCP servers only to TypeScript that the model writes.
+        ["--legacy-harness", "--trust", "--auto-approve", "--prompt", "{prompt}"],
+        _mistral_vibe,
+        program="vibe",
+        python="3.12",
     ),
 }
 

@@ -189,9 +189,11 @@ def _filled(text: str, assignment: AgentAssignment) -> str:
 @dataclass(frozen=True)
 class NpmProgram(InstalledProgram):
     """An agent from npm, run by this machine's Node.js. An agent that needs a newer one than Node.js 20 names it with
-    `node`; that version is then installed beside the agent, from npm too."""
+    `node`, and an agent that needs Bun names its version with `bun`; that version is then installed beside the agent,
+    from npm too."""
 
     node: str = ""
+    bun: str = ""
 
     @property
     def binary(self) -> Path:
@@ -213,31 +215,51 @@ class NpmProgram(InstalledProgram):
         if node is None:
             raise ConfigError(f"agent {self.name} needs Node.js 20 or newer on this machine, but node is not installed")
         targets = [f"{self.package}@{self.version}", *([f"{self._own_node}@{self.node}"] if self.node else ())]
+        targets += [f"bun@{self.bun}"] if self.bun else []
         npm = "npm", "install", "--no-audit", "--no-fund", "--prefix", str(self.folder), *targets
         await _installed(self.name, self.folder, self.binary, [npm])
         return [Mount(str(self.folder), str(self.folder))] if self.node else _mounts(self.folder, node)
 
     def path(self) -> Mapping[str, str]:
-        return {"PATH": f"{self._node_folder()}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"}
+        bun = f"{self.folder / 'node_modules/.bin'}:" if self.bun else ""
+        return {"PATH": f"{bun}{self._node_folder()}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"}
 
 
 @dataclass(frozen=True)
 class PipProgram(InstalledProgram):
-    """An agent from PyPI, in a virtual environment made with this Python. `also` lists requirements that the package
-    does not declare, with versions."""
+    """An agent from PyPI, in a virtual environment made with this Python. An agent that needs a newer one than Python
+    3.11 names it with `python`; then the virtual environment is made with this Python if it is new enough, otherwise
+    with an installed one of that version. `also` lists requirements that the package does not declare, with
+    versions."""
 
     also: Sequence[str] = ()
+    python: str = ""
 
     @property
     def binary(self) -> Path:
         return self.folder / "bin" / (self.program or self.name)
 
     async def install(self) -> Sequence[Mount]:
-        venv = sys.executable, "-m", "venv", str(self.folder)
+        venv = self._interpreter(), "-m", "venv", str(self.folder)
         python, target = str(self.folder / "bin/python"), f"{self.package}=={self.version}"
         pip = python, "-m", "pip", "install", "--quiet", *self.also, target
         await _installed(self.name, self.folder, self.binary, [venv, pip])
-        return _mounts(self.folder, Path(sys.base_prefix).resolve() / "bin")
+        return _mounts(self.folder, _home(self.folder))
+
+    def _interpreter(self) -> str:
+        """Return the Python that makes the virtual environment. Raises `ConfigError`."""
+        if not self.python or sys.version_info >= tuple(map(int, self.python.split("."))):
+            return sys.executable
+        name = f"python{self.python}"
+        managed = sorted((Path.home() / ".pyenv/versions").glob(f"{self.python}.*/bin/{name}"))
+        # pyenv's shims are on the search path of every version, but only the active versions start.
+        on_path = [each for each in (shutil.which(name),) if each and "/shims/" not in each]
+        found = [*on_path, *map(str, managed)]
+        if not found:
+            raise ConfigError(
+                f"agent {self.name} needs Python {self.python} on this machine, but {name} is not installed"
+            )
+        return found[0]
 
 
 _TOOLS_BY_COMMAND = f"""
@@ -292,6 +314,13 @@ async def _run(name: str, command: Sequence[str]) -> bytes:
 
 def _shown(output: bytes) -> str:
     return without_middle(output.decode(errors="replace").strip(), 1500)
+
+
+def _home(venv: Path) -> Path:
+    """Return the folder of the interpreter that made a virtual environment."""
+    lines = (venv / "pyvenv.cfg").read_text().splitlines()
+    (home,) = (line.partition("=")[2].strip() for line in lines if line.startswith("home ="))
+    return Path(home).resolve()
 
 
 def _mounts(folder: Path, interpreter: Path) -> list[Mount]:

@@ -36,27 +36,27 @@ _END_S = 30.0
 _MESSAGES_AHEAD = 4
 """The messages that wait for the driver before the actor stops reading from its worker."""
 
-_CONTROL = "control"
 _RemoteActor: Any = ray.remote(
     num_cpus=0,
     max_restarts=0,
     max_task_retries=0,
-    max_concurrency=4,  # one `receive`, one `send`, and room; without it, Ray's own limit is 1,000
-    concurrency_groups={_CONTROL: 2},
+    # One `receive`, one `send`, one `end`, and room; Ray's own limit is 1,000. In a concurrency group of its own, `end`
+    # would run in another event loop, from which it cannot wait for the worker's process.
+    max_concurrency=4,
 )(NodeActor)
 
 
 class RayLauncher:
     """Starts workers on the nodes of the Ray cluster at `address`, HOST:PORT. Without an address, the cluster is that
-    of `RAY_ADDRESS`, which a Ray job sets, or the one that runs on this machine. Raises `ConfigError` if there is
-    none."""
+    of `RAY_ADDRESS`, which a Ray job sets, or the one that runs on this machine. `flag` is what asked for Ray, for
+    messages. Raises `ConfigError` if there is no cluster."""
 
-    def __init__(self, address: str = "", command: tuple[str, ...] = COMMAND) -> None:
+    def __init__(self, address: str = "", command: tuple[str, ...] = COMMAND, flag: str = "--on ray") -> None:
         self._command = command
         self._connected = not ray.is_initialized()
         self._stdout = sys.stdout
         if self._connected:
-            _connect(address)
+            _connect(address, flag)
             sys.stdout = cast("TextIO", _WithoutRay(self._stdout))
         self.name = f"ray {ray.get_runtime_context().gcs_address}"
 
@@ -68,19 +68,24 @@ class RayLauncher:
             if each["Alive"] and each["Resources"].get("CPU", 0) > 0
         ]
 
-    async def start(self, node: NodeAddress) -> RayLink:
+    async def start(self, node: NodeAddress, command: tuple[str, ...] | None = None) -> RayLink:
+        """Start a worker on a node, or Python with other arguments. Raises `NodeLost` with the reason."""
         try:
             actor = _RemoteActor.options(label_selector={"ray.io/node-id": node.id}).remote()
-            await actor.start.remote(self._command)
+            await actor.start.remote(command or self._command)
         except RayError as error:
             raise NodeLost(_brief(error)) from error
         return RayLink(actor)
 
     async def aclose(self) -> None:
         """Leave the cluster, if this object has joined it."""
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Do what `aclose` does, and wait for it."""
         if self._connected:
             self._connected = False
-            await asyncio.to_thread(_shut_down)
+            _shut_down()
             sys.stdout = self._stdout
 
 
@@ -124,49 +129,58 @@ class RayLink:
         except RayError as error:
             raise NodeLost(_brief(error)) from error
 
-    async def receive(self) -> AsyncIterator[bytes]:
+    def receive(self) -> AsyncIterator[bytes]:
+        return self._streamed(self._actor.receive)
+
+    def receive_bytes(self) -> AsyncIterator[bytes]:
+        """Yield what a process that is no worker writes, until it ends. Raises `NodeLost`."""
+        return self._streamed(self._actor.receive_bytes)
+
+    async def _streamed(self, method: Any) -> AsyncIterator[bytes]:
         try:
-            stream = self._actor.receive.options(
-                num_returns="streaming", _generator_backpressure_num_objects=_MESSAGES_AHEAD
-            )
+            stream = method.options(num_returns="streaming", _generator_backpressure_num_objects=_MESSAGES_AHEAD)
             async for message in stream.remote():
                 yield await message
         except RayError as error:
             raise NodeLost(_brief(error)) from error
 
-    async def aclose(self) -> None:
+    async def end(self) -> None:
+        """Let the process end, and wait until it has ended or its node has gone."""
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(_END_S):
-                await self._actor.end.options(concurrency_group=_CONTROL).remote()
+                await self._actor.end.remote()
+
+    async def aclose(self) -> None:
+        await self.end()
         with contextlib.suppress(RayError):
             await asyncio.to_thread(ray.kill, self._actor)
 
 
-def _connect(address: str) -> None:
+def _connect(address: str, flag: str) -> None:
     if address:
-        _check_reachable(address)
+        _check_reachable(address, flag)
     try:
         with _own_signals():
             ray.init(address=address or "auto", namespace="palaestra", log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {address}" if address else "here"
         raise ConfigError(
-            f"--on ray: there is no usable Ray cluster {where}: {without_middle(str(error), 400)}. Start one with `ray "
-            "start --head`, join other machines with `ray start --address HOST:6379`, or name one with --on "
-            "ray:HOST:PORT"
+            f"{flag}: there is no usable Ray cluster {where}: {without_middle(str(error), 400)}. Start one with `ray "
+            "start --head`, join other machines with `ray start --address HOST:6379`, or name one by its HOST:PORT "
+            "(--on ray:HOST:PORT, or the option `address` of the backend)"
         ) from error
 
 
-def _check_reachable(address: str) -> None:
+def _check_reachable(address: str, flag: str) -> None:
     """Raise `ConfigError` if nothing listens at the address: Ray itself would wait long, and may end this process."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"--on ray:{address}: write the head node's HOST:PORT (the port is usually 6379)")
+        raise ConfigError(f"{flag}:{address}: write the head node's HOST:PORT (the port is usually 6379)")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"--on ray:{address}: nothing answers there: {error}. `ray status` on the head node prints the address"
+            f"{flag}:{address}: nothing answers there: {error}. `ray status` on the head node prints the address"
         ) from error
 
 

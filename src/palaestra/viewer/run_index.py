@@ -33,7 +33,7 @@ from palaestra.rollouts.records import CUT_OFF, Beside, Trajectory
 from palaestra.viewer.check_evidence import breaks, exit_code
 from palaestra.viewer.search_texts import Wanted
 
-_FORMAT = "6"
+_FORMAT = "7"
 _TAIL_BYTES = 4096
 _EXIT = re.compile(rb'\\?"exit_code\\?":\s*-?[1-9]')
 _PREVIEW_CHARS = 240
@@ -59,6 +59,7 @@ CREATE INDEX IF NOT EXISTS rollouts_place ON rollouts (place);
 CREATE TABLE IF NOT EXISTS attempts (rollout TEXT, outcome TEXT, error TEXT, place INTEGER);
 CREATE TABLE IF NOT EXISTS turns (rollout TEXT, turn INTEGER, at REAL, tokens INTEGER, place INTEGER);
 CREATE INDEX IF NOT EXISTS turns_rollout ON turns (rollout);
+CREATE TABLE IF NOT EXISTS placed (group_id TEXT PRIMARY KEY, node TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS marks (rollout TEXT, kind TEXT, value TEXT);
 CREATE INDEX IF NOT EXISTS marks_rollout ON marks (rollout, kind);
 """
@@ -78,6 +79,10 @@ _COMPARISONS = ("=", "!=", "<", "<=", ">", ">=")
 
 RESUMED = "resumed:"
 """The beginning of the facts that count resumed rollouts, by the reason why they started again."""
+
+NODE, ROLLOUTS_ON = "node:", "rollouts on:"
+"""The beginnings of the facts about a node of a cluster, which is named after them: what the journal says (JSON), and
+the number of rollouts that ended there."""
 
 _MARKS = ("tag", "verdict", "note")
 NUMBERS = tuple(_NUMBERS)
@@ -178,6 +183,11 @@ class _Line(msgspec.Struct):
     anew: str = ""
     turn: int = 0
     tokens: tuple[int, int] = (0, 0)
+    node: str = ""
+    host: str = ""
+    level: str = ""
+    slots: int = 0
+    lost: str = ""
 
 
 _lines = msgspec.json.Decoder(_Line)
@@ -515,6 +525,10 @@ class _Slice:
                 self._db.execute("DELETE FROM turns")
             case "end":
                 self.note(ended=line.reason)
+            case "node":
+                self._node(line)
+            case "placed":
+                self._db.execute("INSERT OR REPLACE INTO placed VALUES (?, ?)", [line.group_id, line.node])
         if line.at:
             self.note(last_at=line.at)
 
@@ -528,6 +542,14 @@ class _Slice:
         """Set facts about the whole run."""
         rows = [(name, str(value)) for name, value in facts.items()]
         self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows)
+
+    def _node(self, line: _Line) -> None:
+        name = f"{NODE}{line.node}"
+        known = self._db.execute("SELECT value FROM facts WHERE name = ?", [name]).fetchone()
+        before = json.loads(known[0]) if known else {"losses": 0}
+        losses = before["losses"] + bool(line.lost)
+        said = {"host": line.host, "level": line.level, "slots": line.slots, "lost": line.lost, "losses": losses}
+        self.note(**{name: json.dumps(said)})
 
     def _group(self, group: _Group) -> None:
         """Begin a group, or begin it again: then the rollouts that were cut off do not count."""
@@ -570,6 +592,11 @@ class _Slice:
         )  # fmt: skip
         marks = ", ".join("?" * len(values))
         self._db.execute(f"INSERT OR REPLACE INTO rollouts VALUES ({marks})", values)  # noqa: S608
+        self._db.execute(
+            f"INSERT INTO facts SELECT '{ROLLOUTS_ON}' || node, '1' FROM placed WHERE group_id = ? "  # noqa: S608
+            "ON CONFLICT (name) DO UPDATE SET value = value + 1",
+            [one.group_id],
+        )
 
 
 _EventT = TypeVar("_EventT")

@@ -20,7 +20,7 @@ from palaestra.rollouts.observe.status_file import is_alive, read_stages
 from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.trainers.checkpoints import read_steps
 from palaestra.viewer.imported import COMMAND
-from palaestra.viewer.run_index import RunIndex
+from palaestra.viewer.run_index import NODE, ROLLOUTS_ON, RunIndex
 
 
 def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:
@@ -94,7 +94,8 @@ def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:
 
 
 def run_details(index: RunIndex) -> dict[str, JSON]:
-    """Return the settings of a run that were set explicitly, its versions, and its training steps and evaluations."""
+    """Return the settings of a run that were set explicitly, its versions, its training steps and evaluations, and the
+    nodes of a cluster."""
     config = index.config()
     sources, chosen = config.get("sources") or {}, dict[str, JSON]()
     parts = {"env": config.get("env") or {}, "openai": (config.get("openai") or [{}])[0]}
@@ -105,7 +106,18 @@ def run_details(index: RunIndex) -> dict[str, JSON]:
     folder = index.folder
     trained = (folder / "training").is_dir() and not (folder / "training").is_symlink()
     lines = list(read_steps(folder)) if trained else []
-    return {"settings": chosen, "provenance": config.get("provenance") or {}, "training": lines}
+    provenance = config.get("provenance") or {}
+    return {"settings": chosen, "provenance": provenance, "training": lines, "nodes": _nodes(index.facts())}
+
+
+def _nodes(facts: Mapping[str, str]) -> list[dict[str, JSON]]:
+    """Return the nodes of a cluster that the run has used, in the order of their hosts."""
+    ids = [name.removeprefix(NODE) for name in facts if name.startswith(NODE)]
+    found = [
+        {"node": node, **json.loads(facts[f"{NODE}{node}"]), "rollouts": int(facts.get(f"{ROLLOUTS_ON}{node}", "0"))}
+        for node in ids
+    ]
+    return sorted(found, key=lambda each: (each["host"], each["node"]))
 
 
 def compared(runs: Mapping[str, RunIndex], base: str, by: str = "reward") -> dict[str, JSON]:

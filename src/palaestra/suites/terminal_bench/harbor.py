@@ -147,6 +147,15 @@ def read_task(folder: Path) -> TerminalTask:
     )
 
 
+def read_cheat(task: TerminalTask) -> SolutionScript | None:
+    """Return the script of `cheat/solve.sh`, with which the author of a task shows an attack that must not be paid.
+    Submissions to Terminal-Bench 3 have one. Raises `TaskError`."""
+    if task.format is not Format.HARBOR or not (task.path / "cheat").is_dir():
+        return None
+    config = TypedFields(read_toml_file(task.path / CONFIG_NAME))
+    return _solution(task.path / "cheat", config.section("solution"))
+
+
 def _check_version(config: TypedFields) -> None:
     version = config.values.get("schema_version", config.values.get("version", _VERSIONS[-1]))
     if str(version) not in _VERSIONS:

@@ -1,7 +1,9 @@
-"""`palaestra env import`: try every terminal task of a source with the no-op policy and with its reference solution.
+"""`palaestra env import`: try every terminal task of a source with the no-op policy, its reference solution and, if its
+author shows one, its cheat (`cheat/solve.sh`).
 
-Both attempts use the real agent loop, slots and grading. Doing nothing must fail and the solution must pass. A task
-whose solution passes only if it is graded in the agent's own slot is about a running service, and is reported as such.
+All attempts use the real agent loop, slots and grading. Doing nothing must fail, the solution must pass, and the cheat
+must fail or be labelled. A task whose solution passes only if it is graded in the agent's own slot is about a running
+service, and is reported as such.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from enum import StrEnum
 
 import click
 
+from palaestra.core.errors import PalaestraError
 from palaestra.core.types import JSON, Task
 from palaestra.envs.cheats.proof import FULL, PolicyRuns, parse_settings, policy_runs
 from palaestra.envs.config.build import make_pool
@@ -38,6 +41,7 @@ class Finding(StrEnum):
     UNPROVEN = "no solution to try"
     NOOP_PASSES = "doing nothing passes"
     SOLUTION_FAILS = "its solution does not pass"
+    CHEAT_PASSES = "its cheat passes"
     VERIFIER_FAILS = "its verifier does not work"
     REFUSED = "refused"
     READ = "can be read"
@@ -45,12 +49,14 @@ class Finding(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TriedTask:
-    """One task. A reward is None if the attempt gave none; `reason` explains why the task is not good."""
+    """One task. A reward is None if the attempt gave none, or there was none; `cheat` is that of a task's own cheat.
+    `reason` explains why the task is not good."""
 
     name: str
     finding: Finding
     noop: float | None = None
     solution: float | None = None
+    cheat: float | None = None
     reason: str = ""
     category: str = ""
 
@@ -76,6 +82,7 @@ class _Played:
     reward: float | None
     error: str
     ran: bool
+    labelled: bool = False
 
 
 async def try_tasks(
@@ -93,6 +100,8 @@ async def try_tasks(
     async def one(task: Task, runs: PolicyRuns) -> TriedTask:
         async with width:
             line = await _try_task(task, runs)
+            if line.finding is Finding.GOOD:
+                line = await _try_cheat(line, task, environment, runs)
         progress(line)
         return line
 
@@ -130,13 +139,31 @@ async def _try_task(task: Task, runs: PolicyRuns) -> TriedTask:
     return replace(line, finding=fails, reason=solved.error)
 
 
+async def _try_cheat(line: TriedTask, task: Task, environment: TerminalBenchEnvironment, runs: PolicyRuns) -> TriedTask:
+    """Play the cheat of a task that is good otherwise. It may pass if a label says so: then a reader sees it."""
+    try:
+        steps = environment.cheat_steps((await environment.resolve(task)).data)
+    except PalaestraError as error:
+        return replace(line, finding=Finding.REFUSED, reason=f"cheat/solve.sh: {error}")
+    if steps is None:
+        return line
+    played = await _play(OraclePolicy(1), replace(task, solutions=(steps,)), runs)
+    line = replace(line, cheat=played.reward)
+    if played.reward is None:
+        return replace(line, finding=Finding.VERIFIER_FAILS, reason=f"with cheat/solve.sh: {played.error}")
+    if played.reward >= FULL and not played.labelled:
+        return replace(line, finding=Finding.CHEAT_PASSES, reason="cheat/solve.sh gets the full reward, and no label")
+    return line
+
+
 async def _play(policy: Policy, task: Task, runs: PolicyRuns) -> _Played:
     group = await runs.play(policy, task)
     if not group.trajectories:
         return _Played(None, group.error or "", False)
     trajectory = group.trajectories[0]
     error = trajectory.error or str(trajectory.difference or trajectory.detail.get("output") or "")
-    return _Played(trajectory.reward, error[-800:].strip() if not trajectory.error else error[:800], True)
+    told = error[:800] if trajectory.error else error[-800:].strip()
+    return _Played(trajectory.reward, told, True, bool(trajectory.labels))
 
 
 def read_tasks(source: str, settings: Sequence[str]) -> ImportReport:
@@ -217,7 +244,8 @@ def command(context: click.Context, as_json: bool, dry_run: bool, source: str, s
       palaestra env import tasks/ --tasks 5 --json
       palaestra env import tasks.parquet --env.base_image debian-root/ --env.allow_network true
 
-    A task is good if doing nothing fails and its reference solution passes. DIR contains task directories of Harbor or
+    A task is good if doing nothing fails, its reference solution passes, and its author's cheat (cheat/solve.sh, if
+    there is one) fails or gets a label. DIR contains task directories of Harbor or
     Terminal-Bench 1; a JSONL or Parquet file of packed tasks also works. Settings of the environment terminalbench_2
     follow DIR. The exit code is 1 if a task is not good; each such task is listed with the reason.
     """
@@ -239,8 +267,9 @@ def command(context: click.Context, as_json: bool, dry_run: bool, source: str, s
 
 def _show_report(report: ImportReport) -> None:
     for line in report.lines:
-        rewards = [" - " if reward is None else f"{reward:3g}" for reward in (line.noop, line.solution)]
-        click.echo(f"{line.name:<32} no-op {rewards[0]}   solution {rewards[1]}   {line.finding.value}")
+        tried = (line.noop, line.solution, line.cheat)
+        noop, solution, cheat = (" - " if reward is None else f"{reward:3g}" for reward in tried)
+        click.echo(f"{line.name:<32} no-op {noop}   solution {solution}   cheat {cheat}   {line.finding.value}")
     for line in report.bad:
         reason = " ".join(line.reason.split())
         click.echo(f"{line.name}: {line.finding.value}{': ' + reason[:400] if reason else ''}")

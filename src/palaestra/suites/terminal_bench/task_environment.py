@@ -56,6 +56,7 @@ from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import read_bytes, read_text
 from palaestra.suites.task_paths import scope_of
 from palaestra.suites.terminal_bench import terminal_bench_1
+from palaestra.suites.terminal_bench.harbor import read_cheat
 from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
 from palaestra.suites.terminal_bench.service import MAIN
@@ -176,6 +177,13 @@ class TerminalBenchEnvironment(ContractEnvironment):
                 return None
             steps += [*own, *([Say(f"The step {part.step.name} is done.")] if part.step else [])]
         return steps
+
+    def cheat_steps(self, work: ResolvedTask) -> Sequence[ToolStep] | None:
+        """Return the calls of the cheat that the task's author shows, or None without one. Raises `TaskError`."""
+        cheat = read_cheat(work.task)
+        if cheat is None:
+            return None
+        return solution_steps(replace(work.task, solution=cheat), work.user, self._agent_s(work.task))
 
     def _network(self, task: TerminalTask) -> NetworkPolicy:
         agent = task.network if self.settings.allow_network else Network.OFF

@@ -24,12 +24,12 @@ export async function show(params, shell) {
   } catch {
     say("the filter in the address cannot be read");
   }
-  const tabs = [["rollouts", "Rollouts"], ["groups", "Groups"], ["scores", "Scores"], ...(found.training.length ? [["training", "Training"]] : []), ["settings", "Settings"]];
+  const tabs = [["rollouts", "Rollouts"], ["groups", "Groups"], ["scores", "Scores"], ...(found.training.length ? [["training", "Training"]] : []), ...(found.nodes.length ? [["nodes", "Nodes"]] : []), ["settings", "Settings"]];
   const tab = tabs.some(([name]) => name === params.get("tab")) ? params.get("tab") : "rollouts";
   const go = (changes) => (location.hash = address("run", { run, tab, where: where.length ? JSON.stringify(where) : "", sort: params.get("sort"), ...changes }));
   const body = h("div.body", {});
   const bar = h("nav.tabs", { "aria-label": "Views of this run" }, tabs.map(([name, label]) => h("a", { href: address("run", { run, tab: name, where: tab === "rollouts" || name === "rollouts" ? params.get("where") : "" }), "aria-current": name === tab ? "page" : null }, label)));
-  const view = { rollouts, groups, scores, training, settings }[tab];
+  const view = { rollouts, groups, scores, training, nodes, settings }[tab];
   const shown = await view({ run, found, where, go, body, params });
   return {
     node: h("div.run", {}, facts(summary, run, go, found.training), originOfRun(found.fork), judgedRun(found.judged, (condition) => go({ tab: "rollouts", where: JSON.stringify([condition]) })), notes(found, run), bar, body),
@@ -196,6 +196,13 @@ async function groups({ run, body }) {
 
 async function training({ found, body }) {
   body.append(charts(found.training));
+}
+
+async function nodes({ found, body }) {
+  const row = (each) => h("tr", {}, h("th", { scope: "row" }, each.host, h("span.dim", {}, ` ${each.node.slice(0, 12)}`)), h("td", {}, each.level), h("td.num", {}, count(each.slots)), h("td.num", {}, count(each.rollouts)),
+    h("td", { class: each.lost ? "bad" : "" }, each.lost || (each.losses ? `lost ${plural(each.losses, "time")}, back again` : "")));
+  const heads = ["node", "isolation", "slots", "rollouts ended", "lost"].map((name) => h("th", { scope: "col" }, name));
+  add(body, [h("section.card", {}, h("h2", {}, plural(found.nodes.length, "node")), h("table", {}, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, found.nodes.map(row))))]);
 }
 
 async function settings({ found, body }) {

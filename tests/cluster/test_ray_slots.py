@@ -1,0 +1,110 @@
+"""The conformance suite of backends on a real Ray cluster of two nodes on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from cluster.on_loop import on_loop
+from palaestra.cluster.ray_slots import RayBackend
+from palaestra.core.errors import ConfigError
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.sandbox.backends.registry import make_backend
+from palaestra.sandbox.slot import Backend, Slot, SlotSpec
+from palaestra.testing.backend_conformance import BackendConformance
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("ray")]
+
+
+def server_pids() -> list[int]:
+    """The slot servers that an actor's child has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"/palaestra-slotd-" in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.slots
+@pytest.mark.timeout(180)
+class TestRay(BackendConformance):
+    cluster: ClassVar[Any]
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _cluster(cls) -> Iterator[None]:
+        pytest.importorskip("ray", reason="needs the extra `ray`")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        from ray.cluster_utils import Cluster
+
+        small = {"num_cpus": 1, "object_store_memory": 100 << 20}
+        cls.cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+        try:
+            yield
+        finally:
+            cls.cluster.shutdown()
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _running(cls, _cluster: None) -> Iterator[None]:
+        yield from cls.running()
+
+    @classmethod
+    def make_backend(cls) -> Backend:
+        return RayBackend(cls.cluster.address, slots_per_node=10)
+
+    async def end_place(self, slot: Slot) -> None:
+        (pid,) = server_pids()
+        os.kill(pid, signal.SIGKILL)
+
+    def test_slots_go_to_nodes_that_join_and_are_lost_with_their_node(self) -> None:
+        node = self.cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+
+        async def main() -> None:
+            options = {"address": self.cluster.address, "slots_per_node": 4}
+            async with make_backend("ray", HermesAgentEnvConfig(backend_options=options)) as backend:
+                slots = [await backend.create(SlotSpec(), f"t{number}") for number in range(6)]
+                stats = backend.stats()
+                assert (stats["containers"], stats["slots"]) == (2, 6)
+                self.cluster.remove_node(node, allow_graceful=False)
+                kinds: list[str] = []
+                async with asyncio.timeout(60):
+                    while "SlotLost" not in kinds:  # the actor ends a moment after its node
+                        said = (each.execute("echo here") for each in slots)
+                        kinds = sorted(
+                            type(each).__name__ for each in await asyncio.gather(*said, return_exceptions=True)
+                        )
+                assert kinds == ["ExecutionResult"] * 3 + ["SlotLost"] * 3
+                fresh = await backend.create(SlotSpec(), "another")
+                assert (await fresh.execute("echo here")).output.strip() == "here"
+                slots.append(fresh)
+                for slot in slots:
+                    await backend.destroy(slot)
+
+        asyncio.run(main())
+
+
+@on_loop
+async def test_without_ray_or_a_cluster_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each == "ray" or each.startswith(("ray.", "palaestra.cluster.ray_l"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"--backend ray needs the extra `ray`: pip install .*\[ray\]"):
+        await make_backend("ray", HermesAgentEnvConfig()).start()
+
+
+def test_options_that_it_does_not_have_are_refused() -> None:
+    for options, says in (({"addres": "x"}, "no option addres"), ({"slots_per_node": 0}, "slots_per_node must be")):
+        with pytest.raises(ConfigError, match=says):
+            make_backend("ray", HermesAgentEnvConfig(backend_options=options))
