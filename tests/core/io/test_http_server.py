@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import cast
@@ -363,6 +364,22 @@ def test_connections_beyond_the_bound_are_closed(monkeypatch: pytest.MonkeyPatch
         assert ended == 5
 
     with_tool_server(scenario, None)
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_connections_that_arrive_as_the_server_closes_are_closed(turns: int) -> None:
+    async def scenario() -> list[socket.socket]:
+        callers = []
+        async with listening(web.Application(), "127.0.0.1", 0) as url:
+            for _ in range(3):
+                callers.append(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        return callers
+
+    for caller in asyncio.run(scenario()):
+        with caller, contextlib.suppress(ConnectionResetError):
+            assert caller.recv(1) == b""
 
 
 def test_a_body_that_trickles_ends(monkeypatch: pytest.MonkeyPatch) -> None:

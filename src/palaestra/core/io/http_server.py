@@ -213,6 +213,21 @@ class _Runner(web.AppRunner):
         """The function that creates the protocol of each connection."""
         return None if self._server is None else self._accept
 
+    async def cleanup(self) -> None:
+        """Accept no more connections, and close the server with those that there are.
+
+        A connection that was accepted, but not yet handed over when the server closes, would stay open: asyncio's
+        server then fails an assertion (`Server._attach` in Python 3.11).
+        """
+        loop = asyncio.get_running_loop()
+        for site in self.sites:
+            server = getattr(site, "_server", None)  # aiohttp does not show a site's sockets
+            for each in () if server is None else server.sockets:
+                loop.remove_reader(each.fileno())
+        for _ in range(3):  # the turns of the event loop from the acceptance of a connection to its first use
+            await asyncio.sleep(0)
+        await super().cleanup()
+
     def _accept(self) -> asyncio.BaseProtocol:
         assert self._server is not None
         if len(self._server.connections) >= MOST_CONNECTIONS:
