@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
 # ones, which wait more).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch learn check check-style check-types check-docs spine snapshots interop official e2b faces agents constraints setup venv
+.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch ray learn check check-style check-types check-docs spine snapshots interop official e2b faces agents constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
@@ -47,6 +47,10 @@ retest: venv ## run what failed last once more, alone
 test-torch: venv ## run the tests that need torch and transformers, in an environment of their own
 	@scripts/torch_env
 	@OMP_NUM_THREADS=1 .venv-torch/bin/python -m pytest -q -m torch
+
+ray: venv ## run the tests on real Ray clusters of this machine, in an environment of their own
+	@scripts/ray_env
+	@.venv-ray/bin/python -m pytest -q tests/cluster/test_ray_slots.py tests/cluster/test_ray_executor.py tests/cluster/test_on_ray.py
 
 learn: venv ## train a tiny model on two tool tasks, and print what it has learned (about 5 minutes, torch)
 	@scripts/torch_env
@@ -114,6 +118,8 @@ constraints: venv ## pin the newest allowed versions again (needs uv)
 	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints-interop.txt
 	@echo 'e2b==2.63.0' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
 	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints-e2b.txt
+	@echo 'ray>=2.49' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet -c constraints.txt \
+	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints-ray.txt
 	@printf '%s\n' harbor==0.25.0 swebench==5.0.2 aiohttp click fastjsonschema greenlet jinja2 msgspec pydantic pyyaml rich \
 	    tokenizers editables hatchling hypothesis pytest pytest-timeout pytest-xdist | uv pip compile - --universal \
 	    --python-version 3.12 --generate-hashes --upgrade --quiet --no-header --no-annotate --no-emit-index-url \
