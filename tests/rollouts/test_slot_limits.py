@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +16,10 @@ from typing import NamedTuple
 import pytest
 
 import palaestra
-from palaestra import Say, Task, environment
+from palaestra import Run, Say, Task, environment
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.types import Limits, Outcome, ToolStep
+from palaestra.envs.api.function_env import FunctionEnvironment
 from palaestra.rollouts.records import Trajectory
 from palaestra.sandbox.slot import Slot
 from sandbox.processes import share_memory_with_inits
@@ -125,19 +125,24 @@ async def correct(task: Task, sandbox: Slot) -> bool:
 def played(level: str, folder: str) -> dict[str, Trajectory] | str:
     """The rollouts of one run by task, or why this machine has no such level."""
     try:
-        settings = {"isolation": level, "group_size": 1, "max_agent_turns": 70}
-        run = palaestra.run_sync(limits, policy="oracle", folder=folder, **settings)
+        run = rolled_out(limits, level, folder)
     except IsolationUnavailable as error:
         return str(error)
     return {group.task_id: group.trajectories[0] for group in run.groups}
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    made = tmp_path_factory.mktemp("limits")
+def rolled_out(environment: FunctionEnvironment, level: str, folder: str, turns: int = 70) -> Run:
+    """Play the solutions of an environment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(made))  # a user without a home directory has no other place
-        yield str(made)
+        patch.setenv("XDG_STATE_HOME", folder)  # a user without a home directory has no other place
+        return palaestra.run_sync(
+            environment, policy="oracle", isolation=level, group_size=1, folder=folder, max_agent_turns=turns
+        )
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("limits"))
 
 
 def rollout_of(level: str, folder: str, name: str) -> Trajectory:
@@ -176,9 +181,7 @@ greedy.score(correct)
 
 def test_an_agent_whose_memory_is_its_inits_is_scored_on_its_work(folder: str) -> None:
     try:
-        run = palaestra.run_sync(
-            greedy, policy="oracle", isolation="full", group_size=1, folder=folder, max_agent_turns=200
-        )
+        run = rolled_out(greedy, "full", folder, 200)
     except IsolationUnavailable as error:
         pytest.skip(str(error))
     rollouts = {group.task_id: group.trajectories[0] for group in run.groups}

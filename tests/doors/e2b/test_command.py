@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from doors.e2b.http_client import Api
+from programs import until
 
 pytestmark = pytest.mark.slots
 COMMAND = (sys.executable, "-m", "palaestra", "serve", "e2b")
@@ -76,7 +77,7 @@ def test_after_kill_9_nothing_is_left_and_the_next_server_says_so(tmp_path: Path
         box = Api(url, key).create()
         opened, found = box.start(f"{mark} & {mark}")
         next(found)
-        assert processes_with(mark)
+        until(lambda: processes_with(mark), "the command runs")
         process.send_signal(signal.SIGKILL)
         process.wait()
         opened.close()

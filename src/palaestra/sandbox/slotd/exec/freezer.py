@@ -20,7 +20,8 @@ from collections.abc import Generator
 from .. import syscalls
 from ..rung import CannotMake
 
-PATIENCE_S = 2.0
+PATIENCE_S = 10.0
+"""Seconds until a process counts as one that does not stop. A busy machine needs more than two for its turn."""
 
 _STILL = {b"T", b"t", b"Z", b"X"}
 _GONE = {b"Z", b"X"}
