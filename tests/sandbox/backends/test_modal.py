@@ -369,9 +369,7 @@ def test_sandboxes_above_the_minimum_end_when_they_are_idle(fake: FakeModal) -> 
     async def main() -> None:
         config = ModalSandboxConfig(slots_per_sandbox=1, min_sandboxes=2, max_sandboxes=3, idle_timeout=1)
         async with ModalBackend(config) as backend:
-            await until(
-                lambda: len(fake.running) == 2
-            )  # a busy machine may lose one and start it again
+            await until(lambda: len(fake.running) == 2)  # a busy machine may lose one and start it again
             slots = [await backend.create(SlotSpec(), str(number)) for number in range(3)]
             assert len(fake.running) == 3
             for slot in slots:
