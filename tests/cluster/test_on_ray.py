@@ -13,6 +13,7 @@ import pytest
 
 from cluster import counting
 from cluster.on_loop import on_loop
+from cluster.ray_nodes import SMALL, processes_with, ray_cluster
 from cluster.test_processes import gone, journal_lines, started
 from palaestra.cluster.opened import on_processes, on_ray
 from palaestra.core.errors import ConfigError
@@ -59,16 +60,8 @@ def test_what_one_machine_alone_can_do_is_refused_by_name() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    pytest.importorskip("ray", reason="needs the extra `ray`")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from ray.cluster_utils import Cluster
-
-    small = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
-    made = Cluster(initialize_head=True, head_node_args=small)
-    try:
+    with ray_cluster() as made:
         yield made
-    finally:
-        made.shutdown()
 
 
 @pytest.mark.slow
@@ -80,7 +73,7 @@ def test_a_lost_node_and_a_killed_driver_change_nothing_in_the_journal(cluster: 
     alone = counting.run(tmp_path, "run", "lines_env.py", *FLAGS, "--env.on", "none")
     assert alone.returncode == 0, alone.stderr
     expected = counting.content(tmp_path / alone.stdout.strip())
-    doomed = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+    doomed = cluster.add_node(**SMALL)
 
     on = ("--on", f"ray:{cluster.address}")
     before = journal_lines(tmp_path)
@@ -95,7 +88,7 @@ def test_a_lost_node_and_a_killed_driver_change_nothing_in_the_journal(cluster: 
     before, known = journal_lines(tmp_path), set(tmp_path.glob("runs/*/*"))
     with started(tmp_path, "run", "lines_env.py", *FLAGS, *on) as running:
         until(lambda: journal_lines(tmp_path) > before + 8 or running.poll() is not None, "rollouts have begun")
-        workers = all_workers()
+        workers = processes_with(b"palaestra.cluster.worker")
         os.kill(running.pid, signal.SIGKILL)
     assert workers
     until(lambda: gone(workers), "the workers of the killed driver end")
@@ -103,18 +96,6 @@ def test_a_lost_node_and_a_killed_driver_change_nothing_in_the_journal(cluster: 
     resumed = counting.run(tmp_path, "resume", str(folder), "--on", "none")
     assert resumed.returncode == 0, resumed.stderr
     assert counting.content(folder) == expected
-
-
-def all_workers() -> list[int]:
-    """The workers that Ray's actors have started."""
-    found = []
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if b"palaestra.cluster.worker" in command.read_bytes():
-                found.append(int(command.parent.name))
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.slow

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
+
+from cluster.ray_nodes import ray_cluster
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,16 +20,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    pytest.importorskip("ray", reason="needs the extra `ray`")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    from ray.cluster_utils import Cluster
-
-    head: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
+    with ray_cluster(num_cpus=2) as cluster:
         yield cluster.address
-    finally:
-        cluster.shutdown()
 
 
 def test_calls_run_in_other_processes_and_raise_what_they_raise(address: str) -> None:

@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from cluster.on_loop import on_loop
+from cluster.ray_nodes import SMALL, processes_with, ray_cluster
 from palaestra.cluster.ray_slots import RayBackend
 from palaestra.core.errors import ConfigError
 from palaestra.envs.config.fields import HermesAgentEnvConfig
@@ -21,18 +21,6 @@ from palaestra.sandbox.slot import Backend, Slot, SlotSpec
 from palaestra.testing.backend_conformance import BackendConformance
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("ray")]
-
-
-def server_pids() -> list[int]:
-    """The slot servers that an actor's child has started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if b"/palaestra-slotd-" in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.slow
@@ -44,16 +32,8 @@ class TestRay(BackendConformance):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _cluster(cls) -> Iterator[None]:
-        pytest.importorskip("ray", reason="needs the extra `ray`")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        from ray.cluster_utils import Cluster
-
-        small = {"num_cpus": 1, "object_store_memory": 100 << 20}
-        cls.cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
-        try:
+        with ray_cluster() as cls.cluster:
             yield
-        finally:
-            cls.cluster.shutdown()
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
@@ -65,11 +45,11 @@ class TestRay(BackendConformance):
         return RayBackend(cls.cluster.address, slots_per_node=10)
 
     async def end_place(self, slot: Slot) -> None:
-        (pid,) = server_pids()
+        (pid,) = processes_with(b"/palaestra-slotd-")
         os.kill(pid, signal.SIGKILL)
 
     def test_slots_go_to_nodes_that_join_and_are_lost_with_their_node(self) -> None:
-        node = self.cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+        node = self.cluster.add_node(**SMALL)
 
         async def main() -> None:
             options = {"address": self.cluster.address, "slots_per_node": 4}

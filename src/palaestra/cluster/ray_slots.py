@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from palaestra.cluster.launcher import NodeAddress, NodeLost
 from palaestra.cluster.opened import ray_launcher
-from palaestra.core.errors import ConfigError, SandboxError, SlotLost
+from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import MachineBackend, Place, PlaceSpec
 from palaestra.sandbox.local.client import OnLost
-from palaestra.sandbox.remote.remote_client import GONE_S, SILENCE_S, DistantClient, call_of, send_server
+from palaestra.sandbox.remote.remote_client import DistantClient, call_of, send_server
 from palaestra.sandbox.server_backend import levels
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot
-from palaestra.sandbox.slotd.protocol.frames import Fields
 
 if TYPE_CHECKING:
     from palaestra.cluster.ray_launcher import RayLauncher, RayLink
@@ -121,38 +120,26 @@ class _RayPlace(Place):
     _backend: RayBackend
 
     async def _start_server(self, rung: Rung) -> None:
-        self._server = await _RayClient.start_on(
-            lambda arguments: self._backend.run_on(self.spec.host, arguments),
-            rung.label,
-            {"prefix": "", "first_epoch": self._last_epoch + 1},
-            self._on_lost,
+        client = _RayClient(
+            self._on_lost, lambda arguments: self._backend.run_on(self.spec.host, arguments), self._backend.gone_s
         )
+        settings = {"prefix": "", "first_epoch": self._last_epoch + 1}
+        await client.launch_within(_START_S, rung.label, settings, self._backend.silence_s)
+        self._server = client
 
 
 class _RayClient(DistantClient):
     """A client of a server whose stream an actor carries. Two tasks pass the bytes on between the actor and the
     client's socket."""
 
-    def __init__(self, on_lost: OnLost, run: _Run) -> None:
+    def __init__(self, on_lost: OnLost, run: _Run, gone_s: float) -> None:
         super().__init__(on_lost)
-        self._run = run
+        self._run, self._gone_s = run, gone_s
         self._carrying: list[asyncio.Task[None]] = []
         self._link: RayLink | None = None
 
-    @classmethod
-    async def start_on(cls, run: _Run, rung: str, settings: Fields, on_lost: OnLost) -> _RayClient:
-        """Start a server. Raises `SandboxError`."""
-        client = cls(on_lost, run)
-        try:
-            async with asyncio.timeout(_START_S):
-                await client._launch(rung, settings)
-        except TimeoutError:
-            raise SlotLost(f"no slot server has started within {_START_S:g} s") from None
-        client.beat(SILENCE_S)
-        return client
-
     async def _spawn(self, stream: socket.socket, rung: str) -> None:
-        self._link = link = await self._run(call_of(rung, GONE_S)[1:])
+        self._link = link = await self._run(call_of(rung, self._gone_s)[1:])
         carried = stream.dup()
         carried.setblocking(False)
         self._carrying = [

@@ -46,7 +46,7 @@ from palaestra.doors.chat.model_session import ModelSession
 from palaestra.doors.chat.permissions import Mode, Permissions
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.store import ConversationRecord, ConversationStore, StoredTurn
-from palaestra.doors.chat.tool_hooks import HookContext, ToolHooks, unless_allowed
+from palaestra.doors.chat.tool_hooks import HookContext, around_calls, unless_allowed
 from palaestra.doors.chat.turn import RunningTurn
 from palaestra.doors.chat.turn_events import Event, Notice, TextDelta
 from palaestra.processes.session import ProcessSession
@@ -57,7 +57,7 @@ from palaestra.tools.builtin.session_search import Sessions, message_text
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest, Approvals
 from palaestra.tools.human.approval import Ask as Approve
 from palaestra.tools.registry.registry import Kit, ToolRegistry
-from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolMiddleware
+from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import Tool, ToolOutcome
 
 NEW_SANDBOX = "The sandbox is new: the earlier one is gone with its processes and all files that were not copied out."
@@ -109,12 +109,18 @@ class Conversation:
             None if people.approve is None else unless_allowed(_remembered(people.approve, self._store, rules))
         )
         approvals.allowed |= self._store.users.allowed(record.user) | self._store.users.allowed(rules)
+        about = HookContext(
+            record.id,
+            project=lambda: service.settings.rules_folder if self.slots.folder is None else self.slots.folder.root,
+            mode=lambda: self.permissions.mode.value,
+            report=lambda notice: self.notices.report_in_turn(notice),
+        )
         self.seat = Seat(
             record.id,
             Kit(ToolRegistry()),
             self.slots,
             timeout_s=service.settings.tool_timeout_s,
-            middleware=self._middleware(approvals),
+            middleware=around_calls(service.settings.hooks, about, approvals, self._called),
             shares=(
                 service.processes,
                 approvals,
@@ -377,7 +383,7 @@ class Conversation:
     async def _work(self, running: RunningTurn, turn: StoredTurn) -> AgentResult:
         settings = self._service.settings
         await self.model.opened()
-        self.seat.offer(Kit(self._registry()), message_text(turn.content))
+        self.seat.offer(Kit(self._service.registry(self.toolsets, self.tools)), message_text(turn.content))
         self.history.change_settings(tools=self.seat.kit.definitions)
         limits = LoopSettings(
             max_turns=settings.max_turns,
@@ -388,28 +394,6 @@ class Conversation:
             beyond=_BEYOND,
         )
         return await running.work(self.seat, limits)
-
-    def _registry(self) -> ToolRegistry:
-        registry = self._service.registry(self.toolsets)
-        more = [tool for tool in self.tools if tool.name not in registry]
-        return registry.with_tools([*registry.tools(), *more]) if more else registry
-
-    def _middleware(self, approvals: Approvals) -> Sequence[ToolMiddleware]:
-        hooks = self._service.settings.hooks
-        if hooks is None or not (hooks.before or hooks.after):
-            return (self._called,)
-        around = ToolHooks(hooks, HookContext(self.id, self._project, self._mode, self._notice), approvals)
-        return (around.before, self._called, around.after)
-
-    def _project(self) -> Path | None:
-        """Return the folder on this machine that the conversation is about."""
-        return self._service.settings.rules_folder if self.slots.folder is None else self.slots.folder.root
-
-    def _mode(self) -> str:
-        return self.permissions.mode.value
-
-    def _notice(self, notice: Notice) -> None:
-        self.notices.report_in_turn(notice)
 
     async def _called(self, call: CheckedCall, then: Next) -> ToolOutcome:
         async def permitted(call: CheckedCall) -> ToolOutcome:

@@ -95,16 +95,21 @@ class ModelImages:
 
     def visible(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages as the model may see them."""
-        refused = self._history.record.settings.get("no_images") or ()
-        return without_images(messages) if self._model.name in refused and has_images(messages) else messages
+        return without_images(messages) if self._model.name in self._refusing and has_images(messages) else messages
+
+    @property
+    def _refusing(self) -> Sequence[str]:
+        """The models that have refused images of this conversation."""
+        return self._history.record.settings.get("no_images") or ()
 
     async def call(self, call: ChatCall, ask: Ask) -> ChatCompletion:
         """Ask the model. If the server refuses the request, and accepts it without its images, the model gets none of
         this conversation's images from now on. This is chat middleware."""
-        seen = self.visible(call.messages)
-        plain = ChatCall(call.branch, without_images(seen), call.request)
-        if not has_images(seen):
-            return await ask(plain if seen is not call.messages else call)
+        if not has_images(call.messages):
+            return await ask(call)
+        plain = ChatCall(call.branch, without_images(call.messages), call.request)
+        if self._model.name in self._refusing:
+            return await ask(plain)
         why: EngineError | None = None
         session = self._model.session
         if session is None or "images" in session.features:
@@ -120,8 +125,8 @@ class ModelImages:
             if why is not None:
                 raise why from None
             raise
-        name, settings = self._model.name, self._history.record.settings
-        self._history.change_settings(no_images=[*(settings.get("no_images") or ()), name])
+        name = self._model.name
+        self._history.change_settings(no_images=[*self._refusing, name])
         reason = "its exact-token interface takes only text" if why is None else str(why)
         text = (
             f"The model {name} does not take images, so it answers without them: {reason} "

@@ -166,12 +166,15 @@ class ChatService:
             await self.pool.aclose()
             self._started = False
 
-    def registry(self, toolsets: Sequence[str]) -> ToolRegistry:
-        """Return the tools of these toolsets, built once. Raises `ConfigError` for an unknown toolset."""
+    def registry(self, toolsets: Sequence[str], more: Sequence[Tool] = ()) -> ToolRegistry:
+        """Return the tools of these toolsets, built once, and those of `more` that have other names. Raises
+        `ConfigError` for an unknown toolset."""
         key = tuple(toolsets)
         if key not in self._registries:
             self._registries[key] = self._build(key)
-        return self._registries[key]
+        registry = self._registries[key]
+        more = [tool for tool in more if tool.name not in registry]
+        return registry.with_tools([*registry.tools(), *more]) if more else registry
 
     def _build(self, toolsets: Sequence[str]) -> ToolRegistry:
         if self.settings.build_tools is not None:

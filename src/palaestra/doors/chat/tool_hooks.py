@@ -17,7 +17,7 @@ from palaestra.core.types import JSON
 from palaestra.doors.chat.hooks import AFTER, BEFORE, Hook, HookAnswer, Hooks, input_for, run_hook
 from palaestra.doors.chat.turn_events import Notice
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest, Approvals, Ask, Permit
-from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolRuntime
+from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolMiddleware, ToolRuntime
 from palaestra.tools.tool import ToolMistake, ToolOutcome, ToolReply
 
 _allowed: ContextVar[bool] = ContextVar("allowed_by_hook", default=False)
@@ -31,6 +31,16 @@ def unless_allowed(ask: Ask) -> Ask:
         return ApprovalAnswer.ONCE if _allowed.get() else await ask(request)
 
     return asked
+
+
+def around_calls(
+    hooks: Hooks | None, context: HookContext, approvals: Approvals, called: ToolMiddleware
+) -> Sequence[ToolMiddleware]:
+    """Return the middleware of a conversation's tool calls: `called`, with the user's hooks around it."""
+    if hooks is None or not (hooks.before or hooks.after):
+        return (called,)
+    around = ToolHooks(hooks, context, approvals)
+    return (around.before, called, around.after)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,16 @@ class DistantClient(SlotClient):
 
     _beating: asyncio.Task[None] | None = None
 
+    async def launch_within(self, start_s: float, rung: str, settings: Fields, silence_s: float) -> None:
+        """Start the server, and check from then on whether it answers. Raises `SlotLost` if it has not started within
+        `start_s` seconds."""
+        try:
+            async with asyncio.timeout(start_s):
+                await self._launch(rung, settings)
+        except TimeoutError:
+            raise SlotLost(f"no slot server has started within {start_s:g} s") from None
+        self.beat(silence_s)
+
     def beat(self, silence_s: float) -> None:
         """Send the server requests at intervals, and end the connection when the server has not answered for
         `silence_s` seconds."""
@@ -90,12 +100,7 @@ class RemoteClient(DistantClient):
         """Start a server with a command. If the command ends instead, raises `SlotLost` with the end of its standard
         error."""
         client = cls(on_lost, command, gone_s)
-        try:
-            async with asyncio.timeout(_START_S):
-                await client._launch(rung, settings)
-        except TimeoutError:
-            raise SlotLost(f"no slot server has started within {_START_S:g} s") from None
-        client.beat(silence_s)
+        await client.launch_within(_START_S, rung, settings, silence_s)
         return client
 
     async def _spawn(self, stream: socket.socket, rung: str) -> None:

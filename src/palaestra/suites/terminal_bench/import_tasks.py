@@ -142,7 +142,7 @@ async def _try_task(task: Task, runs: PolicyRuns) -> TriedTask:
 async def _try_cheat(line: TriedTask, task: Task, environment: TerminalBenchEnvironment, runs: PolicyRuns) -> TriedTask:
     """Play the cheat of a task that is good otherwise. It may pass if a label says so: then a reader sees it."""
     try:
-        steps = environment.cheat_steps((await environment.resolve(task)).data)
+        steps = await environment.cheat_steps(task)
     except PalaestraError as error:
         return replace(line, finding=Finding.REFUSED, reason=f"cheat/solve.sh: {error}")
     if steps is None:

@@ -178,11 +178,12 @@ class TerminalBenchEnvironment(ContractEnvironment):
             steps += [*own, *([Say(f"The step {part.step.name} is done.")] if part.step else [])]
         return steps
 
-    def cheat_steps(self, work: ResolvedTask) -> Sequence[ToolStep] | None:
-        """Return the calls of the cheat that the task's author shows, or None without one. Raises `TaskError`."""
-        cheat = read_cheat(work.task)
+    async def cheat_steps(self, task: Task) -> Sequence[ToolStep] | None:
+        """Return the calls of the cheat that the author of a task shows, or None without one. Raises `TaskError`."""
+        cheat = read_cheat(task.data)
         if cheat is None:
             return None
+        work: ResolvedTask = (await self.resolve(task)).data
         return solution_steps(replace(work.task, solution=cheat), work.user, self._agent_s(work.task))
 
     def _network(self, task: TerminalTask) -> NetworkPolicy:
