@@ -1,14 +1,15 @@
 """Finds environments by name: files in the nearest `environments` folder, and entry points of installed packages.
 
 A file `environments/NAME_env.py` is the environment NAME, and takes precedence over an entry point of that name.
-Listing neither imports nor runs an environment. A reference is a name, `path/to/my_env.py` or `path.py:name`.
+Listing neither imports nor runs an environment. A reference is a name, `path/to/my_env.py`, `path.py:name`, a folder of
+tasks, or `KIND:NAME` for an environment of another library, such as `harbor:FOLDER`.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -16,18 +17,28 @@ from typing import TYPE_CHECKING, cast
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.io import plugins
+from palaestra.core.types import JSON
 from palaestra.core.user_code import load_file
 from palaestra.envs.api.function_form import FunctionForm
+from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.form import Form
+from palaestra.inference.config import APIServerConfig, ServerBaseline
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+    from palaestra.envs.run.evaluate import EvaluatedEnvironment
+    from palaestra.inference.chat_server import ChatServer
 
 FOLDER = "environments"
 GROUP = "palaestra.environments"
 DOORS = "palaestra.doors"
 """The group of entry points for forms that run like environments, such as a file of prompts. They are loaded by name
 but not listed."""
+
+PEERS = "palaestra.peers"
+"""The group of entry points that make forms of other libraries' environments. The name of an entry point is the KIND of
+a reference `KIND:NAME`; its function takes NAME and returns a form, or raises `ConfigError`."""
 
 CONTRACT_ROOTS = frozenset({
     "atroposlib", "atropos", "atropos_agent", "batch_runner", "environments", "gateway", "model_tools", "run_agent",
@@ -99,9 +110,10 @@ def load_environment(reference: str, start: Path) -> Form:
     """Load the environment that `reference` names. Raises `ConfigError`; if no environment has this name, the error
     lists the known names."""
     path, _, name = reference.partition(":")
+    if name and path in (peers := plugins.installed(PEERS)):
+        return cast("Callable[[str], Form]", plugins.load(peers[path]))(name)
     if path.endswith(".py") or "/" in path:
-        _check_not_tasks(Path(path))
-        return _pick(Path(path), name)
+        return tasks_form(start / reference) or _pick(Path(path), name)
     local, installed = _local(start), plugins.installed(GROUP)
     if path in local:
         return _pick(local[path], name)
@@ -112,29 +124,62 @@ def load_environment(reference: str, start: Path) -> Form:
         return form_of(value, path)
     if path in (doors := plugins.installed(DOORS)):
         return cast("Form", plugins.load(doors[path]))
-    _check_not_tasks(start / path)
+    if (tasks := tasks_form(start / reference)) is not None:
+        return tasks
     known = [*local, *installed]
     files = [file for file in (f"{path}_env.py", f"{path}.py") if (start / file).is_file()]
     found = "".join(f" {file} exists here; to run it, use the name {file}." for file in files)
     raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)} Available: {', '.join(known)}.{found}")
 
 
-_TASK_FILES = {
-    "task.toml": ("terminalbench_2", " Add --env.base_image host if no container tool is installed."),
-    "task.yaml": ("terminalbench_2", " Add --env.base_image host if no container tool is installed."),
-    "task.json": ("endless_terminals", ""),
-}
-"""The file that marks a folder as a task, with the environment that plays such tasks and further advice."""
+_TASK_FILES = {"task.toml": "terminalbench_2", "task.yaml": "terminalbench_2", "task.json": "endless_terminals"}
+"""The file that marks a folder as a task, with the environment that plays such tasks."""
 
 
-def _check_not_tasks(path: Path) -> None:
-    """Raise `ConfigError` for the folder of a task, or a folder of such folders, with the command that plays it."""
-    for marker, (environment, more) in _TASK_FILES.items():
-        if path.is_dir() and ((path / marker).is_file() or any(path.glob(f"*/{marker}"))):
-            raise ConfigError(
-                f"{path} is a folder of tasks, not an environment. To play these tasks, write {environment} "
-                f"--env.dataset_name {path} instead.{more}"
-            )
+def tasks_form(folder: Path) -> Form | None:
+    """Return the form that plays a folder which is a task or has tasks as its folders, or None if it has none."""
+    for marker, environment in _TASK_FILES.items():
+        if folder.is_dir() and ((folder / marker).is_file() or any(folder.glob(f"*/{marker}"))):
+            return _TasksForm(load_environment(environment, folder), folder.resolve())
+    return None
+
+
+class _TasksForm:
+    """An environment whose tasks are those of a folder unless the settings name others."""
+
+    bound: BaseEnvConfig | None = None
+
+    def __init__(self, form: Form, folder: Path) -> None:
+        self._form, self._folder = form, folder
+        self.name, self.reference = form.name, str(folder)
+
+    @property
+    def kind(self) -> str:
+        return self._form.kind
+
+    @property
+    def about(self) -> str:
+        return self._form.about
+
+    @property
+    def command(self) -> str | None:
+        return self._form.command
+
+    def config_type(self) -> type[BaseEnvConfig]:
+        return self._form.config_type()
+
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
+        config, servers = self._form.defaults()
+        config = config or self.config_type()()
+        return config.model_copy(update={"dataset_name": str(self._folder)}), servers
+
+    def check_values(self) -> Mapping[str, JSON]:
+        return {}
+
+    def build(
+        self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer
+    ) -> EvaluatedEnvironment:
+        return self._form.build(config, servers, server)
 
 
 def form_of(environment: object, reference: str = "") -> Form:

@@ -279,18 +279,20 @@ odd.score(lambda task: 1.0)
     ("marker", "environment"),
     [("task.toml", "terminalbench_2"), ("task.yaml", "terminalbench_2"), ("task.json", "endless_terminals")],
 )
-def test_a_folder_of_tasks_names_the_environment_that_plays_it(
+def test_a_folder_of_tasks_is_played_by_the_environment_for_such_tasks(
     marker: str, environment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tb/one").mkdir(parents=True)
     (tmp_path / "tb/one" / marker).touch()
     (tmp_path / "empty").mkdir()
-    for words in (["run", "tb/one"], ["eval", "tb/one"], ["run", "tb"], ["run", f"{tmp_path}/tb"]):
-        assert main(words) == 2
-        shown = capsys.readouterr().err
-        assert f"{words[1]} is a folder of tasks, not an environment" in shown
-        assert f"write {environment} --env.dataset_name" in shown
+    for folder in ("tb/one", "tb", f"{tmp_path}/tb"):
+        form = load_environment(folder, tmp_path)
+        config, _ = form.defaults()
+        assert config is not None
+        path = str((tmp_path / folder).resolve())
+        assert (form.name, form.reference, config.dataset_name) == (environment, path, path)
+        assert load_environment(form.reference, tmp_path).name == environment  # as `palaestra resume` does
     assert main(["run", "./empty"]) == 2
     assert "empty is a folder, not a Python file with an environment" in capsys.readouterr().err
 
