@@ -55,6 +55,9 @@ from palaestra import (
 _log = logging.getLogger(__name__)
 
 CONFIG_FILE = "palaestra.yaml"
+INSTEAD = "PALAESTRA_INSPECT_CONFIG"
+"""The environment variable whose value is the configuration for samples that declare a Dockerfile or a compose file."""
+
 _LONGEST_S = 7 * 24 * 3600.0
 _MOST_OUTPUT, _MOST_STDIN = 16 << 20, 32 << 20
 _SETPRIV = "/usr/bin/setpriv"
@@ -306,16 +309,14 @@ def settings_of(config: BaseModel | str | None) -> PalaestraSandboxConfig:
         return PalaestraSandboxConfig()
     if isinstance(config, PalaestraSandboxConfig):
         return config
-    if not isinstance(config, str):
+    path = Path(config) if isinstance(config, str) else None
+    if path is None or "dockerfile" in path.name.lower() or path.stem.endswith("compose"):
+        if instead := os.environ.get(INSTEAD):
+            return _without_docker(config, instead)
         raise ConfigError(
-            f"the sandbox palaestra cannot use a {type(config).__name__}: give a PalaestraSandboxConfig, "
-            f"whose image is a root file system; `docker export` makes one of a container"
-        )
-    path = Path(config)
-    if "dockerfile" in path.name.lower() or path.name.removesuffix(path.suffix).endswith("compose"):
-        raise ConfigError(
-            f"the sandbox palaestra does not build {config}: build the image elsewhere (`docker build`, then "
-            f"`docker create` and `docker export`), and name the tar file, as in --sandbox palaestra:IMAGE.tar"
+            f"the sandbox palaestra does not build {config if path is not None else type(config).__name__}: make a "
+            f"root file system of its image (`docker build`, `docker create`, `docker export`), and set {INSTEAD} to "
+            f"that tar file, or to a {CONFIG_FILE}"
         )
     if path.suffix not in (".yaml", ".yml"):
         return PalaestraSandboxConfig(image=str(path.absolute()))
@@ -326,6 +327,13 @@ def settings_of(config: BaseModel | str | None) -> PalaestraSandboxConfig:
         raise ConfigError(f"the configuration {config} of the sandbox palaestra cannot be used: {error}") from None
     image = found.image and str(path.parent.absolute() / found.image)
     return found.model_copy(update={"image": image})
+
+
+def _without_docker(config: BaseModel | str, instead: str) -> PalaestraSandboxConfig:
+    if Path(instead).stem.endswith("compose") or "dockerfile" in Path(instead).name.lower():
+        raise ConfigError(f"{INSTEAD} must be the path of an image or of a {CONFIG_FILE}, not {instead}")
+    _log.info("the sandbox palaestra uses %s instead of %.100r", instead, config)
+    return settings_of(instead)
 
 
 def _box(settings: PalaestraSandboxConfig, pool: SlotPool | None = None) -> Sandbox:
