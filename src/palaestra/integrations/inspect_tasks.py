@@ -71,6 +71,9 @@ _TOOLSETS = {"bash": "terminal", "bash_session": "terminal", "python": "terminal
 _ANSWERED_BY_TARGET = frozenset({"choice", "exact", "f1", "includes", "match"})
 _LIMITS = ("message_limit", "token_limit", "turn_limit", "time_limit", "working_limit", "cost_limit")
 _NOT_CARRIED = ("approval", "review", "cleanup", "epochs", "sentinel", *_LIMITS)
+_HOST = "host"
+"""The value of the setting `image` that stands for the host's system directories."""
+
 _MODEL = "palaestra/agent"
 _OF_THE_WORK = (OutputLimitExceededError, UnicodeDecodeError, TimeoutError, FileNotFoundError, NotADirectoryError,
                 IsADirectoryError, PermissionError)  # fmt: skip
@@ -323,12 +326,14 @@ class _LoadedTask:
     def _image(self, sample: Sample) -> str | None:
         """Return the image of a sample's sandbox. Raises `ConfigError` for a Dockerfile or a compose file."""
         spec: SandboxEnvironmentSpec | None = sample.sandbox or self.task.sandbox
+        if self.image == _HOST:
+            return None
         if self.image is not None or spec is None or spec.config is None:
-            return self.image
+            return self.image and str(Path(self.image).absolute())
         if spec.type != "palaestra":
             raise ConfigError(
                 f"sample {sample.id} runs in the image of {spec.config!r:.100}: set `image` to a root file system, "
-                f"such as the tar file of `docker export`"
+                f"such as the tar file of `docker export`, or to `{_HOST}` for the host's programs"
             )
         return settings_of(spec.config).image
 
