@@ -4,8 +4,9 @@ import os
 import time
 
 from inspect_ai import Task, task
+from inspect_ai.agent import AgentPrompt, react
 from inspect_ai.dataset import Sample
-from inspect_ai.model import get_model
+from inspect_ai.model import ModelAPI, ModelOutput, ModelUsage, get_model, modelapi
 from inspect_ai.scorer import Score, Target, accuracy, choice, includes, match, model_graded_fact, scorer
 from inspect_ai.solver import TaskState, chain_of_thought, generate, multiple_choice, system_message, use_tools
 from inspect_ai.tool import bash, web_search
@@ -85,3 +86,26 @@ def _own_model():
         return state
 
     return solve
+
+
+@modelapi("judge")
+class Judge(ModelAPI):
+    """Finds the answer `y` correct."""
+
+    async def generate(self, input, tools, tool_choice, config):  # noqa: A002  # the interface's names
+        output = ModelOutput.from_content(
+            "judge/x", "GRADE: C" if "[Submission]: y\n" in input[-1].text else "GRADE: I"
+        )
+        output.usage = ModelUsage()
+        return output
+
+
+@task
+def judged():
+    return Task(dataset=[Sample(input="x", target="y"), Sample(input="x", target="y")], scorer=model_graded_fact())
+
+
+@task
+def agent():
+    solver = react(prompt=AgentPrompt(instructions="Be brief."), tools=[bash()])
+    return Task(dataset=[Sample(input="x", target="y")], solver=solver, scorer=includes(), sandbox="docker")

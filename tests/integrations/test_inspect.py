@@ -267,6 +267,19 @@ def test_solvers_with_two_calls_or_random_prompts_are_refused(tmp_path: Path) ->
         asyncio.run(ours("refused", tmp_path, ["y"], why="twice"))
 
 
+def test_a_scorer_can_ask_a_model(tmp_path: Path) -> None:
+    assert asyncio.run(ours("judged", tmp_path, ["y", "z"], grader="judge/x")) == {"1": 1.0, "2": 0.0}
+
+
+def test_the_agent_plays_the_part_of_react(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    form = inspect_form(f"{EXAMPLES}@agent")
+    form.build(form.config_type()())
+    (task,) = form._ready().tasks()
+    assert [(each["role"], each["content"]) for each in task.messages()] == [("system", "Be brief."), ("user", "x")]
+    assert task.toolsets == ("terminal",)
+    assert "runs without the solver react" in caplog.text
+
+
 def test_a_killed_run_resumes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "palaestra", "run", f"inspect:{EXAMPLES}@slow", "--policy", "noop"]
     command += ["--concurrency", "2"]

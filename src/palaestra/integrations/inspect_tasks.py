@@ -341,8 +341,10 @@ class _LoadedTask:
 async def _opening_of_agent(solver: Solver, state: TaskState, model: _Model) -> TaskState:
     """Add the messages that an agent's parameters set, in the place of its own about submitting."""
     given = registry_params(solver)
-    if isinstance(prompt := given.get("prompt"), str):
-        given = {"init": {"name": "system_message", "params": {"template": prompt}}}
+    prompt = given.get("prompt")
+    instructions = prompt[0] if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt else prompt
+    if isinstance(instructions, str):
+        given = {"init": {"name": "system_message", "params": {"template": instructions}}}
     for each in [given["init"]] if isinstance(given.get("init"), dict) else given.get("init") or ():
         state = await registry_create("solver", each["name"], **each["params"])(state, model)
     return state
