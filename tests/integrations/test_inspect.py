@@ -156,7 +156,7 @@ def test_a_configuration_that_slots_cannot_offer_is_refused(config: Any, message
 
 
 def test_a_yaml_file_configures_the_slots(tmp_path: Path) -> None:
-    file = tmp_path / "palaestra.yaml"
+    file = tmp_path / "palaestra-sandbox.yaml"
     file.write_text("env: {COLOUR: red}\nworkdir: /workspace/deep\n")
     task = inspect_ai.Task(
         dataset=[Sample(input="x", target="done", files={"a.txt": "1"}, setup='test "$(cat a.txt)$COLOUR" = 1red')],

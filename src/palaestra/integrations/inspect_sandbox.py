@@ -54,7 +54,7 @@ from palaestra import (
 
 _log = logging.getLogger(__name__)
 
-CONFIG_FILE = "palaestra.yaml"
+CONFIG_FILE = "palaestra-sandbox.yaml"
 INSTEAD = "PALAESTRA_INSPECT_CONFIG"
 """The environment variable whose value is the configuration for samples that declare a Dockerfile or a compose file."""
 
