@@ -170,6 +170,24 @@ def test_a_yaml_file_configures_the_slots(tmp_path: Path) -> None:
         asyncio.run(PalaestraSandbox.task_init("test", str(file)))
 
 
+def test_an_image_is_the_root_of_the_slots(tmp_path: Path) -> None:
+    """A tar file with bash alone, named by a configuration file beside it."""
+    listed = subprocess.run(["ldd", "/bin/bash"], capture_output=True, text=True, check=True).stdout.split()
+    files = ["/bin/bash", *(each for each in listed if each.startswith("/"))]
+    subprocess.run(["tar", "-P", "-h", "-cf", str(tmp_path / "root.tar"), *files], check=True)
+    (tmp_path / "palaestra-sandbox.yaml").write_text("image: root.tar\nworkdir: /app\n")
+
+    async def main(config: str) -> None:
+        await PalaestraSandbox.task_init("test", config)
+        made = await PalaestraSandbox.sample_init("test", config, {})
+        result = await made["default"].exec(["/bin/bash", "-c", "pwd; echo /usr/bin/*"])
+        assert result.stdout == "/app\n/usr/bin/*\n"
+        await PalaestraSandbox.sample_cleanup("test", config, made, False)
+        await PalaestraSandbox.task_cleanup("test", config, True)
+
+    asyncio.run(main(str(tmp_path / "palaestra-sandbox.yaml")))
+
+
 # Inspect's tasks in our runner
 
 

@@ -244,7 +244,11 @@ class _LoadedTask:
             if place not in ("", "default"):
                 raise ConfigError(f"sample {sample.id} has a file for the sandbox {place!r}; there is only one")
             files |= _file(rest, source, self.folder, sample.id)
-        setup = None if sample.setup is None else _text(_file("", sample.setup, self.folder, sample.id)[""])
+        script = None if sample.setup is None else _file("", sample.setup, self.folder, sample.id).get("")
+        if sample.setup is not None and script is None:
+            raise ConfigError(
+                f"the setup of sample {sample.id} names a folder instead of a script: {sample.setup:.100}"
+            )
         answers = {_name(each) for each in self.task.scorer or ()} <= _ANSWERED_BY_TARGET and not tools
         target = sample.target if isinstance(sample.target, str) else next(iter(sample.target), "")
         return Task(
@@ -252,7 +256,7 @@ class _LoadedTask:
             prompt=opened.opening,
             image=self._image(sample),
             files=files,
-            setup=None if setup is None else _script(setup),
+            setup=None if script is None else _script(script.decode(errors="replace")),
             toolsets=tuple(dict.fromkeys(_TOOLSETS[name] for name in tools)),
             data={"sample": sample.model_dump(mode="json", exclude_none=True)},
             answer=sample.target,
@@ -480,10 +484,6 @@ def _wait(work: Coroutine[Any, Any, _Model]) -> _Model:
     """Run solvers in a thread of their own, because the caller may run in an event loop."""
     with ThreadPoolExecutor(1, "inspect") as thread:
         return thread.submit(asyncio.run, work).result()
-
-
-def _text(data: bytes) -> str:
-    return data.decode(errors="replace")
 
 
 def _script(setup: str) -> str:
