@@ -68,6 +68,9 @@ class TaskSandboxSettings(BaseModel):
     )
     build_network: bool = Field(default=True, description="Whether building an image reaches the network.")
     cache_dir: str = Field(default=CACHE_DIR, description="The folder of root file systems that a container tool made.")
+    workspace_store: str | None = Field(
+        default=None, description="The folder that keeps built workspaces. Default: the folder of this user's runs."
+    )
     isolation: str = Field(default="best", description="The isolation level: best, full, userns, confined or none.")
     require_sandbox: bool = Field(default=False, description="Refuse isolation levels below `userns`.")
 
@@ -84,9 +87,9 @@ class TaskSandboxes:
         rung, require = levels(self.settings.isolation, self.settings.require_sandbox)
         self._backend = LocalBackend(rung=rung, require=require)
         self._pool = SlotPool(backend=self._backend)
-        self._prepared = Prepared(
-            self._backend, lambda: SnapshotStore(default_folder()).open(), trouble=lambda trouble: _log.warning(trouble)
-        )
+        named = self.settings.workspace_store
+        store = SnapshotStore(default_folder() if named is None else local_path(named))
+        self._prepared = Prepared(self._backend, store.open, trouble=lambda trouble: _log.warning("%s", trouble))
         self._built: dict[str, Snapshot] = {}
         self._turns: dict[str, asyncio.Lock] = {}
 
@@ -101,6 +104,11 @@ class TaskSandboxes:
         sandboxes = await shared[key].started()
         assert isinstance(sandboxes, cls)
         return sandboxes
+
+    @property
+    def server_pid(self) -> int:
+        """The pid of the process that watches the slot server. Raises `SandboxError` before the start."""
+        return self._backend.server_pid
 
     async def __aenter__(self) -> Self:
         self._roots(force=False).check()
