@@ -112,7 +112,8 @@ def test_downloads_never_lead_out_of_their_folder(tmp_path: Path) -> None:
     async def do(sandboxes: TaskSandboxes, box: TaskSandbox) -> None:
         await box.execute(
             f"mkdir -p /logs/out /logs/a && cd /logs && echo kept > a/file && ln -s file a/inside "
-            f"&& ln -s {secret} host && ln -s ../../secret.txt up && ln -s {tmp_path} folder && echo taken > out/secret.txt && mkfifo pipe"
+            f"&& ln -s {secret} host && ln -s ../../secret.txt up && ln -s {tmp_path} folder "
+            "&& echo taken > out/secret.txt && mkfifo pipe"
         )
         await box.download_dir("/logs", target)
         with pytest.raises(OSError, match=r"(?i)no such file"):
