@@ -293,8 +293,8 @@ def test_the_user_of_main_runs_its_commands(tmp_path: Path) -> None:
         .replace("[environment]", '[[verifier.collect]]\ncommand = "true"\n[environment]')
     )
     task = harbor.read_task(make_shop(tmp_path, **{"environment/docker-compose.yaml": text, "task.toml": toml}))
-    assert (task.agent_user, task.workdir, task.verifier.user) == ("app", "/srv", None)
+    assert (task.agent.user, task.workdir, task.verifier.user) == ("app", "/srv", None)
     assert [(each.service, each.user) for each in task.verifier.collect] == [("db", None), ("main", "app")]
     files = {"environment/docker-compose.yaml": text, "task.toml": "[agent]\nuser = 'other'\n"}
     shared = harbor.read_task(make_shop(tmp_path, **files))
-    assert (shared.agent_user, shared.verifier.user) == ("other", "app")
+    assert (shared.agent.user, shared.verifier.user) == ("other", "app")

@@ -80,7 +80,7 @@ def test_rows_in_parts(tmp_path: Path, ending: str) -> None:
         parquet.write_table(arrow.Table.from_pylist(rows), path)
     loaded = load_tasks(str(path), tmp_path / "cache")
     (task,) = loaded.tasks
-    assert (task.name, task.category) == ("greeting", "files")
+    assert (task.name, task.metadata.category) == ("greeting", "files")
     assert task.verifier.folder.joinpath("test_outputs.py").is_file()
     assert task.recipe.dockerfile is not None
     assert task.path.is_relative_to(tmp_path / "cache")

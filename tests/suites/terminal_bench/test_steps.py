@@ -34,7 +34,7 @@ def test_what_is_read_of_steps() -> None:
     gated = harbor.read_task(HARBOR / "gated-steps")
     assert gated.reward_strategy == "final"
     assert [step.min_reward for step in gated.steps] == [{"reward": 1.0}, {"reward": 0.5}]
-    assert gated.of_step(gated.steps[0]).agent_timeout_s == 60.0
+    assert gated.of_step(gated.steps[0]).agent.timeout_s == 60.0
     assert gated.steps[1].verifier.files()["test.sh"] == HARBOR / "gated-steps/tests/test.sh"
 
 

@@ -11,7 +11,7 @@ from palaestra.core.types import AllowList, Network
 from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import harbor, terminal_bench_1
 from palaestra.suites.terminal_bench.find_tasks import read_folder
-from palaestra.suites.terminal_bench.terminal_task import Format
+from palaestra.suites.terminal_bench.terminal_task import Format, TaskMetadata
 from suites.terminal_bench.mini import HARBOR, LEGACY, copied
 
 MINUTE = 60.0
@@ -20,10 +20,10 @@ MINUTE = 60.0
 def test_a_task_of_the_first_schema() -> None:
     task = harbor.read_task(HARBOR / "greeting")
     assert task.format is Format.HARBOR
-    assert (task.name, task.category, task.difficulty, task.tags) == ("greeting", "files", "easy", ("mini",))
+    assert (task.name, task.metadata) == ("greeting", TaskMetadata("files", "easy", ("mini",)))
     assert (task.limits.memory_bytes, task.limits.disk_bytes, task.limits.cpus) == (1 << 30, 1 << 30, 1.0)
-    assert (task.agent_timeout_s, task.verifier.timeout_s) == (2 * MINUTE, MINUTE)
-    assert task.network is Network.ON
+    assert (task.agent.timeout_s, task.verifier.timeout_s) == (2 * MINUTE, MINUTE)
+    assert task.agent.network is Network.ON
     assert task.solution is not None
     assert task.solution.files == ("solve.sh",)
     assert not task.live
@@ -48,7 +48,7 @@ def test_variables_of_each_part_stay_apart() -> None:
     ],
 )
 def test_the_network_that_a_task_asks_for(tmp_path: Path, text: str, network: Network | AllowList) -> None:
-    assert harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).network == network
+    assert harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).agent.network == network
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_slots_cannot_do_is_refused_by_name(name: str, message: str) -> Non
         ("[environment.healthcheck]\ninterval_sec = 1\n", r"environment.healthcheck.command"),
         ('[environment.healthcheck]\ncommand = "true"\nevery = 1\n', r"environment.healthcheck.every"),
         ('[verifier.environment.healthcheck]\ncommand = "true"\n', r"verifier.environment.healthcheck"),
-        ('[[environment.mcp_servers]]\nname = "x"\n', r"environment.mcp_servers"),
+        ('[[environment.mcp_servers]]\nname = "x"\n', r"environment.mcp_servers\[0\].url"),
     ],
 )
 def test_a_wrong_value_names_its_key(tmp_path: Path, text: str, message: str) -> None:
@@ -129,7 +129,7 @@ def test_a_wrong_value_names_its_key(tmp_path: Path, text: str, message: str) ->
     ("text", "key"),
     [
         ("[verifier]\nrestart_environment = true\n", "verifier.restart_environment"),
-        ('[environment]\nskills_dir = "/skills"\n', "environment.skills_dir"),
+        ("[environment]\ngpus = 1\n", "environment.gpus"),
         ('[environment]\ntpu = { type = "v6e", topology = "2x2" }\n', "environment.tpu"),
         ('[[steps]]\nname = "a"\n[steps.agent]\nallowed_hosts = ["a.example"]\n', r"steps[0].agent.allowed_hosts"),
     ],
@@ -184,7 +184,7 @@ def test_keys_that_ask_for_nothing_or_cannot_change_a_score_are_read(tmp_path: P
         mcp_servers = []
         [solution.env]
     """
-    assert harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).agent_timeout_s == 5.0
+    assert harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).agent.timeout_s == 5.0
 
 
 def test_hosts_without_a_list_mode_are_an_error(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_terminal_bench_1_task() -> None:
     task = terminal_bench_1.read_task(LEGACY / "hello")
     assert task.format is Format.TERMINAL_BENCH_1
     assert task.instruction == "Create /app/hello.txt with the line Hello."
-    assert (task.agent_timeout_s, task.verifier.timeout_s) == (2 * MINUTE, MINUTE)
+    assert (task.agent.timeout_s, task.verifier.timeout_s) == (2 * MINUTE, MINUTE)
     assert task.verifier.env["TEST_DIR"] == "/tests"
     assert task.solution is not None
     assert task.solution.files == ()

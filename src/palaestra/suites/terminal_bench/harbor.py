@@ -38,6 +38,9 @@ from palaestra.suites.terminal_bench.terminal_task import (
     CollectHook,
     Format,
     SolutionScript,
+    TaskAgent,
+    TaskMetadata,
+    TaskServer,
     TaskStep,
     TerminalTask,
     Verifier,
@@ -64,14 +67,13 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         "gpus": "it needs GPUs",
         "gpu_types": _NO_EFFECT,  # which GPUs, if `gpus` asks for any
         "tpu": "it needs a TPU",
-        "mcp_servers": "it needs tool servers",
-        "healthcheck": _HONOURED,
-        "skills_dir": "it gives agents skills, which slots do not install",
+        **dict.fromkeys(("mcp_servers", "healthcheck", "skills_dir"), _HONOURED),
     },
     "environment.healthcheck": {
         **dict.fromkeys(("command", "interval_sec", "timeout_sec", "start_period_sec", "retries"), _HONOURED),
         "start_interval_sec": _NO_EFFECT,  # the command is tried more often than that
     },
+    "environment.mcp_servers": dict.fromkeys(("name", "transport", "url", "command", "args", "headers"), _HONOURED),
     "agent": dict.fromkeys(("timeout_sec", "user", "network_mode", "allowed_hosts"), _HONOURED),
     "verifier": {
         **dict.fromkeys(("timeout_sec", "env", "user"), _HONOURED),
@@ -131,14 +133,20 @@ def read_task(folder: Path) -> TerminalTask:
         recipe=_recipe(folder / "environment", environment) if main is None else main.recipe,
         verifier=verifiers[0],
         solution=first.solution if first else _solution(folder / "solution", config.section("solution")),
-        category=metadata.text("category") or "uncategorized",
-        difficulty=metadata.text("difficulty") or "unknown",
-        tags=metadata.texts("tags"),
+        metadata=TaskMetadata(
+            metadata.text("category") or "uncategorized",
+            metadata.text("difficulty") or "unknown",
+            metadata.texts("tags"),
+        ),
+        agent=TaskAgent(
+            agent.user("user") or (main.user if main else None),
+            agent.number("timeout_sec"),
+            _network(agent, environment),
+            _servers(environment),
+            _skills_dir(environment),
+        ),
         env={**(main.env if main else {}), **environment.variables("env")},
         workdir=environment.text("workdir") or (main.workdir if main else None),
-        agent_user=agent.user("user") or (main.user if main else None),
-        agent_timeout_s=agent.number("timeout_sec"),
-        network=_network(agent, environment),
         limits=main.limits if main else _limits(environment),
         services=tuple(services.values()),
         live=metadata.text("grading") == "live",
@@ -169,6 +177,8 @@ def _check_supported(config: TypedFields) -> None:
     for name in ("environment", "agent", "solution"):
         _check_keys(config.section(name), name)
     _check_keys(environment.section("healthcheck"), "environment.healthcheck")
+    for server in environment.sections("mcp_servers"):
+        _check_keys(server, "environment.mcp_servers")
     _check_verifier(config.section("verifier"))
     for step in config.sections("steps"):
         _check_keys(step, "steps")
@@ -181,6 +191,9 @@ def _check_supported(config: TypedFields) -> None:
 def _check_verifier(verifier: TypedFields) -> None:
     _check_keys(verifier, "verifier")
     _check_keys(verifier.section("environment"), "environment")
+    for key in ("mcp_servers", "skills_dir"):
+        if verifier.section("environment").values.get(key):
+            raise Unsupported(f"{verifier.section('environment').key(key)}: only the agent has tool servers and skills")
     if verifier.section("environment").section("healthcheck").values:
         raise Unsupported(f"{verifier.section('environment').key('healthcheck')}: verifiers wait for nothing")
     for hook in verifier.sections("collect"):
@@ -388,6 +401,35 @@ def _mode(mode: str, section: TypedFields) -> Network | AllowList:
     if mode != "allowlist":
         raise TaskError(f"{section.key('network_mode')} must be public, no_network or allowlist, not {mode!r}")
     return AllowList(hosts) if hosts else Network.OFF
+
+
+def _servers(environment: TypedFields) -> tuple[TaskServer, ...]:
+    """Return the MCP servers of the agent. Source: `MCPServerConfig` of Harbor 0.26, whose default is `sse`."""
+    servers: dict[str, TaskServer] = {}
+    for entry in environment.sections("mcp_servers"):
+        name, transport = entry.required("name"), entry.text("transport") or "sse"
+        if name in servers:
+            raise TaskError(f"{entry.key('name')} {name!r:.100} is the name of another server too")
+        if transport == "stdio":
+            servers[name] = TaskServer(name, command=(entry.required("command"), *entry.texts("args")))
+            continue
+        if transport not in ("sse", "http", "streamable-http"):
+            raise TaskError(f"{entry.key('transport')} must be sse, streamable-http or stdio, not {transport!r:.100}")
+        url = entry.required("url")
+        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+            raise TaskError(f"{entry.key('url')} must be an http or https URL, not {url!r:.200}")
+        headers = {name: str(value) for name, value in entry.section("headers").values.items()}
+        if any("${" in value for value in headers.values()):
+            raise Unsupported(f"{entry.key('headers')} takes a variable of the host, which no slot gets")
+        servers[name] = TaskServer(name, url, transport == "sse", headers)
+    return tuple(servers.values())
+
+
+def _skills_dir(environment: TypedFields) -> str | None:
+    path = environment.text("skills_dir")
+    if path and (not path.startswith("/") or ".." in path.split("/")):
+        raise TaskError(f"{environment.key('skills_dir')} must be an absolute path without `..`, not {path!r:.200}")
+    return path.rstrip("/") if path else None
 
 
 def _limits(environment: TypedFields) -> Limits:

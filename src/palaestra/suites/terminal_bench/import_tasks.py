@@ -114,7 +114,7 @@ async def try_tasks(
 
 
 async def _try_task(task: Task, runs: PolicyRuns) -> TriedTask:
-    line = TriedTask(task.id, Finding.GOOD, category=task.data.category)
+    line = TriedTask(task.id, Finding.GOOD, category=task.data.metadata.category)
     noop = await _play(NoopPolicy(), task, runs)
     if not noop.ran:
         return replace(line, finding=Finding.REFUSED, reason=noop.error)
@@ -175,7 +175,8 @@ def read_tasks(source: str, settings: Sequence[str]) -> ImportReport:
         inner = TerminalBench2EvalEnv(config, [])
         await inner.sort_out()
         lines = [
-            TriedTask(each.name, Finding.READ, reason=_needs(each), category=each.category) for each in inner.items
+            TriedTask(each.name, Finding.READ, reason=_needs(each), category=each.metadata.category)
+            for each in inner.items
         ]
         refused = [each for each in inner.left_out if isinstance(each, LeftOut)]
         return ImportReport((*lines, *(TriedTask(each.name, Finding.REFUSED, reason=each.reason) for each in refused)))

@@ -79,7 +79,7 @@ def combine_scores(task: TerminalTask, scores: Sequence[Score]) -> Score:
         "output": scores[-1].detail.get("output", ""),
         "exit_status": scores[-1].detail.get("exit_status"),
         "official_rewards": official,
-        "category": task.category,
+        "category": task.metadata.category,
     }
     metrics = {"steps_verified": float(len(scores)), "steps_total": float(len(task.steps)), **rewards}
     labels = [

@@ -28,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import random
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import local_path
 from palaestra.core.errors import InfraError, PrepareError, SandboxError
 from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
+from palaestra.envs.config.build import kit
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
@@ -69,6 +71,7 @@ from palaestra.suites.terminal_bench.service_group import (
     prepared_files,
     set_up,
 )
+from palaestra.suites.terminal_bench.task_tools import task_tools
 from palaestra.suites.terminal_bench.terminal_task import (
     AGENT_LOGS,
     TESTS_DIR,
@@ -90,6 +93,7 @@ from palaestra.suites.terminal_bench.verifier_files import (
     script_name,
 )
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra.tools.registry.registry import Kit
 
 _MOST_TEXT_BYTES = 1 << 20
 _SETUP_S = 600.0
@@ -188,8 +192,16 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return solution_steps(replace(work.task, solution=cheat), work.user, self._agent_s(work.task))
 
     def _network(self, task: TerminalTask) -> NetworkPolicy:
-        agent = task.network if self.settings.allow_network else Network.OFF
+        agent = task.agent.network if self.settings.allow_network else Network.OFF
         return NetworkPolicy(prepare=Network.ON if self.settings.build_network else Network.OFF, agent=agent)
+
+    def kit(self, task: Task, rng: random.Random) -> Kit:
+        """Return the tools of a group: those of the settings, and those for the task's own servers and skills."""
+        work: ResolvedTask = task.data
+        if not (own := task_tools(work.task.agent)):
+            return super().kit(task, rng)
+        inner = self.inner
+        return kit(inner.config, None, rng, [*inner.own_tools(), *own], inner.mcp, inner.shared)
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         work: ResolvedTask = task.data
@@ -233,7 +245,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             raise
 
     def _agent_s(self, task: TerminalTask) -> float:
-        return task.agent_timeout_s or self.settings.task_timeout
+        return task.agent.timeout_s or self.settings.task_timeout
 
     async def act(self, rollout: Rollout) -> AgentResult:
         work: ResolvedTask = rollout.task.data

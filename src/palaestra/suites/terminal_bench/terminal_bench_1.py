@@ -22,6 +22,8 @@ from palaestra.suites.terminal_bench.terminal_task import (
     TESTS_DIR,
     Format,
     SolutionScript,
+    TaskAgent,
+    TaskMetadata,
     TerminalTask,
     Verifier,
 )
@@ -68,13 +70,12 @@ def read_task(folder: Path) -> TerminalTask:
         recipe=ImageRecipe(folder=folder, dockerfile=folder / "Dockerfile") if main is None else main.recipe,
         verifier=_verifier(folder, config),
         solution=_solution(folder),
-        category=config.text("category") or "uncategorized",
-        difficulty=config.text("difficulty") or "unknown",
-        tags=config.texts("tags"),
+        metadata=TaskMetadata(
+            config.text("category") or "uncategorized", config.text("difficulty") or "unknown", config.texts("tags")
+        ),
+        agent=TaskAgent(None if main is None else main.user, config.number("max_agent_timeout_sec")),
         env={} if main is None else main.env,
         workdir=workdir if isinstance(workdir, str) else None,
-        agent_user=None if main is None else main.user,
-        agent_timeout_s=config.number("max_agent_timeout_sec"),
         limits=Limits() if main is None else main.limits,
         services=tuple(services.values()),
     )

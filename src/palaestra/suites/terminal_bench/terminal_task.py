@@ -118,6 +118,39 @@ class TaskStep:
     agent_timeout_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TaskMetadata:
+    """What a task says about itself."""
+
+    category: str = "uncategorized"
+    difficulty: str = "unknown"
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TaskServer:
+    """An MCP server of a task: the `url` of one that a service runs (streamable HTTP, or the older HTTP with
+    server-sent events if `sse`), or the command that starts one in the agent's slot."""
+
+    name: str
+    url: str | None = None
+    sse: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAgent:
+    """What a task sets for its agent: the user, the time limit in seconds, the network, MCP servers, and a directory of
+    the image with skills. None stands for the image's user and for the environment's time limit."""
+
+    user: str | None = None
+    timeout_s: float | None = None
+    network: Network | AllowList = Network.ON
+    servers: tuple[TaskServer, ...] = ()
+    skills_dir: str | None = None
+
+
 MEAN, FINAL = "mean", "final"
 
 
@@ -137,14 +170,10 @@ class TerminalTask:
     recipe: ImageRecipe
     verifier: Verifier
     solution: SolutionScript | None = None
-    category: str = "uncategorized"
-    difficulty: str = "unknown"
-    tags: tuple[str, ...] = ()
+    metadata: TaskMetadata = TaskMetadata()
+    agent: TaskAgent = TaskAgent()
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
-    agent_user: str | None = None
-    agent_timeout_s: float | None = None
-    network: Network | AllowList = Network.ON
     limits: Limits = Limits()
     services: tuple[Service, ...] = ()
     live: bool = False
@@ -158,7 +187,7 @@ class TerminalTask:
             instruction=step.instruction,
             verifier=step.verifier,
             solution=step.solution,
-            agent_timeout_s=step.agent_timeout_s or self.agent_timeout_s,
+            agent=replace(self.agent, timeout_s=step.agent_timeout_s or self.agent.timeout_s),
             steps=(),
         )
 
@@ -166,7 +195,7 @@ class TerminalTask:
         """Return whether a comma-separated list of names, patterns (`git-*`) and `category:NAME` matches this task."""
         words = [word.strip() for word in (wanted or "").split(",") if word.strip()]
         return any(
-            self.category == word.partition(":")[2]
+            self.metadata.category == word.partition(":")[2]
             if word.startswith("category:")
             else fnmatch.fnmatchcase(self.name, word)
             for word in words

@@ -72,7 +72,7 @@ class TerminalBench2EvalEnv(ListedEnv):
         return str(item.name)
 
     def labels(self, item: Item) -> Collection[str]:
-        return (f"category/{item.category}",)
+        return (f"category/{item.metadata.category}",)
 
     def format_prompt(self, item: Item) -> str:
         return str(item.instruction).strip()
@@ -82,7 +82,7 @@ class TerminalBench2EvalEnv(ListedEnv):
 
     def sample(self, trajectory: Trajectory) -> Mapping[str, JSON]:
         """Return one attempt, with the field names that this environment's samples usually have."""
-        categories = {task.name: task.category for task in self.items}
+        categories = {task.name: task.metadata.category for task in self.items}
         return pass_at_k.sample(trajectory) | {
             "task_name": trajectory.task_id,
             "category": categories.get(trajectory.task_id, ""),

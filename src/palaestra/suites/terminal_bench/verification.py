@@ -102,7 +102,7 @@ class ResolvedTask:
     @property
     def user(self) -> str:
         """The user of the agent's commands."""
-        return self.task.agent_user or self.root.config.user
+        return self.task.agent.user or self.root.config.user
 
     @property
     def env(self) -> dict[str, str]:
@@ -365,7 +365,7 @@ class Verification:
         assert verdict is not None
         labels = list(guarded.labels)
         detail = verdict.detail() | {
-            "category": self._part.task.category,
+            "category": self._part.task.metadata.category,
             "hidden": list(guarded.hidden),
             "replaced": list(self._part.script.replaced),
             "grading": self._rollout.task.grading,

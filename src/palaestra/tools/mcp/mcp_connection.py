@@ -14,10 +14,10 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from palaestra.core.errors import ConfigError, ToolServerRefused, ToolServerReplyError, ToolServerUnavailable
 from palaestra.core.extras import install_command
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from mcp.client import Transport
     from mcp.types import CallToolResult, Tool
 
+
+OpenTransport: TypeAlias = "Callable[[contextlib.AsyncExitStack], Awaitable[Transport]]"
+"""Opens the way to a server; what it enters on the stack is closed with the session."""
 
 _TAIL_BYTES = 4096
 
@@ -109,9 +112,10 @@ class NotCarriedOut(ToolServerUnavailable):
 class Connection:
     """A live session. Created by `opened`; `aclose` is idempotent."""
 
-    def __init__(self, name: str, config: MCPServerConfig) -> None:
+    def __init__(self, name: str, config: MCPServerConfig, open_transport: OpenTransport | None = None) -> None:
         self.name = name
         self._config = config
+        self._open_transport = open_transport or self._transport
         self._client: Client | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
@@ -121,14 +125,17 @@ class Connection:
         self._status = 200
 
     @classmethod
-    async def opened(cls, name: str, config: MCPServerConfig) -> Connection:
-        """Open a session that is ready for calls. `config` must have its variables replaced.
+    async def opened(
+        cls, name: str, config: MCPServerConfig, open_transport: OpenTransport | None = None
+    ) -> Connection:
+        """Open a session that is ready for calls. `config` must have its variables replaced. `open_transport` opens the
+        way to a server that is not on this machine, such as one in a slot; then only the limits of `config` count.
 
         Raises `ConfigError` if the extra `mcp` is not installed, and `ToolServerUnavailable` or `ToolServerRefused` if
         the session cannot be opened.
         """
         await _need_extra(name)
-        connection = cls(name, config)
+        connection = cls(name, config, open_transport)
         connection._task = asyncio.create_task(connection._hold(), name=f"mcp {name}")
         try:
             async with asyncio.timeout(config.connect_timeout):
@@ -231,7 +238,7 @@ class Connection:
 
         try:
             async with contextlib.AsyncExitStack() as stack:
-                transport = await self._transport(stack)
+                transport = await self._open_transport(stack)
                 info = Implementation(name="palaestra", version=version("palaestra"))
                 client = Client(transport, client_info=info, message_handler=self._hear, cache=None)
                 self._client = await stack.enter_async_context(client)

@@ -89,7 +89,7 @@ class MCPServer:
             raise ToolMistake(_bounded(str(said), most)) from None
         except TimeoutError:
             raise ToolMistake(f"The tool did not answer within {self._config.timeout:g} s.") from None
-        return _reply(result, most)
+        return reply_of(result, most)
 
     async def _called(
         self, known: _Known, arguments: Mapping[str, JSON], not_carried_out: type[ToolServerUnavailable]
@@ -220,7 +220,7 @@ def _problem(schema: ToolSchema) -> str | None:
     return None
 
 
-def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
+def reply_of(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
     """Return `{"output": …}`, with `structured` content unless the text repeats it, and `output_total_chars` if the
     text was cut.
 
