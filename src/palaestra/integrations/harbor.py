@@ -6,7 +6,7 @@ Harbor's own trial runs: its agents, verifier, artifacts, timeouts and results. 
 sandbox for each service of a compose file. All environments of a process share one pool of slots, which starts with the
 first one. What a sandbox cannot do is refused with an error that names it; nothing is silently ignored.
 
-Needs the package `harbor`. Source: `BaseEnvironment` of Harbor 0.25 and 0.26.
+Needs the package `harbor`. Source: `BaseEnvironment` of Harbor 0.26.
 """
 
 from __future__ import annotations
