@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,18 @@ def test_errors_name_the_places_that_were_searched(tmp_path: Path) -> None:
 def test_a_run_of_a_registrys_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at = repository(tmp_path / "repository", "partial", "word-counts")
     registry(Path(), ("mini", "1.0", [task("partial", **at), task("word-counts", **at)]))
-    command = ["palaestra", "eval", "harbor:mini@1.0", "--policy", "oracle", "--env.base_image", "host", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "palaestra",
+        "eval",
+        "harbor:mini@1.0",
+        "--policy",
+        "oracle",
+        "--env.base_image",
+        "host",
+        "--json",
+    ]
     done = subprocess.run([*command, "--env.cache_dir", "cache"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
