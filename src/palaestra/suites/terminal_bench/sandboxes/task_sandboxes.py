@@ -44,6 +44,9 @@ from palaestra.suites.terminal_bench.service_group import (
     set_up,
 )
 
+_LONGEST_END_S = 120.0
+"""The longest time for which sandboxes stay open for the other tasks of an event loop that ends."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -263,7 +266,16 @@ class _Keeper:
                 self._ready.cancel()
                 raise
             self._ready.set_result(sandboxes)
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await self._wait_for_others()
+
+    async def _wait_for_others(self) -> None:
+        """Wait for the loop's other tasks, which end at the same time and may still need their sandboxes."""
+        keepers = {each._task for each in _SHARED.get(asyncio.get_running_loop(), {}).values()}
+        if others := asyncio.all_tasks() - keepers:
+            await asyncio.wait(others, timeout=_LONGEST_END_S)
 
 
 _SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Keeper]] = WeakKeyDictionary()
