@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from palaestra import JSON, Message, Rollout, Slot, Task, environment
+from palaestra import JSON, Message, Rollout, Say, Slot, Task, ToolStep, environment
 from palaestra.testing.fake_engine import train_bpe
 from palaestra.testing.tiny_model import END_OF_TEXT, SPECIAL, TAGS, TURN_END, save_tokenizer
 
@@ -78,7 +78,7 @@ def two_tools() -> Iterator[Task]:
             prompt=f"count {name}",
             files={name: "x\n" * lines},
             answer=str(lines),
-            solution=f"wc -l < {name} && echo {lines} > answer",
+            solution=[ToolStep("terminal", {"command": f"wc -l < {name}"}), Say(str(lines))],
             data={"kind": "count"},
         )
     for name, word in itertools.product(NAMES, WORDS):

@@ -12,6 +12,7 @@ of several groups in a row.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -170,18 +171,20 @@ class Runner:
         run = play(self.env, context, number, task, places)
         try:
             group = await run.run()
+            self._finished_before.pop(number, None)
             self._hand_on(group)
         finally:
-            if run.begun:  # otherwise the earlier part's group still counts
-                self._finished_before.pop(number, None)
+            earlier = self._finished_before.get(number)
+            if earlier is not None and run.begun and not self._is_whole(earlier):
+                del self._finished_before[number]  # otherwise the earlier part's group still counts
             if places is not None:
                 places.free(run.reserved)
         self._watch_engine(group)
         return group
 
-    def hand_on_finished(self, before: int, except_for: Collection[int] = ()) -> None:
-        """Pass on the groups with numbers below `before` that an earlier part of the run finished, except for those
-        that will be rolled out again."""
+    def hand_on_finished(self, before: float = math.inf, except_for: Collection[int] = ()) -> None:
+        """Pass on the groups with numbers below `before` that an earlier part of the run finished and that were not
+        passed on yet, except for those that will be rolled out again."""
         for number in sorted(each for each in self._finished_before if each < before and each not in except_for):
             self._hand_on(self._finished_before.pop(number), kept=True)
 

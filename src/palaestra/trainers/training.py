@@ -112,6 +112,8 @@ class Training:
                 await self._until_done()
         except _Done as done:
             reason = str(done)
+        finally:
+            runner.hand_on_finished()  # those drawn ahead by an earlier process, which no step took
         state = self._state
         if self._files.latest() != state:
             await self._save()

@@ -290,6 +290,16 @@ def test_a_training_that_was_ahead_repeats_the_same_steps() -> None:
     assert verify_steps(folder).violation == ""
 
 
+def test_groups_that_no_step_took_stay_in_the_file_of_a_resumed_training() -> None:
+    report = train(TabularTrainer(sampling_s=0.002), steps=4, async_steps=2, save_every=1)
+    groups = report.run.folder / "groups.jsonl"
+    before = {json.loads(line)["group_id"] for line in groups.read_text().splitlines()}
+    again = TabularTrainer()
+    train(again, steps=4, async_steps=2, save_every=1, resume=report.run.folder)
+    assert again.steps == []
+    assert {json.loads(line)["group_id"] for line in groups.read_text().splitlines()} == before
+
+
 def test_a_step_that_trains_a_group_again_or_on_new_weights_is_a_violation() -> None:
     folder = train(TabularTrainer(), steps=3, eval_every=0).run.folder
     path = folder / "training/groups.jsonl"
