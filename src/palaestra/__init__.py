@@ -110,6 +110,8 @@ if TYPE_CHECKING:
     from palaestra.suites.swe.authoring.build_tasks import BuildOptions as SweBuildOptions
     from palaestra.suites.swe.authoring.build_tasks import build as build_swe_tasks
     from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv, SweSmithOracleEnvConfig
+    from palaestra.suites.terminal_bench.sandboxes.task_sandbox import TaskSandbox, TaskSandboxSpec
+    from palaestra.suites.terminal_bench.sandboxes.task_sandboxes import TaskSandboxes, TaskSandboxSettings
     from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
     from palaestra.tools.builtin.clarify import User
     from palaestra.tools.builtin.session_search import Sessions
@@ -265,6 +267,10 @@ __all__ = [
     "SyncSession",
     "Task",
     "TaskError",
+    "TaskSandbox",
+    "TaskSandboxSettings",
+    "TaskSandboxSpec",
+    "TaskSandboxes",
     "TerminalBench2EvalEnv",
     "TerminalPerson",
     "TerminalTestEnv",
@@ -444,6 +450,10 @@ _MODULES = {
     "TOOL_TO_TOOLSET_MAP": "tools.registry.catalog",
     "Task": "core.types",
     "TaskError": "core.errors",
+    "TaskSandbox": "suites.terminal_bench.sandboxes.task_sandbox",
+    "TaskSandboxSettings": "suites.terminal_bench.sandboxes.task_sandboxes",
+    "TaskSandboxSpec": "suites.terminal_bench.sandboxes.task_sandbox",
+    "TaskSandboxes": "suites.terminal_bench.sandboxes.task_sandboxes",
     "TerminalBench2EvalEnv": "suites.terminal_bench.terminalbench_2",
     "TerminalPerson": "tools.human.terminal_prompt",
     "TerminalTestEnv": "suites.examples.terminal_test",

@@ -14,7 +14,7 @@ from inspect_ai.util import sandbox
 
 
 @task
-def sums(n: int = 3, seed: int = 0):
+def sums(n: int = 3, seed: int = 0, task_name: str = "sums"):
     """Add numbers."""
     samples = [Sample(input=f"{i}+{i}=?", target=str(2 * i)) for i in range(1, n + 1)]
     solver = [system_message("Answer with a number."), chain_of_thought(), generate()]

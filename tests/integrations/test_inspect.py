@@ -258,9 +258,9 @@ def test_a_scorer_that_fails_on_the_work_scores_0(tmp_path: Path) -> None:
 
 def test_parameters_of_the_task_are_settings(tmp_path: Path) -> None:
     form = inspect_form(f"{EXAMPLES}@sums")
-    assert {"n", "task_seed", "image", "grader"} <= form.config_type().model_fields.keys()
+    assert {"n", "task_seed", "task_name", "image", "grader"} <= form.config_type().model_fields.keys()
     assert form.reference == f"inspect:{EXAMPLES}@sums"
-    assert asyncio.run(ours("sums", tmp_path, ["2"], n=1)) == {"1": 1.0}
+    assert asyncio.run(ours("sums", tmp_path, ["2"], n=1, task_seed=2)) == {"1": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 A file `environments/NAME_env.py` is the environment NAME, and takes precedence over an entry point of that name.
 Listing neither imports nor runs an environment. A reference is a name, `path/to/my_env.py`, `path.py:name`, a folder of
-tasks, or `KIND:NAME` for an environment of another library, such as `harbor:FOLDER`.
+tasks, or `KIND:NAME` for an environment of another library, such as `harbor:NAME@VERSION`.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ def load_environment(reference: str, start: Path) -> Form:
     known = [*local, *installed]
     files = [file for file in (f"{path}_env.py", f"{path}.py") if (start / file).is_file()]
     found = "".join(f" {file} exists here; to run it, use the name {file}." for file in files)
+    if "@" in path:
+        found += f" For a dataset of Harbor, write harbor:{path}."
     raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)} Available: {', '.join(known)}.{found}")
 
 
@@ -140,18 +142,18 @@ def tasks_form(folder: Path) -> Form | None:
     """Return the form that plays a folder which is a task or has tasks as its folders, or None if it has none."""
     for marker, environment in _TASK_FILES.items():
         if folder.is_dir() and ((folder / marker).is_file() or any(folder.glob(f"*/{marker}"))):
-            return _TasksForm(load_environment(environment, folder), folder.resolve())
+            return DatasetForm(load_environment(environment, folder), str(folder.resolve()), str(folder.resolve()))
     return None
 
 
-class _TasksForm:
-    """An environment whose tasks are those of a folder unless the settings name others."""
+class DatasetForm:
+    """An environment whose `dataset_name` is `dataset`, unless the settings set it."""
 
     bound: BaseEnvConfig | None = None
 
-    def __init__(self, form: Form, folder: Path) -> None:
-        self._form, self._folder = form, folder
-        self.name, self.reference = form.name, str(folder)
+    def __init__(self, form: Form, dataset: str, reference: str) -> None:
+        self._form, self._dataset = form, dataset
+        self.name, self.reference = form.name, reference
 
     @property
     def kind(self) -> str:
@@ -171,7 +173,7 @@ class _TasksForm:
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
         config, servers = self._form.defaults()
         config = config or self.config_type()()
-        return config.model_copy(update={"dataset_name": str(self._folder)}), servers
+        return config.model_copy(update={"dataset_name": self._dataset}), servers
 
     def check_values(self) -> Mapping[str, JSON]:
         return {}

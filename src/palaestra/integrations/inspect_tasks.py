@@ -144,7 +144,7 @@ class InspectForm:
     def build(self, config: Any, servers: Sequence[Any] = (), server: Any = None) -> Any:
         """Create the Inspect task and return the environment of one run. Raises `ConfigError` if the task cannot be
         carried over."""
-        given = {each.name.removeprefix("task_"): getattr(config, name) for name, each in self._parameters.items()}
+        given = {name: getattr(config, each.name) for name, each in self._parameters.items()}
         with chdir_python(str(self._folder)):  # here, because the working directory belongs to the whole process
             made = task_create(self._task, **given)
             self._loaded = _LoadedTask(made, self._folder, config.image, config.grader)
@@ -381,8 +381,9 @@ def _bound(variable: Any, value: object) -> Iterator[None]:
 
 
 def _parameters(function: Any) -> Iterator[tuple[str, inspect.Parameter]]:
-    """Yield the parameters that can be settings, each with the setting's name. A name that settings of all environments
-    have gets the prefix `task_`; a parameter whose type is no plain value keeps its default."""
+    """Yield the names of the parameters that can be settings, each with a parameter under the setting's name. A name
+    that settings of all environments have gets the prefix `task_`; a parameter for other than plain values keeps its
+    default."""
     try:
         signature = inspect.signature(function, eval_str=True)
     except NameError:
@@ -393,7 +394,7 @@ def _parameters(function: Any) -> Iterator[tuple[str, inspect.Parameter]]:
         clash = each.name in FunctionEnvConfig.model_fields or hasattr(FunctionEnvConfig, each.name)
         name = f"task_{each.name}" if clash or each.name in ("image", "grader") else each.name
         if not name.startswith("_"):
-            yield name, each.replace(name=name, kind=each.KEYWORD_ONLY)
+            yield each.name, each.replace(name=name, kind=each.KEYWORD_ONLY)
 
 
 def _is_plain(annotation: Any) -> bool:

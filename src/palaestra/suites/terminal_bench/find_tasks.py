@@ -53,13 +53,19 @@ class LoadedTasks:
 
 
 def load_tasks(
-    source: str, cache: Path, *, split: str = "train", fields: Mapping[str, str] | None = None
+    source: str,
+    cache: Path,
+    *,
+    split: str = "train",
+    fields: Mapping[str, str] | None = None,
+    folders: Iterable[tuple[str, Path | TaskError, bool]] = (),
 ) -> LoadedTasks:
-    """Read every task of a source. Raises `ConfigError` if the source cannot be read or contains no task."""
+    """Read every task of a source. If `folders` are given, they are the source's tasks: name, folder or error, and
+    whether the task is graded live. Raises `ConfigError` if the source cannot be read or contains no task."""
     path = local_path(source)
     tasks: dict[str, TerminalTask] = {}
     left_out: list[LeftOut] = []
-    folders: Iterable[tuple[str, Path | TaskError, bool]] = list(_folders(path)) if path.is_dir() else ()
+    folders = folders or (list(_folders(path)) if path.is_dir() else ())
     if not folders and not (path.is_dir() and not _holds_rows(path)):
         folders = _unpacked_rows(source, cache, split, fields)
     for name, folder, live in folders:

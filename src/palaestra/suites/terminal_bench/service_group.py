@@ -24,7 +24,7 @@ from palaestra.core.errors import GraderError, InfraError, PrepareError, SlotEnd
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.slot import GroupAddress, Process, Slot, SlotSpec, Snapshot
+from palaestra.sandbox.slot import GroupAddress, Process, Slot, SlotSource, SlotSpec, Snapshot
 from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.images.as_user import acting_as, as_user
 from palaestra.suites.images.slot_build import build_in_slot
@@ -179,15 +179,34 @@ class Evidence:
     report: Mapping[str, JSON]
 
 
+@dataclass(frozen=True, slots=True)
+class GroupLead:
+    """The slot that leads a group of services. `name` begins the names of the others' slots, which `pool` leases;
+    `slot` returns the lead. `start_s` limits the time to wait for a service. `closers` are called when the lead has
+    ended."""
+
+    name: str
+    pool: SlotSource
+    slot: Callable[[], Awaitable[Slot]]
+    start_s: float
+    closers: list[Callable[[], Awaitable[None]]]
+
+    @classmethod
+    def of_rollout(cls, rollout: Rollout) -> GroupLead:
+        """Return the agent's slot of a rollout."""
+        start_s, closers = rollout.task.data.task.recipe.build_timeout_s, rollout.workspace.closers
+        return cls(rollout.rollout_id, rollout.run_context.workspaces.pool, rollout.sandbox, start_s, closers)
+
+
 class ServiceGroup:
-    """The running services of one rollout. `slots` and `processes` are by name; a service that only waits has no
+    """The running services of one agent's slot. `slots` and `processes` are by name; a service that only waits has no
     process."""
 
-    def __init__(self, plan: ServicePlan, rollout: Rollout) -> None:
+    def __init__(self, plan: ServicePlan, lead: GroupLead) -> None:
         self.plan = plan
         self.slots: dict[str, Slot] = {}
         self.processes: dict[str, Process] = {}
-        self._rollout = rollout
+        self._lead = lead
         self._met: set[tuple[str, Condition]] = set()
         self._evidence: Evidence | None = None
 
@@ -196,13 +215,12 @@ class ServiceGroup:
         settings of a service's slot besides those of the service; `prepared` returns the prepared files of a service.
         Raises `PrepareError` for a service that does not start."""
         snapshots = {name: await prepared(name) for name in self.plan.order if name != MAIN}  # while no slot is held
-        self.slots[MAIN] = main = await self._rollout.sandbox()
-        pool = self._rollout.run_context.workspaces.pool
+        self.slots[MAIN] = main = await self._lead.slot()
 
         async def make(name: str) -> None:
             own = self.plan.joined(service_spec(spec, self.plan.services[name]))
-            label, number = f"{self._rollout.rollout_id}:{name}", self.plan.numbers[name]
-            self.slots[name] = await pool.add(main, number, own, label, snapshots[name])
+            label, number = f"{self._lead.name}:{name}", self.plan.numbers[name]
+            self.slots[name] = await self._lead.pool.add(main, number, own, label, snapshots[name])
 
         for problem in await asyncio.gather(*map(make, snapshots), return_exceptions=True):
             if problem is not None:
@@ -241,7 +259,7 @@ class ServiceGroup:
         if condition is Condition.HEALTHY:
             await self._wait_healthy(name)
         elif condition is Condition.COMPLETED and process is not None:
-            status = await process.wait(self._rollout.task.data.task.recipe.build_timeout_s)
+            status = await process.wait(self._lead.start_s)
             if status.running or status.exit_code:
                 end = "has not ended" if status.running else f"ended with exit code {status.exit_code}"
                 raise PrepareError(f"the service {name} {end}, but others wait for its end:\n{await self._log(name)}")
@@ -251,7 +269,7 @@ class ServiceGroup:
         each, slot = self.plan.services[name], self.slots[name]
         check = each.service.health
         assert check is not None
-        longest_s = min(check.longest_s, self._rollout.task.data.task.recipe.build_timeout_s)
+        longest_s = min(check.longest_s, self._lead.start_s)
         limit_s = min(check.timeout_s, longest_s)
         deadline, pause, said = time.monotonic() + longest_s, _POLL_S, ""
         while True:
@@ -297,7 +315,7 @@ class ServiceGroup:
             async def clean() -> None:
                 await asyncio.to_thread(folder.cleanup)
 
-            self._rollout.workspace.closers.append(clean)
+            self._lead.closers.append(clean)
             with suppress(SlotEnded):
                 await self.slots[MAIN].freeze()
             self._evidence = await self._collected(hooks, artifacts, folder.path)

@@ -63,6 +63,7 @@ from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
 from palaestra.suites.terminal_bench.service import MAIN
 from palaestra.suites.terminal_bench.service_group import (
+    GroupLead,
     ResolvedService,
     ServiceGroup,
     ServicePlan,
@@ -234,7 +235,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         spec, plan = self.slot_spec(rollout.task, Phase.AGENT), work.plan
         spec = replace(spec, group=None)
         building = replace(spec, network=self.slot_spec(rollout.task, Phase.PREPARE).network)
-        group = ServiceGroup(plan, rollout)
+        group = ServiceGroup(plan, GroupLead.of_rollout(rollout))
         if plan.is_group:
             rollout.meta["services"] = group
         try:

@@ -21,6 +21,7 @@ from palaestra.envs.run import pass_at_k
 from palaestra.rollouts.records import Trajectory
 from palaestra.suites.images.task_root import HOST
 from palaestra.suites.terminal_bench.find_tasks import load_tasks
+from palaestra.suites.terminal_bench.named_tasks import PREFIX, named_folders
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminal_task import TerminalTask
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
@@ -47,7 +48,9 @@ class TerminalBench2EvalEnv(ListedEnv):
         config = self.config
         cache = local_path(config.cache_dir)
         source = str(BUILT_IN_TASKS) if config.dataset_name == BUILT_IN else config.dataset_name or ""
-        loaded = load_tasks(source, cache, split=config.dataset_split, fields=config.dataset_fields)
+        named = source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
+        folders = [] if named is None else await named_folders(named, config.registry, cache)
+        loaded = load_tasks(source, cache, split=config.dataset_split, fields=config.dataset_fields, folders=folders)
         chosen = self._chosen(list(loaded.tasks))
         if loaded.tasks and not chosen:
             names = ", ".join(task.name for task in loaded.tasks[:5]) + (", …" if len(loaded.tasks) > 5 else "")

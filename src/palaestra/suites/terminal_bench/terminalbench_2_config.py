@@ -14,7 +14,12 @@ class TerminalBench2EvalConfig(ListedEnvConfig):
 
     dataset_name: str | None = Field(
         default="NousResearch/terminal-bench-2",
-        description="Harbor or Terminal-Bench 1 tasks: a folder, a file of packed tasks, a Hub dataset, or built-in.",
+        description="Harbor or Terminal-Bench 1 tasks: a folder, a file of packed tasks, a Hub dataset, a dataset of a "
+        "registry as `harbor:NAME@VERSION`, or built-in.",
+    )
+    registry: str | None = Field(
+        default=None,
+        description="Harbor's registry.json, or its folder, for `harbor:NAME`. Default: that of the current folder.",
     )
     task_filter: str | None = Field(
         default=None, description="Tasks to include: names, patterns (`git-*`) and category:NAME, separated by commas."
