@@ -94,7 +94,7 @@ def test_the_version_is_chosen_as_harbor_does() -> None:
 
 
 def test_one_bad_task_does_not_prevent_the_others(tmp_path: Path) -> None:
-    at = repository(tmp_path / "repository", "partial")
+    at = repository(tmp_path / "here/repository", "partial")
     (tmp_path / "secret").mkdir()
     rows = [
         task("partial", **at),
@@ -102,7 +102,8 @@ def test_one_bad_task_does_not_prevent_the_others(tmp_path: Path) -> None:
         {"name": "out", "path": "../secret"},
         {"name": "absolute", "path": str(tmp_path / "secret")},
         task("program", git_url="ext::touch ran", git_commit_id="a" * 40),
-        task("gone", git_url=(tmp_path / "gone").as_uri(), git_commit_id="a" * 40),
+        task("private", **repository(tmp_path / "private", "partial")),
+        task("gone", git_url=(tmp_path / "here/gone").as_uri(), git_commit_id="a" * 40),
     ]
     registry(Path(), ("mini", "1", rows))
     folders = {name: folder for name, folder, _ in found("mini")}
@@ -151,7 +152,7 @@ def test_errors_name_the_places_that_were_searched(tmp_path: Path) -> None:
 
 @pytest.mark.slots
 def test_a_run_of_a_registrys_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at = repository(tmp_path / "repository", "partial", "word-counts")
+    at = repository(tmp_path / "here/repository", "partial", "word-counts")
     registry(Path(), ("mini", "1.0", [task("partial", **at), task("word-counts", **at)]))
     command = [
         sys.executable,

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from palaestra.core.config import local_path, nearest
 from palaestra.core.errors import ConfigError, TaskError
@@ -151,13 +152,21 @@ async def _fetched(tasks: Sequence[_Named], folder: Path, cache: Path) -> Folder
                 found[id(task)] = cached
                 continue
             if task.git_url is not None:
-                checked_url(task.git_url)
+                _check_place(checked_url(task.git_url), folder)
             groups.setdefault((task.git_url, task.commit), []).append(task)
         except TaskError as error:
             found[id(task)] = error
     for (url, commit), members in groups.items():
         found |= await _of_repository(url, commit, members, folder, cache)
     return [(task.name.rpartition("/")[2], found[id(task)], False) for task in tasks]
+
+
+def _check_place(url: str, folder: Path) -> None:
+    """Raise `TaskError` for a repository of this machine outside the registry's folder, because agents see the files of
+    their tasks, and the registry may be somebody else's."""
+    parts = urlsplit(url)
+    if parts.scheme == "file" and not Path(unquote(parts.path)).resolve().is_relative_to(folder.resolve()):
+        raise TaskError(f"the repository {url} is not below the registry's folder {folder}")
 
 
 async def _of_repository(
