@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -295,6 +297,14 @@ def test_a_folder_of_tasks_is_played_by_the_environment_for_such_tasks(
         assert load_environment(form.reference, tmp_path).name == environment  # as `palaestra resume` does
     assert main(["run", "./empty"]) == 2
     assert "empty is a folder, not a Python file with an environment" in capsys.readouterr().err
+
+
+def test_an_environment_of_a_library_that_is_missing_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "inspect_ai", None)
+    assert main(["run", "inspect:inspect_evals/humaneval"]) == 2
+    assert re.search(r"need the extra 'inspect': pip install .*\[inspect\]", capsys.readouterr().err)
 
 
 @pytest.mark.slots
