@@ -11,6 +11,7 @@ import httpx2
 import pytest
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
+from mcp_types._v2026_07_28 import CallToolResult, DiscoverResult, ListToolsResult
 
 from inference.recording.generated_client import FORMAT, TOKENIZER
 from palaestra.core.types import JSON
@@ -71,12 +72,13 @@ def asks(method: str, **params: JSON) -> JSON:
     return {"jsonrpc": "2.0", "id": 7, "method": method, "params": params}
 
 
-def test_the_official_client_lists_and_calls_tools() -> None:
+@pytest.mark.parametrize("mode", ["auto", "legacy", "2026-07-28"])
+def test_the_official_client_lists_and_calls_tools(mode: str) -> None:
     async def use(here: RolloutAddress, there: RolloutAddress) -> None:
         headers = {"Authorization": f"Bearer {here.key}"}
         async with (
             httpx2.AsyncClient(headers=headers) as http,
-            Client(streamable_http_client(here.tools_url, http_client=http)) as client,
+            Client(streamable_http_client(here.tools_url, http_client=http), mode=mode) as client,
         ):
             (shown,) = (await client.list_tools()).tools
             right = await client.call_tool("forecast", {"city": "Paris"})
@@ -87,6 +89,30 @@ def test_the_official_client_lists_and_calls_tools() -> None:
         assert (right.content[0].text, right.is_error) == ("Paris: 21 °C", False)
         assert (failed.is_error, invalid.is_error) == (True, True)
         assert "no weather" in failed.content[0].text
+
+    served(use)
+
+
+def test_a_request_that_names_its_version_needs_no_handshake() -> None:
+    async def use(here: RolloutAddress, there: RolloutAddress) -> None:
+        async def asked(method: str, named: str | None = "2026-07-28", **params: JSON) -> tuple[int, JSON]:
+            meta = {"_meta": {"io.modelcontextprotocol/protocolVersion": named}} if named else {}
+            return await sent(here.tools_url, here.key, asks(method, **params, **meta))
+
+        status, found = await asked("server/discover")
+        DiscoverResult.model_validate(found["result"])
+        assert (status, found["result"]["supportedVersions"]) == (200, ["2026-07-28"])
+        status, listed = await asked("tools/list")
+        assert [each.name for each in ListToolsResult.model_validate(listed["result"]).tools] == ["forecast"]
+        status, done = await asked("tools/call", name="forecast", arguments={"city": "Rome"})
+        assert CallToolResult.model_validate(done["result"]).result_type == "complete"
+        for named in ("2030-01-01", None):
+            status, refused = await asked("server/discover", named)
+            assert (status, refused["error"]["code"]) == (400, -32022)
+            assert "2026-07-28" in refused["error"]["data"]["supported"]
+        assert (await asked("prompts/list"))[0] == 404
+        status, unknown = await asked("tools/call", name="thunder", arguments={})
+        assert (status, unknown["error"]["code"]) == (400, -32602)
 
     served(use)
 

@@ -2,7 +2,8 @@
 
     status, reply = await McpTools(definitions, call).answer(body)
 
-Format: the protocol's transport "Streamable HTTP" (modelcontextprotocol.io, 2025-06-18). Only the part for a server
+Format: the protocol's transport "Streamable HTTP" (modelcontextprotocol.io), both of 2025-06-18 and of 2026-07-28. A
+request of the second kind names its version in `_meta`, and no handshake comes before it. Only the part for a server
 without sessions is supported. The server never sends messages unasked: it answers requests with JSON, and notifications
 with status 202.
 
@@ -24,6 +25,13 @@ from palaestra.tools.tool import ToolOutcome
 VERSIONS = ("2025-06-18", "2025-11-25", "2025-03-26", "2024-11-05")
 """The protocol versions in which these messages are the same. A request for any other version gets the first."""
 
+STATELESS_VERSIONS = ("2026-07-28",)
+"""The protocol versions whose every request names its version."""
+
+_VERSION_KEY = "io.modelcontextprotocol/protocolVersion"
+_SERVER_KEY = "io.modelcontextprotocol/serverInfo"
+_WRONG_VERSION = -32022
+_UNCACHED = {"ttlMs": 0, "cacheScope": "private"}
 _PARSE_ERROR, _INVALID_REQUEST, _METHOD_NOT_FOUND, _INVALID_PARAMS = -32700, -32600, -32601, -32602
 
 CallTool: TypeAlias = Callable[[str, str], Awaitable[ToolOutcome]]
@@ -54,6 +62,10 @@ class McpTools:
             return 400, _error(None, _INVALID_REQUEST, "The id of a request must be a string or an integer.")
         params = message.get("params")
         params = params if isinstance(params, dict) else {}
+        meta = params.get("_meta")
+        if method == "server/discover" or (isinstance(meta, dict) and _VERSION_KEY in meta):
+            asked = meta.get(_VERSION_KEY) if isinstance(meta, dict) else None
+            return await self._stateless(number, method, params, asked)
         match method:
             case "initialize":
                 return 200, _result(number, _initialized(params.get("protocolVersion")))
@@ -64,6 +76,26 @@ class McpTools:
             case "tools/call":
                 return 200, await self._called(number, params)
         return 200, _error(number, _METHOD_NOT_FOUND, f"There is no method {method[:100]!r} here.")
+
+    async def _stateless(
+        self, number: str | int, method: str, params: Mapping[str, JSON], asked: JSON
+    ) -> tuple[int, JSON]:
+        """Answer a request that names its own version."""
+        if asked not in STATELESS_VERSIONS:
+            data = {"supported": [*STATELESS_VERSIONS, *VERSIONS], "requested": str(asked)[:100]}
+            error = _error(number, _WRONG_VERSION, f"The protocol version {str(asked)[:100]!r} is not supported here.")
+            error["error"]["data"] = data
+            return 400, error
+        match method:
+            case "server/discover":
+                found = {"supportedVersions": list(STATELESS_VERSIONS), "capabilities": {"tools": {}}}
+                return 200, _complete(number, {**found, **_UNCACHED})
+            case "tools/list":
+                return 200, _complete(number, {"tools": list(self._tools.values()), **_UNCACHED})
+            case "tools/call":
+                reply = await self._called(number, params)
+                return (200, _complete(number, reply["result"])) if "result" in reply else (400, reply)
+        return 404, _error(number, _METHOD_NOT_FOUND, f"There is no method {method[:100]!r} here.")
 
     async def _called(self, number: str | int, params: Mapping[str, JSON]) -> JSON:
         name, arguments = params.get("name"), params.get("arguments")
@@ -83,8 +115,17 @@ def _initialized(asked: JSON) -> JSON:
     return {
         "protocolVersion": asked if asked in VERSIONS else VERSIONS[0],
         "capabilities": {"tools": {}},
-        "serverInfo": {"name": "palaestra", "version": version("palaestra")},
+        "serverInfo": _server_info(),
     }
+
+
+def _server_info() -> JSON:
+    return {"name": "palaestra", "version": version("palaestra")}
+
+
+def _complete(number: str | int, result: Mapping[str, JSON]) -> JSON:
+    """Return the reply to a request that names its version."""
+    return _result(number, {**result, "resultType": "complete", "_meta": {_SERVER_KEY: _server_info()}})
 
 
 def _result(number: str | int, result: JSON) -> JSON:
