@@ -123,7 +123,7 @@ class PalaestraEnvironment(BaseEnvironment):  # type: ignore[misc]
         given = {"CPUS": self._effective_cpus, "MEMORY": self._effective_memory_mb}
         suffix = {"CPUS": "", "MEMORY": "m"}
         return TaskSandboxSpec(
-            name=self._image_name(),
+            name=_image_name(self.environment_name, self.environment_dir),
             folder=self.environment_dir,
             image=config.docker_image,
             build_timeout_s=config.build_timeout_sec,
@@ -134,15 +134,6 @@ class PalaestraEnvironment(BaseEnvironment):  # type: ignore[misc]
             env=self._startup_env(),
             variables={name: f"{value}{suffix[name]}" for name, value in given.items() if value is not None},
         )
-
-    def _image_name(self) -> str:
-        """Return the name of the task's prebuilt root file system: TASK, or TASK.verifier and TASK.STEP.verifier for a
-        separate verifier with an image of its own."""
-        folder = self.environment_dir
-        if folder.name != "tests":
-            return str(self.environment_name)
-        step = [folder.parent.name] if folder.parent.parent.name == "steps" else []
-        return ".".join([self.environment_name, *step, "verifier"])
 
     def _limits(self) -> Limits:
         standard, storage = Limits(), self._effective_storage_mb
@@ -280,6 +271,15 @@ class PalaestraEnvironment(BaseEnvironment):  # type: ignore[misc]
         if self._box is None:
             raise RuntimeError("the environment has not started, or has stopped; call start() first")
         return self._box
+
+
+def _image_name(task: str, folder: Path) -> str:
+    """Return the name of a task's prebuilt root file system: TASK, or TASK.verifier and TASK.STEP.verifier for a
+    separate verifier with an image of its own. `folder` is the folder of its Dockerfile."""
+    if folder.name != "tests":
+        return task
+    step = [folder.parent.name] if folder.parent.parent.name == "steps" else []
+    return ".".join([task, *step, "verifier"])
 
 
 def _in_harbors_words(error: PalaestraError) -> str:

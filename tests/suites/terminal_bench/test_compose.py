@@ -13,7 +13,7 @@ from palaestra.core.errors import TaskError
 from palaestra.core.types import Limits
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.task_files import Unsupported
-from palaestra.suites.terminal_bench import compose, harbor
+from palaestra.suites.terminal_bench import compose, harbor_task
 from palaestra.suites.terminal_bench.compose_values import env_file, interpolated, seconds, size_bytes
 from palaestra.suites.terminal_bench.import_tasks import Finding, command, read_tasks
 from palaestra.suites.terminal_bench.service import Condition, HealthCheck, Restart, Service
@@ -36,7 +36,7 @@ def one(folder: Path, fields: str, top: str = "") -> Service:
 
 
 def test_a_file_with_everything_that_is_carried(tmp_path: Path) -> None:
-    task = harbor.read_task(make_shop(tmp_path))
+    task = harbor_task.read_task(make_shop(tmp_path))
     services = {each.name: each for each in task.services}
     assert set(services) == {"main", "shop", "stock", "seed"}, "a service with a profile does not start"
     assert services["shop"].after == {"stock": Condition.HEALTHY, "seed": Condition.COMPLETED}
@@ -260,13 +260,13 @@ def test_values() -> None:
 def test_what_a_task_refuses_with_services(tmp_path: Path) -> None:
     missing = TOML.replace('service = "shop" }', 'service = "bank" }')
     with pytest.raises(TaskError, match="names the service 'bank'"):
-        harbor.read_task(make_shop(tmp_path, "a", **{"task.toml": missing}))
+        harbor_task.read_task(make_shop(tmp_path, "a", **{"task.toml": missing}))
     steps = TOML + '[[steps]]\nname = "one"\n'
     with pytest.raises(Unsupported, match="several steps and several services"):
-        harbor.read_task(make_shop(tmp_path, "b", **{"task.toml": steps, "steps/one/instruction.md": "x"}))
+        harbor_task.read_task(make_shop(tmp_path, "b", **{"task.toml": steps, "steps/one/instruction.md": "x"}))
     variable = COMPOSE.replace("${CURRENCY:?}", "${PRICE}")
     with pytest.raises(Unsupported, match=r"services\.shop refers to the variable PRICE"):
-        harbor.read_task(make_shop(tmp_path, "c", **{"environment/docker-compose.yaml": variable}))
+        harbor_task.read_task(make_shop(tmp_path, "c", **{"environment/docker-compose.yaml": variable}))
 
 
 def test_a_dry_run_lists_services_and_refusals(tmp_path: Path) -> None:
@@ -292,9 +292,9 @@ def test_the_user_of_main_runs_its_commands(tmp_path: Path) -> None:
         .replace("shop", "db")
         .replace("[environment]", '[[verifier.collect]]\ncommand = "true"\n[environment]')
     )
-    task = harbor.read_task(make_shop(tmp_path, **{"environment/docker-compose.yaml": text, "task.toml": toml}))
+    task = harbor_task.read_task(make_shop(tmp_path, **{"environment/docker-compose.yaml": text, "task.toml": toml}))
     assert (task.agent.user, task.workdir, task.verifier.user) == ("app", "/srv", None)
     assert [(each.service, each.user) for each in task.verifier.collect] == [("db", None), ("main", "app")]
     files = {"environment/docker-compose.yaml": text, "task.toml": "[agent]\nuser = 'other'\n"}
-    shared = harbor.read_task(make_shop(tmp_path, **files))
+    shared = harbor_task.read_task(make_shop(tmp_path, **files))
     assert (shared.agent.user, shared.verifier.user) == ("other", "app")

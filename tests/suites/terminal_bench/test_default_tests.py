@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.suites.grading.harness import Status, TestRun
-from palaestra.suites.terminal_bench import harbor
+from palaestra.suites.terminal_bench import harbor_task
 from palaestra.suites.terminal_bench.default_tests import default_tests
 from palaestra.suites.terminal_bench.offline_script import offline
 from palaestra.suites.terminal_bench.verifier import left_out_tests, skipped_tests
@@ -52,7 +52,7 @@ def test_tests_that_were_left_out(script: str, reported: list[str], missing: lis
         "tests/test_two.py": "def test_b(): ...\n",
         "tests/helper.py": "def test_c(): ...\n",
     }
-    task = harbor.read_task(copied(HARBOR / "word-counts", tmp_path, files))
+    task = harbor_task.read_task(copied(HARBOR / "word-counts", tmp_path, files))
     run = TestRun(dict.fromkeys(reported, Status.PASSED), complete=True)
     assert left_out_tests(task, offline(script), run) == missing
 
@@ -60,6 +60,6 @@ def test_tests_that_were_left_out(script: str, reported: list[str], missing: lis
 def test_skipped_tests_of_files_that_never_skip(tmp_path: Path) -> None:
     run = TestRun({"test_one.py::test_a": Status.SKIPPED}, complete=True)
     plain = copied(HARBOR / "word-counts", tmp_path / "a", {"tests/test_one.py": "def test_a(): ...\n"})
-    assert skipped_tests(harbor.read_task(plain), run) == ["test_one.py::test_a"]
+    assert skipped_tests(harbor_task.read_task(plain), run) == ["test_one.py::test_a"]
     skips = copied(HARBOR / "word-counts", tmp_path / "b", {"tests/test_one.py": "import pytest\npytest.skip()\n"})
-    assert skipped_tests(harbor.read_task(skips), run) == []
+    assert skipped_tests(harbor_task.read_task(skips), run) == []

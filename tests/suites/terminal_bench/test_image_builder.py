@@ -18,7 +18,7 @@ import pytest
 from palaestra.core.errors import ImageError, TaskError
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.images.image_builder import ImageBuilder, content_key, read_config
-from palaestra.suites.terminal_bench import harbor, terminal_bench_1
+from palaestra.suites.terminal_bench import harbor_task, terminal_bench_1
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from sandbox.containers import Docker, docker
@@ -149,14 +149,14 @@ def test_how_commands_start_is_read_from_beside_the_root(tmp_path: Path) -> None
 
 
 def test_the_key_is_the_content_of_the_build_folder(tmp_path: Path) -> None:
-    first = harbor.read_task(HARBOR / "word-counts").recipe
+    first = harbor_task.read_task(HARBOR / "word-counts").recipe
     (tmp_path / "a").mkdir()
     same = copied(HARBOR / "word-counts", tmp_path / "a")
-    assert content_key(harbor.read_task(same).recipe) == content_key(first)
+    assert content_key(harbor_task.read_task(same).recipe) == content_key(first)
     (same / "environment/text.txt").write_text("other")
-    changed = content_key(harbor.read_task(same).recipe)
+    changed = content_key(harbor_task.read_task(same).recipe)
     (same / "environment/text.txt").chmod(0o755)
-    assert len({content_key(first), changed, content_key(harbor.read_task(same).recipe)}) == 3
+    assert len({content_key(first), changed, content_key(harbor_task.read_task(same).recipe)}) == 3
 
 
 def test_without_a_builder_a_task_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from palaestra.rollouts.records import Trajectory
 from palaestra.sandbox.slot import FileInfo, Slot
-from palaestra.suites.terminal_bench import harbor, separate_verifier
+from palaestra.suites.terminal_bench import harbor_task, separate_verifier
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.terminal_task import Artifact, TerminalTask
 from palaestra.suites.toolchain.toolchain import DependencyCache
@@ -78,7 +78,7 @@ def make_task(folder: Path, name: str = "words", **changed: str) -> Path:
 
 
 def read(tmp_path: Path, text: str, files: dict[str, str] | None = None) -> TerminalTask:
-    return harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text, **(files or {})}))
+    return harbor_task.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text, **(files or {})}))
 
 
 def test_which_environment_a_task_asks_for(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_step_chooses_before_its_task(tmp_path: Path) -> None:
         [steps.verifier]
         environment_mode = "shared"
     """
-    count, sort = harbor.read_task(
+    count, sort = harbor_task.read_task(
         copied(HARBOR / "several-steps", tmp_path, {"task.toml": textwrap.dedent(text)})
     ).steps
     assert count.verifier.environment is not None

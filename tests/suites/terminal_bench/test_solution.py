@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from palaestra.core.types import ToolStep
-from palaestra.suites.terminal_bench import harbor, terminal_bench_1
+from palaestra.suites.terminal_bench import harbor_task, terminal_bench_1
 from palaestra.suites.terminal_bench.task_environment import solution_steps
 from suites.terminal_bench.mini import HARBOR, LEGACY, copied
 
@@ -28,7 +28,7 @@ def test_files_of_any_bytes_and_size_arrive_whole(tmp_path: Path) -> None:
     data = bytes(range(256)) * 1000
     (task / "solution/data.bin").write_bytes(data)
     (task / "solution/empty").write_bytes(b"")
-    lines = commands(solution_steps(harbor.read_task(task), "root", 60))
+    lines = commands(solution_steps(harbor_task.read_task(task), "root", 60))
     assert written(lines, "/solution/data.bin") == data
     assert "base64 -d > /solution/empty" in "\n".join(lines)
     assert max(map(len, lines)) < 100_000
@@ -36,12 +36,12 @@ def test_files_of_any_bytes_and_size_arrive_whole(tmp_path: Path) -> None:
 
 
 def test_somebody_without_root_has_a_place_of_his_own() -> None:
-    lines = commands(solution_steps(harbor.read_task(HARBOR / "greeting"), "ada", 60))
+    lines = commands(solution_steps(harbor_task.read_task(HARBOR / "greeting"), "ada", 60))
     assert lines[-1].endswith("bash /tmp/palaestra-solution/solve.sh")
 
 
 def test_a_long_solution_is_waited_for() -> None:
-    steps = solution_steps(harbor.read_task(HARBOR / "greeting"), "", 1800)
+    steps = solution_steps(harbor_task.read_task(HARBOR / "greeting"), "", 1800)
     assert steps is not None
     lines = commands(steps)
     assert lines[-5].endswith("& echo $! > /solution/ended.pid")
@@ -56,4 +56,4 @@ def test_typed_commands_are_a_script() -> None:
 
 
 def test_without_one_there_are_no_steps() -> None:
-    assert solution_steps(harbor.read_task(HARBOR / "no-solution"), "root", 60) is None
+    assert solution_steps(harbor_task.read_task(HARBOR / "no-solution"), "root", 60) is None

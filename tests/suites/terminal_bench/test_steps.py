@@ -10,7 +10,7 @@ from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import Label, Score
 from palaestra.envs.cheats.proof import check_environment
 from palaestra.suites.task_files import Unsupported
-from palaestra.suites.terminal_bench import harbor
+from palaestra.suites.terminal_bench import harbor_task
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
 from palaestra.suites.toolchain.toolchain import DependencyCache
@@ -21,7 +21,7 @@ STEPS = HARBOR / "several-steps"
 
 
 def test_what_is_read_of_steps() -> None:
-    task = harbor.read_task(STEPS)
+    task = harbor_task.read_task(STEPS)
     assert [step.name for step in task.steps] == ["count", "sort"]
     assert task.instruction == task.steps[0].instruction
     first, second = task.steps
@@ -31,7 +31,7 @@ def test_what_is_read_of_steps() -> None:
     assert files["helper.sh"] == STEPS / "tests/helper.sh"
     assert files["test.sh"] == STEPS / "steps/sort/tests/test.sh"
     assert second.workdir == STEPS / "steps/sort/workdir"
-    gated = harbor.read_task(HARBOR / "gated-steps")
+    gated = harbor_task.read_task(HARBOR / "gated-steps")
     assert gated.reward_strategy == "final"
     assert [step.min_reward for step in gated.steps] == [{"reward": 1.0}, {"reward": 0.5}]
     assert gated.of_step(gated.steps[0]).agent.timeout_s == 60.0
@@ -53,14 +53,14 @@ def test_what_is_read_of_steps() -> None:
 )
 def test_steps_that_cannot_be_used(tmp_path: Path, text: str, error: type[TaskError], message: str) -> None:
     with pytest.raises(error, match=message):
-        harbor.read_task(copied(STEPS, tmp_path, {"task.toml": text}))
+        harbor_task.read_task(copied(STEPS, tmp_path, {"task.toml": text}))
 
 
 def test_the_rewards_of_steps_become_one() -> None:
     def scored(**rewards: float) -> Score:
         return Score(rewards.get("reward", 0.0), {}, {"rewards": rewards})
 
-    mean, final = harbor.read_task(STEPS), harbor.read_task(HARBOR / "gated-steps")
+    mean, final = harbor_task.read_task(STEPS), harbor_task.read_task(HARBOR / "gated-steps")
     scores = [scored(reward=1.0, tidy=0.5), scored(reward=0.5)]
     assert combine_scores(mean, scores).detail["rewards"] == {"reward": 0.75, "tidy": 0.25}
     assert combine_scores(mean, scores).reward == 0.75

@@ -9,7 +9,7 @@ import pytest
 from palaestra.core.errors import TaskError
 from palaestra.core.types import AllowList, Network
 from palaestra.suites.task_files import Unsupported
-from palaestra.suites.terminal_bench import harbor, terminal_bench_1
+from palaestra.suites.terminal_bench import harbor_task, terminal_bench_1
 from palaestra.suites.terminal_bench.find_tasks import read_folder
 from palaestra.suites.terminal_bench.terminal_task import Format, TaskMetadata
 from suites.terminal_bench.mini import HARBOR, LEGACY, copied
@@ -18,7 +18,7 @@ MINUTE = 60.0
 
 
 def test_a_task_of_the_first_schema() -> None:
-    task = harbor.read_task(HARBOR / "greeting")
+    task = harbor_task.read_task(HARBOR / "greeting")
     assert task.format is Format.HARBOR
     assert (task.name, task.metadata) == ("greeting", TaskMetadata("files", "easy", ("mini",)))
     assert (task.limits.memory_bytes, task.limits.disk_bytes, task.limits.cpus) == (1 << 30, 1 << 30, 1.0)
@@ -30,7 +30,7 @@ def test_a_task_of_the_first_schema() -> None:
 
 
 def test_variables_of_each_part_stay_apart() -> None:
-    task = harbor.read_task(HARBOR / "settings")
+    task = harbor_task.read_task(HARBOR / "settings")
     assert task.solution is not None
     assert task.env == {"COLOUR": "green"}
     assert task.verifier.env == {"WANTED": "green"}
@@ -48,7 +48,7 @@ def test_variables_of_each_part_stay_apart() -> None:
     ],
 )
 def test_the_network_that_a_task_asks_for(tmp_path: Path, text: str, network: Network | AllowList) -> None:
-    assert harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).agent.network == network
+    assert harbor_task.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).agent.network == network
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_the_network_that_a_task_asks_for(tmp_path: Path, text: str, network: Ne
 )
 def test_sizes_as_text(tmp_path: Path, size: str, wanted: int) -> None:
     task = copied(HARBOR / "greeting", tmp_path, {"task.toml": f'[environment]\nmemory = "{size}"\n'})
-    assert harbor.read_task(task).limits.memory_bytes == wanted
+    assert harbor_task.read_task(task).limits.memory_bytes == wanted
 
 
 def test_a_default_for_a_variable_of_the_host_is_taken(tmp_path: Path) -> None:
     text = '[environment]\nenv = { KEY = "${SOME_KEY:-none} and ${OTHER:-}" }\n'
-    assert harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).env == {"KEY": "none and "}
+    assert harbor_task.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).env == {"KEY": "none and "}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_what_slots_cannot_do_is_refused_by_name(name: str, message: str) -> Non
 )
 def test_a_wrong_value_names_its_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(TaskError, match=message):
-        harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
+        harbor_task.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_wrong_value_names_its_key(tmp_path: Path, text: str, message: str) ->
 )
 def test_a_key_that_would_change_the_score_rejects_the_task(tmp_path: Path, text: str, key: str) -> None:
     with pytest.raises(Unsupported) as caught:
-        harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
+        harbor_task.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
     assert f"({key})" in str(caught.value)
     assert "Remove the key" in str(caught.value)
 
@@ -153,7 +153,7 @@ def test_a_key_that_would_change_the_score_rejects_the_task(tmp_path: Path, text
 )
 def test_an_unknown_key_rejects_the_task(tmp_path: Path, text: str, key: str, meant: str) -> None:
     with pytest.raises(Unsupported, match="not a key of Harbor's schema") as caught:
-        harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
+        harbor_task.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
     assert repr(key) in str(caught.value)
     assert f"Did you mean {meant}?" in str(caught.value) or not meant
 
@@ -184,13 +184,13 @@ def test_keys_that_ask_for_nothing_or_cannot_change_a_score_are_read(tmp_path: P
         mcp_servers = []
         [solution.env]
     """
-    assert harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).agent.timeout_s == 5.0
+    assert harbor_task.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).agent.timeout_s == 5.0
 
 
 def test_hosts_without_a_list_mode_are_an_error(tmp_path: Path) -> None:
     text = '[environment]\nallowed_hosts = ["a.example"]\n'
     with pytest.raises(TaskError, match=r'environment.allowed_hosts needs environment.network_mode = "allowlist"'):
-        harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
+        harbor_task.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
 
 
 def test_a_terminal_bench_1_task() -> None:

@@ -18,7 +18,7 @@ from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
 from palaestra.rollouts.records import Trajectory
 from palaestra.suites.task_files import Unsupported
-from palaestra.suites.terminal_bench import harbor
+from palaestra.suites.terminal_bench import harbor_task
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminal_task import TaskServer
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
@@ -200,7 +200,7 @@ def test_an_agent_uses_the_servers_and_skills_of_its_task(answers: Any) -> None:
 
 
 def test_what_a_task_declares_is_read(tmp_path: Path) -> None:
-    agent = harbor.read_task(make_task(tmp_path)).agent
+    agent = harbor_task.read_task(make_task(tmp_path)).agent
     assert agent.skills_dir == "/opt/skills"
     assert agent.servers == (
         TaskServer("vault", command=("python3", "/opt/vault.py", "{secret}")),
@@ -228,4 +228,4 @@ def test_wrong_declarations_are_refused_by_name(
     assert before in TOML
     (task / "task.toml").write_text(TOML.replace(before, after, 1))
     with pytest.raises(kind, match=named):
-        harbor.read_task(task)
+        harbor_task.read_task(task)

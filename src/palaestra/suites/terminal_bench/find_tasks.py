@@ -27,7 +27,7 @@ from palaestra.envs.datasets import SUFFIXES, read_rows
 from palaestra.rollouts.grading.grader import LIVE, SEALED
 from palaestra.sandbox.images.unpack import unpack_files
 from palaestra.suites.task_files import RowFields, check_links
-from palaestra.suites.terminal_bench import harbor, terminal_bench_1
+from palaestra.suites.terminal_bench import harbor_task, terminal_bench_1
 from palaestra.suites.terminal_bench.terminal_task import TerminalTask
 
 MAX_UNPACKED_BYTES = 1 << 30
@@ -83,7 +83,8 @@ def load_tasks(
             tasks[task.name] = replace(task, live=task.live or live)
     if not tasks and not left_out:
         raise ConfigError(
-            f"{source} contains no task: no folder in it has a {harbor.CONFIG_NAME} or {terminal_bench_1.CONFIG_NAME}"
+            f"{source} contains no task: no folder in it has a {harbor_task.CONFIG_NAME} or a "
+            f"{terminal_bench_1.CONFIG_NAME}"
         )
     return LoadedTasks(tuple(tasks.values()), tuple(left_out))
 
@@ -91,11 +92,11 @@ def load_tasks(
 def read_folder(folder: Path) -> TerminalTask:
     """Return the task of one folder, in either format. Raises `TaskError`."""
     check_links(folder)
-    if harbor.is_task(folder):
-        return harbor.read_task(folder)
+    if harbor_task.is_task(folder):
+        return harbor_task.read_task(folder)
     if terminal_bench_1.is_task(folder):
         return terminal_bench_1.read_task(folder)
-    raise TaskError(f"{harbor.CONFIG_NAME} is missing")
+    raise TaskError(f"{harbor_task.CONFIG_NAME} is missing")
 
 
 def _folders(path: Path) -> Iterator[tuple[str, Path, bool]]:
@@ -116,7 +117,7 @@ def _holds_rows(path: Path) -> bool:
 
 
 def _is_task(folder: Path) -> bool:
-    return harbor.is_task(folder) or terminal_bench_1.is_task(folder)
+    return harbor_task.is_task(folder) or terminal_bench_1.is_task(folder)
 
 
 def _unpacked_rows(
@@ -171,7 +172,7 @@ def _fill(folder: Path, row: Mapping[str, JSON]) -> None:
             _extract(_bytes(row[column], column), folder / below, column)
     if row.get("test_sh"):
         (folder / "tests/test.sh").write_text(str(row["test_sh"]), encoding="utf-8")
-    (folder / harbor.CONFIG_NAME).write_text(_task_toml(row), encoding="utf-8")
+    (folder / harbor_task.CONFIG_NAME).write_text(_task_toml(row), encoding="utf-8")
 
 
 def _task_toml(row: Mapping[str, JSON]) -> str:

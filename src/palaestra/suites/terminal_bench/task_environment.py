@@ -58,7 +58,7 @@ from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import read_bytes, read_text
 from palaestra.suites.task_paths import scope_of
 from palaestra.suites.terminal_bench import terminal_bench_1
-from palaestra.suites.terminal_bench.harbor import read_cheat
+from palaestra.suites.terminal_bench.harbor_task import read_cheat
 from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
 from palaestra.suites.terminal_bench.service import MAIN

@@ -1,6 +1,6 @@
 """A terminal task, independent of the format on disk. Does no I/O.
 
-`harbor.py` and `terminal_bench_1.py` read the formats, and raise `Unsupported` for a task that slots cannot run.
+`harbor_task.py` and `terminal_bench_1.py` read the formats, and raise `Unsupported` for a task that slots cannot run.
 """
 
 from __future__ import annotations
