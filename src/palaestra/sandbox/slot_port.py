@@ -22,6 +22,9 @@ from palaestra.sandbox.slot import Process, Slot
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 16
+MOST_BYTES = 64 << 20
+"""The maximum number of bytes that a connection receives, because what answers in the slot may be the agent."""
+
 _PIECE = 1 << 16
 _COPY = """\
 import os, socket, sys, threading
@@ -41,7 +44,8 @@ while data := far.recv(65536):
 @asynccontextmanager
 async def slot_port(slot: Slot, host: str, port: int, *, most: int = MOST_CONNECTIONS) -> AsyncIterator[Path]:
     """Yield the path of a Unix socket of this user; at most `most` connections to it reach `host:port` in the slot's
-    network at a time. A connection that the slot cannot open is closed at once."""
+    network at a time. A connection that the slot cannot open is closed at once, and one that receives more than
+    `MOST_BYTES` then."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -72,7 +76,12 @@ async def _copied(
         argv = ["python3", "-I", "-S", "-c", _COPY, address[0], str(address[1])]
         process = await slot.spawn(argv, cwd="/", stderr=True, hold=True)
         sending = asyncio.create_task(_send(reader, process))
+        left = MOST_BYTES
         async for piece in process.output():
+            if len(piece.data) > left:
+                logger.warning("a connection to a port of a slot is closed after %d bytes", MOST_BYTES)
+                break
+            left -= len(piece.data)
             writer.write(piece.data)
             await writer.drain()
     except FileNotFoundError:
