@@ -11,7 +11,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from _learn_tasks import NAMES, WORDS
+from _learn_tasks import NAMES, WORDS, answered, called, terminal
 
 from palaestra import Message, Rollout, Say, Slot, Task, ToolStep, environment
 
@@ -41,10 +41,7 @@ def other_tools() -> Iterator[Task]:
         )
 
 
-@other_tools.tool
-async def terminal(command: str, sandbox: Slot) -> str:
-    """Run a command."""
-    return (await sandbox.execute(command)).output.strip()
+other_tools.tool(terminal)
 
 
 @other_tools.score
@@ -52,10 +49,7 @@ async def right(task: Task, rollout: Rollout, sandbox: Slot) -> bool:
     if task.data["kind"] == "move":
         moved = (await sandbox.read_text(task.data["to"], missing="")).strip() == task.answer
         return moved and await sandbox.stat(task.data["from"]) is None
-    assert rollout.result is not None
-    messages = rollout.result.messages
-    asked = any(message["role"] == "tool" and message["content"].strip() == task.answer for message in messages)
-    return asked and (messages[-1].get("content") or "").strip() == task.answer
+    return answered(task, rollout)
 
 
 def conversation(task: Task, rng: random.Random, hit: bool) -> list[Message]:
@@ -71,10 +65,4 @@ def conversation(task: Task, rng: random.Random, hit: bool) -> list[Message]:
         place = wanted if hit else rng.choice(PLACES)
         command, said = f"mv {chosen} {place}", "done"
         output = "" if chosen == name else f"mv: cannot stat '{chosen}': No such file or directory"
-    call = {"id": "c", "type": "function", "function": {"name": "terminal", "arguments": {"command": command}}}
-    return [
-        *task.messages(),
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": output},
-        {"role": "assistant", "content": said},
-    ]
+    return called(task, command, output, said)

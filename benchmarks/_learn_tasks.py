@@ -93,16 +93,23 @@ def two_tools() -> Iterator[Task]:
         )
 
 
-@two_tools.tool
 async def terminal(command: str, sandbox: Slot) -> str:
     """Run a command."""
     return (await sandbox.execute(command)).output.strip()
+
+
+two_tools.tool(terminal)
 
 
 @two_tools.score
 async def right(task: Task, rollout: Rollout, sandbox: Slot) -> bool:
     if task.data["kind"] == "write":
         return (await sandbox.read_text(task.data["name"], missing="")).strip() == task.answer
+    return answered(task, rollout)
+
+
+def answered(task: Task, rollout: Rollout) -> bool:
+    """Return whether a command printed the task's answer, and the last message says it."""
     assert rollout.result is not None
     messages = rollout.result.messages
     asked = any(message["role"] == "tool" and message["content"].strip() == task.answer for message in messages)
@@ -125,6 +132,11 @@ def conversation(task: Task, rng: random.Random, hit: bool) -> list[Message]:
         _, name, word = task.id.split("-")
         chosen, written = (name, word) if hit else (rng.choice(NAMES), rng.choice(WORDS))
         command, output, said = f"echo {written} > {chosen}", "", "done"
+    return called(task, command, output, said)
+
+
+def called(task: Task, command: str, output: str, said: str) -> list[Message]:
+    """Return the conversation of a task in which the model runs one command and then answers."""
     call = {"id": "c", "type": "function", "function": {"name": "terminal", "arguments": {"command": command}}}
     return [
         *task.messages(),

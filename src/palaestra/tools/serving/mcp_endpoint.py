@@ -12,6 +12,7 @@ Invariant: every message of a client is answered; only errors of `call` are rais
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from importlib.metadata import version
@@ -119,7 +120,9 @@ def _initialized(asked: JSON) -> JSON:
     }
 
 
+@functools.cache
 def _server_info() -> JSON:
+    """Return the server's name and version. Cached, because each version is read from the disk."""
     return {"name": "palaestra", "version": version("palaestra")}
 
 
