@@ -35,7 +35,7 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, 
 if TYPE_CHECKING:
     from mcp.client import Transport
     from mcp.client._transport import TransportStreams
-    from mcp.types import Tool
+    from mcp.types import CallToolResult, Tool
 
     from palaestra.tools.mcp.mcp_connection import Connection, OpenTransport
 
@@ -117,17 +117,16 @@ class _Sessions:
         return [_shown(tool) for tool in listed]
 
     async def call(self, server: TaskServer, tool: str, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        from palaestra.tools.mcp.mcp_connection import ServerSaid
-        from palaestra.tools.mcp.mcp_server import reply_of
+        from palaestra.tools.mcp.mcp_server import reply_to
 
-        config = _limits(run)
+        async def asked() -> CallToolResult:
+            return await (await self._session(server, run)).call(tool, arguments)
+
+        limits = _limits(run)
         try:
-            result = await (await self._session(server, run)).call(tool, arguments)
-        except (ServerSaid, ToolServerError) as error:
-            raise ToolMistake(str(error)[: config.max_reply_chars]) from None
-        except TimeoutError:
-            raise ToolMistake(f"The tool did not answer within {config.timeout:g} s.") from None
-        return reply_of(result, config.max_reply_chars)
+            return await reply_to(asked(), limits)
+        except ToolServerError as error:
+            raise ToolMistake(str(error)[: limits.max_reply_chars]) from None
 
     async def aclose(self) -> None:
         """End all sessions."""

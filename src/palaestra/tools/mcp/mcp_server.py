@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,16 +80,9 @@ class MCPServer:
     async def call(self, known: _Known, arguments: Mapping[str, JSON]) -> ToolReply:
         """Call a tool. Raises `ToolMistake` if the server answers with an error or does not answer in time, and
         `ToolServerError` for any other failure."""
-        from palaestra.tools.mcp.mcp_connection import NotCarriedOut, ServerSaid
+        from palaestra.tools.mcp.mcp_connection import NotCarriedOut
 
-        most = self._config.max_reply_chars
-        try:
-            result = await self._called(known, arguments, NotCarriedOut)
-        except ServerSaid as said:
-            raise ToolMistake(_bounded(str(said), most)) from None
-        except TimeoutError:
-            raise ToolMistake(f"The tool did not answer within {self._config.timeout:g} s.") from None
-        return reply_of(result, most)
+        return await reply_to(self._called(known, arguments, NotCarriedOut), self._config)
 
     async def _called(
         self, known: _Known, arguments: Mapping[str, JSON], not_carried_out: type[ToolServerUnavailable]
@@ -220,7 +213,21 @@ def _problem(schema: ToolSchema) -> str | None:
     return None
 
 
-def reply_of(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
+async def reply_to(call: Awaitable[CallToolResult], limits: MCPServerConfig) -> ToolReply:
+    """Await a call and return its reply. Raises `ToolMistake` if the server answers with an error or does not answer in
+    time."""
+    from palaestra.tools.mcp.mcp_connection import ServerSaid
+
+    most = limits.max_reply_chars
+    try:
+        return _reply(await call, most)
+    except ServerSaid as said:
+        raise ToolMistake(_bounded(str(said), most)) from None
+    except TimeoutError:
+        raise ToolMistake(f"The tool did not answer within {limits.timeout:g} s.") from None
+
+
+def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
     """Return `{"output": …}`, with `structured` content unless the text repeats it, and `output_total_chars` if the
     text was cut.
 
