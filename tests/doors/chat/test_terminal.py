@@ -45,10 +45,12 @@ def echo_server(delay_s: float = 0.0, server: EchoChatServer | None = None) -> I
 
 
 @contextmanager
-def terminal(folder: Path, url: str, *words: str, model: str = "echo") -> Iterator[pexpect.spawn]:
+def terminal(
+    folder: Path, url: str, *words: str, model: str = "echo", home: Path | None = None, **variables: str
+) -> Iterator[pexpect.spawn]:
     child = pexpect.spawn(
-        "palaestra", ["chat", "--base-url", url, "--model", model, *words],
-        cwd=str(folder), env={**environment(folder), "TERM": "xterm-256color"}, timeout=40, dimensions=(40, 110),
+        "palaestra", ["chat", "--base-url", url, "--model", model, *words], cwd=str(folder),
+        env={**environment(home or folder), "TERM": "xterm-256color", **variables}, timeout=40, dimensions=(40, 110),
         encoding="utf-8", codec_errors="replace",
     )  # fmt: skip
     try:

@@ -63,7 +63,9 @@ class ChatTerminal:
         self._shows_last = any(name in own for name in ("-c", "--resume", "--fork"))
         raw = getattr(sys.stdout, "raw", sys.stdout)
         self._screen = Screen(Scrollback(raw), LiveLine())
-        self._prompt = Prompt(raw, self._head, lambda: described(self._desk), self._stop, self._next_mode)
+        self._prompt = Prompt(
+            raw, self._head, lambda: described(self._desk), self._stop, self._next_mode, self._entered, self._idle
+        )
         self._queue = MessageQueue()
         people = TerminalPeople(self._screen, self._prompt, self._queue, self._stop)
         self._desk = Desk(self._screen, people, self._stop, self._finish)
@@ -132,6 +134,9 @@ class ChatTerminal:
         if not (self._screen.live.running and self._desk.talk.interrupt()):
             self._work.cancel()
         return True
+
+    def _idle(self) -> bool:
+        return self._work is None
 
     def _farewell(self) -> str:
         if not self._desk.ready or not self._desk.talk.history.turns():
@@ -216,7 +221,9 @@ class ChatTerminal:
         self._screen.said(text)
         assert self._ready is not None
         await asyncio.shield(self._ready)
-        sent = text
+        if text.startswith("!"):
+            await self._desk.run_own(text[1:].strip())
+            return
         if text.startswith("/"):
             word, _, rest = text.strip().partition(" ")
             own = self._desk.opened.project.commands()
@@ -233,7 +240,7 @@ class ChatTerminal:
                 return
             if "/" not in word[1:]:
                 raise ConfigError(f"unknown command {word}; /help lists the commands")
-        await self._send(sent, sent)
+        await self._send(text, text)
 
     async def _send(self, named: str, text: str) -> None:
         """Send a message with the files that `named` names."""

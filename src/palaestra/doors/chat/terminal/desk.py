@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ContextExceeded
+from palaestra.core.errors import ConfigError, ContextExceeded
 from palaestra.core.exits import plural
 from palaestra.doors.chat.terminal.people import FolderChanges, TerminalPeople
 from palaestra.doors.chat.terminal.screen import Screen
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
     from palaestra.doors.chat.service import ChatService
     from palaestra.doors.chat.store import ConversationStore
     from palaestra.doors.chat.turn_events import Event
+
+OWN_COMMAND_S = 600.0
+"""The time limit of a command of the person, in seconds."""
+_MOST_TOLD_CHARS = 8000
+"""How much of its output the model reads."""
 
 CONTEXT_ADVICE = (
     "/undo removes the last message, /compact replaces the history with a summary, /new begins a new conversation"
@@ -51,6 +58,7 @@ class Desk:
         self.finish = finish
         self._opened: Opened | None = None
         self._talk: Conversation | None = None
+        self._own_commands = 0
 
     def open(self, opened: Opened, talk: Conversation) -> None:
         """Take what was loaded, and show this conversation."""
@@ -92,6 +100,39 @@ class Desk:
             self.screen.settle()
         if isinstance(self.talk.failure, ContextExceeded):
             self.screen.prose(f"{YELLOW}{CONTEXT_ADVICE}{PLAIN}")
+        await self.changes.offer(self.talk, self.opened.options.config.write)
+
+    async def run_own(self, command: str) -> None:
+        """Run a command of the person in the sandbox and show its output. The model reads both with the next
+        message."""
+        from palaestra.doors.chat.turn_events import ToolBegun, ToolEnded, ToolOutput
+
+        if not command:
+            raise ConfigError("type a command after the !, for example !git status; it runs in the sandbox")
+        self._own_commands += 1
+        name, decoder, told = f"own {self._own_commands}", getincrementaldecoder("utf-8")("replace"), ""
+
+        def output(data: bytes) -> None:
+            self.screen.show(ToolOutput(call_id=name, text=decoder.decode(data)))
+
+        self.screen.live.begin()
+        try:
+            self.screen.show(ToolBegun(call_id=name, name="!", arguments="", preview=command))
+            slot = await self.talk.seat.sandbox()
+            done = await slot.execute(command, timeout_s=OWN_COMMAND_S, on_output=output)
+            told = done.output
+            reply = {"exit_code": done.exit_code}
+            error = "" if done.metadata.get("timeout") is not True else done.error
+            self.screen.show(ToolEnded(call_id=name, name="!", text=json.dumps(reply), error=error))
+        finally:
+            self.screen.live.end()
+        half = _MOST_TOLD_CHARS // 2
+        if len(told) > _MOST_TOLD_CHARS:
+            told = f"{told[:half]}\n… {len(told) - 2 * half} characters left out …\n{told[-half:]}"
+        self.talk.history.note(
+            f"The user ran a command in the sandbox: {command}\nIt ended with exit code {done.exit_code}"
+            f"{' and printed:' if told.strip() else ' and printed nothing.'}\n{told.rstrip()}".rstrip()
+        )
         await self.changes.offer(self.talk, self.opened.options.config.write)
 
     async def show_last(self) -> None:

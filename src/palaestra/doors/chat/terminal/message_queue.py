@@ -35,13 +35,14 @@ class MessageQueue:
         return texts
 
     def take_messages(self) -> list[tuple[str, JSON]]:
-        """Remove and return the messages before the first command: the text of each, and its content. A message whose
+        """Remove and return the messages before the first command, which begins with / or !: the text of each, and its
+        content. A message whose
         files cannot be attached waits, so that its error is shown after the turn, and so does one whose pages must be
         fetched."""
         from palaestra.doors.chat.attachments import named_pages, with_files
 
         taken: list[tuple[str, JSON]] = []
-        while self._waiting and not self._waiting[0].startswith("/") and not named_pages(self._waiting[0]):
+        while self._waiting and not self._waiting[0].startswith(("/", "!")) and not named_pages(self._waiting[0]):
             try:
                 taken.append((self._waiting[0], with_files(self._waiting[0])))
             except ConfigError:

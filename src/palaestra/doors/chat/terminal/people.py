@@ -39,10 +39,10 @@ class TerminalPeople:
         """Show a notice."""
         self._screen.prose(f"{YELLOW}note: {printable(notice.text)}{PLAIN}")
 
-    async def line(self, question: str) -> str:
-        """Ask for one line. Ctrl-C gives an empty line and stops a running turn."""
+    async def line(self, question: str, keys: str = "") -> str:
+        """Ask for one line, or for one of `keys` alone. Ctrl-C gives an empty line and stops a running turn."""
         self._screen.settle()
-        line = await self._prompt.ask(question)
+        line = await self._prompt.ask(question, keys)
         if line is None:
             self._stop()
         return line or ""
@@ -61,7 +61,7 @@ class TerminalPeople:
             answers["v"] = ApprovalAnswer.SERVER
             what += ", v: always, all tools of this server"
         while True:
-            line = await self.line(f"{what}, n: no [n] ")
+            line = await self.line(f"{what}, n: no [n] ", "".join(key for key in answers if len(key) == 1))
             if line.lower() in answers:
                 return answers[line.lower()]
 
@@ -103,7 +103,7 @@ class FolderChanges:
             for change in changes[:10]:
                 self._screen.diff(change.diff())
             question = f"Write to {talk.slots.folder.root}: {names}{more}? y: yes, n: not now [n] "
-            if (await self._people.line(question)).lower() not in ("y", "yes"):
+            if (await self._people.line(question, "yn")).lower() not in ("y", "yes"):
                 self._screen.line(f"{DIM}not written; /sandbox write does it later{PLAIN}")
                 return
         self.write(talk, changes)

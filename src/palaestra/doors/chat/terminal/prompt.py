@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
@@ -30,6 +31,15 @@ from palaestra.doors.chat.terminal.styles import PROMPT
 _ESCAPE_S = 0.15
 """How long the prompt waits for the rest of a key after Esc, in seconds."""
 
+_SETTLED_S = 1.0
+"""A single key answers a question only after this many seconds, since the person may just have been typing."""
+
+
+LEADER = {"n": "/new", "u": "/undo", "c": "/compact", "x": "/export", "d": "/diff", "s": "/cost"}
+"""The commands that Ctrl-X and a letter stand for."""
+_LISTS = {"g": "/rewind", "l": "/resume", "m": "/model"}
+"""The same for commands that list what to choose from; then the choice can be typed."""
+
 
 class _Paused(Exception):
     """A question takes the place of the prompt."""
@@ -37,8 +47,9 @@ class _Paused(Exception):
 
 class Prompt:
     """The prompt of the chat. `head` returns the lines above it, `commands` the names and descriptions for completion.
-    `stop` is called for Ctrl-C and Esc, and returns whether there was something to stop; `switch_mode` for
-    Shift-Tab."""
+    `stop` is called for Ctrl-C and Esc, and returns whether there was something to stop; `switch_mode` for Shift-Tab;
+    `enter` for keys that stand for a command. The editor is not opened unless `idle` returns True, because a running
+    turn writes to the terminal."""
 
     def __init__(
         self,
@@ -47,11 +58,15 @@ class Prompt:
         commands: Callable[[], Mapping[str, str]],
         stop: Callable[[], bool],
         switch_mode: Callable[[], None],
+        enter: Callable[[str], None],
+        idle: Callable[[], bool],
     ) -> None:
         self._raw = raw
         self._head = head
         self._stop = stop
         self._switch_mode = switch_mode
+        self._enter = enter
+        self._idle = idle
         self._asking = asyncio.Lock()
         self._kept = ""
         self._session: PromptSession[str] = self._new_session(commands)
@@ -94,14 +109,15 @@ class Prompt:
             except EOFError:
                 return None
 
-    async def ask(self, question: str) -> str | None:
-        """Read one line as the answer to a question; None at Ctrl-C, and an empty line at Ctrl-D. What was typed before
-        the question does not count; it is in the prompt again after the answer."""
+    async def ask(self, question: str, keys: str = "") -> str | None:
+        """Read one line as the answer to a question; None at Ctrl-C, and an empty line at Ctrl-D. Each of `keys` alone
+        is an answer, too, without Enter, once the question was there for a moment. What was typed before the question
+        does not count; it is in the prompt again after the answer."""
         if self.shown:
             self._kept = self._session.default_buffer.text
             self._session.app.exit(exception=_Paused())
         async with self._asking:
-            session: PromptSession[str] = PromptSession(output=self._output())
+            session: PromptSession[str] = PromptSession(output=self._output(), key_bindings=_answers(keys))
             clear_typeahead(session.app.input)
             termios.tcflush(sys.stdin, termios.TCIFLUSH)
             try:
@@ -167,6 +183,39 @@ class Prompt:
         def _(event: KeyPressEvent) -> None:
             self._stop()
 
+        @keys.add("escape", "escape", filter=~has_completions)
+        def _(event: KeyPressEvent) -> None:
+            if not self._stop() and not event.current_buffer.text:
+                choose(event, "/rewind")
+
+        def choose(event: KeyPressEvent, command: str) -> None:
+            self._enter(command)
+            event.current_buffer.text = f"{command} "
+            event.current_buffer.cursor_position = len(command) + 1
+
+        @keys.add("escape", "p")
+        def _(event: KeyPressEvent) -> None:
+            choose(event, "/model")
+
+        for letter, name in (LEADER | _LISTS).items():
+
+            @keys.add("c-x", letter)
+            def _(event: KeyPressEvent, letter: str = letter, name: str = name) -> None:
+                if letter in _LISTS:
+                    choose(event, name)
+                else:
+                    self._enter(name)
+
+        @keys.add("c-o")
+        def _(event: KeyPressEvent) -> None:
+            self._enter("/show")
+
+        @keys.add("c-g", filter=Condition(self._idle))
+        @keys.add("c-x", "e", filter=Condition(self._idle))
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.tempfile_suffix = ".md"
+            event.current_buffer.open_in_editor()
+
         @keys.add("c-c")
         def _(event: KeyPressEvent) -> None:
             if not self._stop():
@@ -181,6 +230,24 @@ class Prompt:
             event.current_buffer.insert_text(pasted(event.data))
 
         return keys
+
+
+def _answers(keys: str) -> KeyBindings:
+    """Return bindings by which each of `keys` answers a question, if nothing was typed yet."""
+    bindings, asked_s = KeyBindings(), time.monotonic()
+
+    @Condition
+    def settled() -> bool:
+        return time.monotonic() - asked_s >= _SETTLED_S and not get_app().current_buffer.text
+
+    for key in keys:
+
+        @bindings.add(key, filter=settled)
+        def _(event: KeyPressEvent, key: str = key) -> None:
+            event.current_buffer.insert_text(key)
+            event.current_buffer.validate_and_handle()
+
+    return bindings
 
 
 def _completes() -> bool:

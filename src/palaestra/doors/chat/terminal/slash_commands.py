@@ -20,10 +20,21 @@ if TYPE_CHECKING:
 Run: TypeAlias = Callable[[Desk, str], Awaitable[None]]
 
 KEYS = (
-    "Enter sends; Alt-Enter, or \\ at the end, begins a new line. @FILE adds a text file or an\n"
-    "image, @https://ADDRESS a web page.\n"
+    "Enter sends; Alt-Enter, or \\ at the end, begins a new line; Ctrl-G opens your editor. @FILE adds a text file or\n"
+    "an image, @https://ADDRESS a web page. !COMMAND runs a command in the sandbox.\n"
     "While a turn runs: Enter queues a message, which the agent reads after its next tool call; Esc or Ctrl-C stops.\n"
-    "Shift-Tab switches between the modes plan, ask and auto. Ctrl-D ends the chat."
+    "Shift-Tab switches between the modes plan, ask and auto. Ctrl-O shows the last output whole, Esc Esc lists the\n"
+    "turns to go back to. Ctrl-X and a letter: n new, u undo, g rewind, l resume, m model (or Alt-P), c compact,\n"
+    "d diff, s cost, x export, e editor. Ctrl-D ends the chat."
+)
+
+_DIGITS_OF_IDS = 4  # a shorter number is a place in the list of conversations
+
+_WRITE_INSTRUCTIONS = (
+    "Read this project and write the file AGENTS.md in its top folder, for agents and people who are new to it: in at "
+    "most 60 lines, what the project is, the commands that build, test and check it (try them), where the important "
+    "parts are, and the rules of its code that are not obvious. If there is an AGENTS.md or a CLAUDE.md, keep what is "
+    "right in it. Do not guess: leave out what you cannot see."
 )
 
 
@@ -64,10 +75,15 @@ async def _resume(desk: Desk, rest: str) -> None:
     from palaestra.doors.chat.conversation import Conversation
     from palaestra.doors.chat.one_shot import list_conversations
 
+    store = desk.opened.store
     if not rest:
-        desk.screen.prose(printable(list_conversations(desk.opened.store, as_json=False)))
+        for place, line in enumerate(list_conversations(store, as_json=False).split("\n"), 1):
+            desk.screen.prose(f"{CYAN}{place:>3}{PLAIN} {printable(line)}")
+        desk.screen.prose("/resume N continues one of them, and so does its id or title")
         return
-    record = desk.opened.store.find(rest)
+    place = int(rest) if rest.isascii() and rest.isdigit() and len(rest) < _DIGITS_OF_IDS else 0
+    listed = store.conversations() if place else []
+    record = listed[place - 1] if 0 < place <= len(listed) else store.find(rest)
     if record.id == desk.talk.id:
         desk.screen.prose(f"{DIM}{record.id} is this conversation{PLAIN}")
         return
@@ -125,6 +141,14 @@ async def _rewound(desk: Desk, before: int) -> None:
     desk.screen.prose(f"{DIM}{what}{'; ' if undone.files else ''}{printable(undone.files)}{PLAIN}")
     for change in undone.left:
         desk.screen.prose(f"{YELLOW}not restored: {printable(change.path)}: {printable(change.problem)}{PLAIN}")
+
+
+async def _init(desk: Desk, rest: str) -> None:
+    await desk.show_turn(desk.talk.send(f"{_WRITE_INSTRUCTIONS} {rest}".rstrip()))
+
+
+async def _diff(desk: Desk, rest: str) -> None:
+    await _sandbox(desk, "diff")
 
 
 async def _retry(desk: Desk, rest: str) -> None:
@@ -350,8 +374,10 @@ def _number(text: str) -> int:
 COMMANDS: Mapping[str, SlashCommand] = {
     "/help": SlashCommand("", "list the commands", _help, at_once=True),
     "/new": SlashCommand("[TITLE]", "begin a new conversation", _new),
-    "/resume": SlashCommand("[NAME]", "list the conversations, or continue one", _resume),
+    "/resume": SlashCommand("[N | NAME]", "list the conversations, or continue one", _resume),
     "/fork": SlashCommand("[TURN]", "continue in a copy of this conversation and its files, up to the turn", _fork),
+    "/init": SlashCommand("[WORDS]", "let the agent read the project and write its AGENTS.md", _init),
+    "/diff": SlashCommand("", "show the sandbox's changes to your folder", _diff),
     "/undo": SlashCommand("", "undo the last message, its answer and its changes to files", _undo),
     "/rewind": SlashCommand("[TURN]", "list the turns, or go back to the end of one, with its files", _rewind),
     "/retry": SlashCommand("", "undo the last message, and send it again", _retry),
