@@ -263,11 +263,16 @@ def _layer(file: IO[bytes], path: str) -> Iterator[Archive]:
         yield layer
 
 
+def architecture() -> str:
+    """Return the name of this machine's architecture in images, such as `amd64`."""
+    return _MACHINES.get(platform.machine(), platform.machine())
+
+
 def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
     """Return the index's entry for this machine's architecture. If the index has only one entry, return that entry,
     whatever its architecture. Raises `ImageError` if there is no such entry."""
     entries: list[dict[str, JSON]] = index["manifests"]
-    wanted = _MACHINES.get(platform.machine(), platform.machine())
+    wanted = architecture()
     fitting = [entry for entry in entries if (entry.get("platform") or {}).get("architecture") == wanted]
     if not entries or (len(entries) > 1 and not fitting):
         raise ImageError(f"none of the image's {len(entries)} entries is for {wanted}")
