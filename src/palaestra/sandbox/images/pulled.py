@@ -28,7 +28,7 @@ import msgspec
 from palaestra.core.errors import ImageError
 from palaestra.core.io.durable_files import UNREADABLE, private, read_regular, replaced
 from palaestra.core.types import JSON
-from palaestra.sandbox.images import image_store
+from palaestra.sandbox.images import folders
 from palaestra.sandbox.images.reference import ImageName, image_name
 
 SCHEMA, VERSION = "palaestra.pulled", 1
@@ -40,7 +40,7 @@ _MAX_MANIFEST_BYTES = 4 << 20
 
 def default_folder() -> Path:
     """Return the folder of this user's pulled images."""
-    return Path(image_store.default_folder("pulled"))
+    return Path(folders.default_folder("pulled"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +114,19 @@ class PulledImages:
             fresh.mkdir()
             try:
                 manifest: dict[str, JSON] = {"mediaType": media_type, "digest": f"sha256:{value}", "size": size}
-                (fresh / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}\n', encoding="utf-8")
                 index = {"schemaVersion": 2, "manifests": [manifest]}
-                (fresh / "index.json").write_text(json.dumps(index), encoding="utf-8")
+                for file, content in (("oci-layout", {"imageLayoutVersion": "1.0.0"}), ("index.json", index)):
+                    _write(fresh / file, content)
                 (fresh / "blobs").symlink_to("../../blobs")
-                with contextlib.suppress(OSError):  # another process was first
+                try:
                     fresh.rename(layout)
+                except OSError:
+                    if not layout.is_dir():  # otherwise, another process was first
+                        raise
             finally:
                 shutil.rmtree(fresh, ignore_errors=True)
         record = {"schema": SCHEMA, "version": VERSION, "name": str(name), "digest": f"sha256:{value}", "bytes": total}
-        with replaced(self._record(name)) as file:
-            file.write(json.dumps(record).encode())
+        _write(self._record(name), record)
         return PulledImage(str(name), f"sha256:{value}", str(layout), total)
 
     def find(self, name: ImageName) -> PulledImage | None:
@@ -164,8 +166,11 @@ class PulledImages:
 
     def _needed(self, value: str) -> set[str]:
         """Return the values of the blobs of a manifest."""
-        found = msgspec.json.decode(read_regular(self.blob(value), _MAX_MANIFEST_BYTES))
-        return {str(each["digest"]).removeprefix("sha256:") for each in (found["config"], *found["layers"])}
+        try:
+            found = msgspec.json.decode(read_regular(self.blob(value), _MAX_MANIFEST_BYTES))
+            return {str(each["digest"]).removeprefix("sha256:") for each in (found["config"], *found["layers"])}
+        except (*UNREADABLE, OSError, KeyError, TypeError) as error:
+            raise ImageError(f"the manifest {self.blob(value)} is damaged; pull the image again: {error}") from None
 
     def _read(self, path: Path) -> PulledImage | None:
         try:
@@ -189,6 +194,11 @@ class PulledImages:
 
     def _record(self, name: ImageName) -> Path:
         return self.folder / "names" / f"{hashlib.sha256(str(name).encode()).hexdigest()}.json"
+
+
+def _write(path: Path, content: JSON) -> None:
+    with replaced(path) as file:
+        file.write(json.dumps(content).encode())
 
 
 def pulled_layout(image: str, folder: Path | None = None) -> str | None:

@@ -124,6 +124,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             settings.images,
             local_path(settings.image_dir) if settings.image_dir else None,
             settings.base_image,
+            settings.pull,
         )
         self._prepared: dict[str, PreparedSlot] = {}
 

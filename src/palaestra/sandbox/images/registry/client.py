@@ -10,9 +10,8 @@ Source: OCI distribution specification 1.1, "Pull"; "Token Authentication Specif
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from urllib.request import proxy_bypass_environment
 
 import aiohttp
 from yarl import URL
@@ -38,13 +37,12 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How the user reaches registries. `plain_http` allows http to the registries that are named, except that loopback
-    addresses always use it. `proxies` are the addresses of proxies by scheme, and
-    the hosts without one under `no`, as `urllib.request.getproxies` returns them."""
+    """How the user reaches registries. `plain_http` allows http to the registries that are named; loopback addresses
+    always use it. `proxy` returns the address of the proxy for a scheme and a host, or None."""
 
     credentials: Credentials = field(default_factory=Credentials)
     plain_http: bool = False
-    proxies: Mapping[str, str] = field(default_factory=dict)
+    proxy: Callable[[str, str], str | None] = lambda scheme, host: None
 
 
 def new_session() -> aiohttp.ClientSession:
@@ -55,6 +53,7 @@ def new_session() -> aiohttp.ClientSession:
         auto_decompress=False,
         timeout=TIMEOUT,
         trust_env=False,
+        read_bufsize=1 << 20,
         headers={"User-Agent": "palaestra", "Accept-Encoding": "identity"},
     )
 
@@ -135,9 +134,7 @@ class Repository:
 
     async def _send(self, url: URL, headers: Mapping[str, str], authorization: str | None) -> aiohttp.ClientResponse:
         sent = {**headers, **({"Authorization": authorization} if authorization else {})}
-        host = url.host or ""
-        direct = is_loopback(host) or bool(proxy_bypass_environment(host, dict(self._access.proxies)))
-        proxy = None if direct else self._access.proxies.get(url.scheme)
+        proxy = None if is_loopback(url.host or "") else self._access.proxy(url.scheme, url.host or "")
         try:
             return await self._session.get(url, headers=sent, allow_redirects=False, proxy=proxy)
         except (aiohttp.ClientError, OSError) as error:
@@ -155,8 +152,8 @@ class Repository:
             raise PullError(f"{self._image}: the registry redirects to no address") from None
         if not location or not allowed:
             raise PullError(
-                f"{self._image}: the registry redirects to {target.scheme}://{target.host}, which is not followed: only "
-                "https is"
+                f"{self._image}: the registry redirects to {target.scheme}://{target.host}, but only https addresses "
+                "without credentials are followed"
             )
         return target
 
@@ -213,7 +210,11 @@ class Repository:
             raise self._refused(reply.status, "")
         if reply.status == 404:
             raise PullError(f"{self._image} is not in the registry, or part of it is missing (HTTP 404)")
-        hint = ": it limits the pulls of an address; log in for a higher limit, or pull later" if reply.status == 429 else ""
+        hint = (
+            ": it limits the pulls of an address; log in for a higher limit, or pull later"
+            if reply.status == 429
+            else ""
+        )
         problem = PullError(f"{self._image}: {reply.url.host} answered with HTTP {reply.status}{hint}")
         if reply.status in RETRIED_STATUSES:
             raise TransientFailure(problem, retry_after_s(reply.headers.get("Retry-After"), SystemClock().wall()))

@@ -58,8 +58,8 @@ class Credentials:
             return "the credentials in the docker configuration do not allow it"
         if helper:
             return (
-                f"its credentials may be in the credential helper {helper!r:.60}, which Palaestra does not run: put them "
-                "into a file with `auths`, and name the file with --auth FILE"
+                f"its credentials may be in the credential helper {helper!r:.60}, which Palaestra does not run: put "
+                "them into a file with `auths`, and name the file with --auth FILE"
             )
         return "if it needs credentials, run docker login, or name a file with `auths` with --auth FILE"
 

@@ -187,5 +187,7 @@ def _blob(found: JSON, name: str, max_bytes: int) -> Blob:
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ImageError(f"{name} is not valid: {one_line(str(digest), 100)} is not a digest sha256:…")
     if type(size) is not int or not 0 <= size <= max_bytes:
-        raise ImageError(f"{name} is not valid: {digest} has the size {one_line(str(size), 100)}, of {max_bytes} at most")
+        raise ImageError(
+            f"{name} is not valid: {digest} has the size {one_line(str(size), 100)}, of {max_bytes} at most"
+        )
     return Blob(digest, size, kind if isinstance(kind, str) else "")

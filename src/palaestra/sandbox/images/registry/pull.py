@@ -35,6 +35,8 @@ RETRY = RetryPolicy(attempts=5, first_s=0.5, longest_s=20.0)
 _FORGIVEN_BYTES = 16 << 20
 _CONCURRENT = 3
 _MANIFEST_S = 300.0
+_SLOWEST_BYTES_S = 16 << 10
+"""The mean speed, in bytes per second, below which a download counts as cut after `_MANIFEST_S` seconds."""
 _PIECE_BYTES = 1 << 20
 
 Progress = Callable[[int, int], None]
@@ -90,12 +92,19 @@ class Pull:
         return data, manifests.image_manifest(found, blob, name, self.max_bytes)
 
     async def _read(self, repository: Repository, reference: str, name: str) -> tuple[bytes, dict[str, Any]]:
+        async def ask(tries: int, left_s: float) -> tuple[bytes, str]:
+            try:
+                async with asyncio.timeout(left_s):
+                    return await repository.manifest(reference, name)
+            except TimeoutError:
+                raise PullError(f"{name}: the registry did not send its manifest in {_MANIFEST_S:.0f} s") from None
+
         data, kind = await persist(
-            lambda tries, left_s: repository.manifest(reference, name),
+            ask,
             retry=self.retry,
             timeout_s=_MANIFEST_S,
             clock=self.clock or SystemClock(),
-            rng=random.Random(),  # noqa: S311
+            rng=random.Random(),
         )
         return data, manifests.read(data, kind, name)
 
@@ -150,7 +159,7 @@ class _Download:
         """Download what is missing, verify the whole, and move it into the store. Raises `PullError`, after removing
         what does not match the digest, or `OSError`."""
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(fd, "r+b") as file:
+        with os.fdopen(fd, "r+b") as file:
             resumed = await asyncio.to_thread(self._resume, file)
             await self._download(file)
             if resumed and not self._is_right():  # a damaged part: the registry is not to blame yet
@@ -188,7 +197,7 @@ class _Download:
         clock = self._pull.clock or SystemClock()
         while self._have < self._blob.size:
             try:
-                await self._receive(file)
+                await self._receive_in_time(file)
             except TransientFailure as failed:
                 if self._have - seen >= _FORGIVEN_BYTES:
                     failures, seen = 0, self._have
@@ -198,8 +207,16 @@ class _Download:
                         f"{failed.problem}; {self._have} of {self._blob.size} bytes of {self._blob.digest} are stored "
                         "after several tries: pull the image again to continue from there"
                     ) from failed
-                rng = random.Random()  # noqa: S311
+                rng = random.Random()
                 await clock.sleep(self._pull.retry.wait_s(failures, failed.asked_s, rng))
+
+    async def _receive_in_time(self, file: IO[bytes]) -> None:
+        limit_s = _MANIFEST_S + (self._blob.size - self._have) / _SLOWEST_BYTES_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._receive(file)
+        except TimeoutError:
+            raise TransientFailure(PullError(f"{self._blob.digest} arrives too slowly")) from None
 
     async def _receive(self, file: IO[bytes]) -> None:
         async with self._repository.blob(self._blob.digest, self._have) as (content, start):
