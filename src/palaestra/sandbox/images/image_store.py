@@ -87,7 +87,8 @@ class ImageStore:
         if found is None:
             raise ImageError(
                 f"{name!r} is the name of an image that was not pulled: run `palaestra images pull {name}`, give a "
-                f"root directory, a tar file or an OCI layout (./{name} for one in this folder), or use the backend docker"
+                f"root directory, a tar file or an OCI layout (./{name} for one in this folder), or use the backend "
+                "docker"
             )
         self._named[name] = found
         return found

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.request import getproxies, proxy_bypass
@@ -43,14 +43,21 @@ def _proxy(scheme: str, host: str) -> str | None:
     return None if proxy_bypass(host) else getproxies().get(scheme)
 
 
-async def find_or_pull(name: str, policy: PullPolicy) -> Path | None:
-    """Return the OCI layout of a pulled image, or None if it was not pulled and `policy` is `never`. Raises
-    `ImageError`."""
-    found = pulled_layout(name)
-    if found is None and policy == "missing":
-        _log.info("pulling %s", name)
-        found = (await Pull(PulledImages(), user_access()).image(name)).path
-    return None if found is None else Path(found)
+@dataclass(frozen=True, slots=True)
+class TaskImages:
+    """Finds the images that tasks name among those that were pulled, and pulls them if `policy` is `missing`. `folder`
+    is the folder of pulled images, by default this user's."""
+
+    policy: PullPolicy = "never"
+    folder: Path | None = None
+
+    async def find(self, name: str) -> Path | None:
+        """Return the OCI layout of an image, or None if it was not pulled. Raises `ImageError`."""
+        found = pulled_layout(name, self.folder)
+        if found is None and self.policy == "missing":
+            _log.info("pulling %s", name)
+            found = (await Pull(PulledImages(self.folder), user_access()).image(name)).path
+        return None if found is None else Path(found)
 
 
 @contextmanager
@@ -69,12 +76,22 @@ def _progress_bar(name: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+_store = click.option(
+    "--store", default="", metavar="DIR", help="The folder of pulled images. Tasks can name images of the default only."
+)
+
+
+def _images(store: str) -> PulledImages:
+    return PulledImages(local_path(store) if store else None)
+
+
 @click.command("pull")
 @click.option("--auth", default="", metavar="FILE", help="A file with credentials. Default: docker's config.json.")
+@_store
 @click.option("--plain-http", is_flag=True, help="Use http also for registries on other machines.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("names", metavar="NAME[:TAG][@DIGEST]...", nargs=-1, required=True)
-def pull_command(auth: str, plain_http: bool, as_json: bool, names: tuple[str, ...]) -> None:
+def pull_command(auth: str, store: str, plain_http: bool, as_json: bool, names: tuple[str, ...]) -> None:
     """Pull images from registries without docker, and print their paths.
 
     \b
@@ -88,7 +105,7 @@ def pull_command(auth: str, plain_http: bool, as_json: bool, names: tuple[str, .
     Connections use https, and http only to this machine or with --plain-http. Pulled images stay until `palaestra
     images remove`.
     """
-    pull = Pull(PulledImages(), user_access(auth, plain_http=plain_http))
+    pull = Pull(_images(store), user_access(auth, plain_http=plain_http))
     for name in names:  # before the first of them is pulled
         image_name(name)
     done: list[PulledImage] = []
@@ -102,8 +119,9 @@ def pull_command(auth: str, plain_http: bool, as_json: bool, names: tuple[str, .
 
 
 @click.command("remove")
+@_store
 @click.argument("names", metavar="NAME...", nargs=-1)
-def remove_command(names: tuple[str, ...]) -> None:
+def remove_command(store: str, names: tuple[str, ...]) -> None:
     """Remove pulled images, and all blobs that no other pulled image needs.
 
     \b
@@ -112,6 +130,6 @@ def remove_command(names: tuple[str, ...]) -> None:
 
     Without a NAME, this removes only what no name refers to: earlier images of a tag, and unfinished downloads.
     """
-    images = PulledImages().open()
+    images = _images(store).open()
     freed = images.remove([image_name(name) for name in names])
     click.echo(f"{freed / (1 << 20):.1f} MiB freed in {images.folder}", err=True)

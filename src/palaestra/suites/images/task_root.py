@@ -26,7 +26,7 @@ from palaestra.suites.images.dockerfile import (
     parse_recipe,
 )
 from palaestra.suites.images.image_builder import ImageBuilder, content_key, known_config, read_config
-from palaestra.suites.images.pull_command import PullPolicy, find_or_pull
+from palaestra.suites.images.pull_command import TaskImages
 from palaestra.suites.task_files import Unsupported
 
 HOST = "host"
@@ -55,14 +55,14 @@ class TaskRoot:
 
 @dataclass(frozen=True, slots=True)
 class TaskRoots:
-    """Chooses root file systems according to the settings of a run. `images` maps names of tasks to paths, and
-    `pull` decides whether images that were not pulled are pulled."""
+    """Chooses root file systems according to the settings of a run. `images` maps names of tasks to paths, and `pulled`
+    finds the images that tasks name."""
 
     builder: ImageBuilder
     images: Mapping[str, str]
     image_dir: Path | None = None
     base_image: str | None = None
-    pull: PullPolicy = "never"
+    pulled: TaskImages = TaskImages()
 
     def check(self) -> None:
         """Raise `ImageError` if a path in the settings does not exist."""
@@ -79,7 +79,7 @@ class TaskRoots:
         if self.base_image is not None:
             return await self._over_base(recipe, self.base_image)
         if recipe.docker_image is not None and not self.builder.force and is_image_name(recipe.docker_image):
-            layout = await find_or_pull(recipe.docker_image, self.pull)
+            layout = await self.pulled.find(recipe.docker_image)
             if layout is not None:
                 return TaskRoot(str(layout), read_config(layout))
         archive, config = await self.builder.root(recipe)
@@ -108,7 +108,7 @@ class TaskRoots:
         instructions = parse_recipe(recipe)
         if base == FROM:
             name = base_name(instructions)
-            image = await find_or_pull(name, self.pull)
+            image = await self.pulled.find(name)
             if image is None:
                 raise ImageError(
                     f"the base image {name} was not pulled: run `palaestra images pull {name}`, or set --env.pull "

@@ -29,7 +29,7 @@ from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.images.image_builder import ImageBuilder
-from palaestra.suites.images.pull_command import PullPolicy
+from palaestra.suites.images.pull_command import PullPolicy, TaskImages
 from palaestra.suites.images.slot_build import build_in_slot
 from palaestra.suites.images.task_root import TaskRoot, TaskRoots
 from palaestra.suites.slot_commands import check_execute
@@ -197,7 +197,7 @@ class TaskSandboxes:
         place = local_path(settings.cache_dir) / "roots"
         builder = ImageBuilder(place, tool=settings.builder, network=settings.build_network, force=force)
         folder = local_path(settings.image_dir) if settings.image_dir else None
-        return TaskRoots(builder, settings.images, folder, settings.base_image, settings.pull)
+        return TaskRoots(builder, settings.images, folder, settings.base_image, TaskImages(settings.pull))
 
     async def _service_files(self, spec: TaskSandboxSpec, plan: ServicePlan, name: str, own: SlotSpec) -> Snapshot:
         """Return the files from which a service starts. What the compose file mounts is copied for each sandbox."""
