@@ -106,9 +106,8 @@ class Registry:
     def _ask(self, method: str, path: str, data: bytes, wanted: int, more: dict[str, str] | None = None) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         with contextlib.closing(connection):
-            connection.request(
-                method, path, data, self.headers | {"Content-Type": "application/octet-stream"} | (more or {})
-            )
+            headers = {"Content-Type": "application/octet-stream"} | self.headers | (more or {})
+            connection.request(method, path, data, headers)
             reply = connection.getresponse()
             assert reply.status == wanted, (method, path, reply.status, reply.read())
             return reply.headers.get("Location", "")

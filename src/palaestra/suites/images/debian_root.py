@@ -169,15 +169,16 @@ def make_command(
 
 @click.command("list")
 @_folder
+@click.option("--store", default="", metavar="DIR", help="The folder of pulled images.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_command(folder: str, as_json: bool) -> None:
+def list_command(folder: str, store: str, as_json: bool) -> None:
     """List the root file systems on this machine (name, size, source and path) and the pulled images.
 
     \b
       palaestra images list
       palaestra images list --json | jq -r '.roots[].path, .pulled[].path'
     """
-    found, images = roots(local_path(folder)), PulledImages().images()
+    found, images = roots(local_path(folder)), PulledImages(local_path(store) if store else None).images()
     if as_json:
         report: dict[str, JSON] = {
             "roots": [asdict(root) for root in found],

@@ -24,6 +24,7 @@ from palaestra.core.redaction import remember
 from palaestra.core.types import JSON
 
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_CHALLENGE_CHARS = 16 << 10
 _SCHEME = re.compile(r"(?:^|,)\s*(Bearer|Basic)\s", re.IGNORECASE | re.ASCII)
 _PARAMETER = re.compile(r'([A-Za-z_]{1,40})\s*=\s*(?:"((?:[^"\\]|\\.){0,4096})"|([^\s",]{1,4096}))', re.ASCII)
 _TOKEN = re.compile(r"[\x21-\x7e]{1,65536}", re.ASCII)
@@ -69,10 +70,13 @@ def parse_challenge(headers: list[str]) -> Challenge | None:
     `scope` of a challenge is not used: a token is requested for pulling this one repository."""
     found: dict[str, Challenge] = {}
     for header in headers:
-        starts = list(_SCHEME.finditer(header[:16384]))
-        ends = [*(match.start() for match in starts[1:]), len(header)]
-        for match, end in zip(starts, ends, strict=True):
-            values = {name.lower(): text or bare for name, text, bare in _PARAMETER.findall(header[match.end() : end])}
+        text = header[:_MAX_CHALLENGE_CHARS]
+        starts = list(_SCHEME.finditer(text))
+        for number, match in enumerate(starts):
+            end = starts[number + 1].start() if number + 1 < len(starts) else len(text)
+            values = {
+                name.lower(): quoted or bare for name, quoted, bare in _PARAMETER.findall(text[match.end() : end])
+            }
             scheme = match[1].lower()
             found.setdefault(scheme, Challenge(scheme, values.get("realm", ""), values.get("service", "")))
     return found.get("bearer") or found.get("basic")
