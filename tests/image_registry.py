@@ -149,7 +149,8 @@ def running_registry(folder: Path, users: str = "") -> Iterator[Registry]:
 @dataclass
 class Front:
     """A server that forwards requests to a registry. `cuts` are numbers of bytes after which a download of a large
-    blob is cut, each once; `answers` are replies by path, and `token` is needed if it is set, with `password` to get it."""
+    blob is cut, each once; `answers` are replies by path. If `token` is set, requests need it, and `realm` issues it.
+    """
 
     port: int = 0
     blobs: Counter[str] = field(default_factory=Counter)

@@ -138,6 +138,8 @@ class Repository:
         try:
             return await self._session.get(url, headers=sent, allow_redirects=False, proxy=proxy)
         except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, aiohttp.ClientSSLError):  # trying again would not help
+                raise PullError(f"{self._image}: {url.host} has no valid TLS certificate: {error}") from error
             raise self._broken(url, error) from error
         except ValueError as error:
             raise PullError(f"{self._image}: {url.host} cannot be asked: {one_line(str(error), 200)}") from None

@@ -12,7 +12,7 @@ import hashlib
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -69,9 +69,10 @@ class Pull:
                 repository = Repository(session, name, self.access)
                 try:
                     data, manifest = await self._manifest(repository, name.reference, str(name))
-                    await self._blobs(repository, manifest, progress)
+                    await self._blobs(repository, (manifest.config,), lambda done, total: None)
                     config = read_regular(self.images.blob(manifest.config.value), manifests.MAX_CONFIG_BYTES)
                     manifests.check_platform(config, unpack.architecture(), str(name))
+                    await self._blobs(repository, manifest.blobs, progress)
                     value = self.images.store(data)
                     kind = manifest.blob.media_type
                     return self.images.add(name, value, kind, len(data), manifest.bytes)
@@ -108,24 +109,25 @@ class Pull:
         )
         return data, manifests.read(data, kind, name)
 
-    async def _blobs(self, repository: Repository, manifest: ImageManifest, progress: Progress) -> None:
+    async def _blobs(self, repository: Repository, blobs: Sequence[Blob], progress: Progress) -> None:
         """Download the blobs that are missing, a few concurrently."""
-        missing = [blob for blob in manifest.blobs if not self.images.blob(blob.value).exists()]
+        missing = [blob for blob in blobs if not self.images.blob(blob.value).exists()]
         self._check_disk(missing)
-        done = {blob.digest: blob.size for blob in manifest.blobs if blob not in missing}
+        done = {blob.digest: blob.size for blob in blobs if blob not in missing}
+        total = sum(blob.size for blob in blobs)
         places = asyncio.Semaphore(_CONCURRENT)
 
         async def one(blob: Blob) -> None:
             def arrived(count: int) -> None:
                 done[blob.digest] = count
-                progress(sum(done.values()), manifest.bytes)
+                progress(sum(done.values()), total)
 
             async with places, file_lock(self.images.lock(blob.value)):
                 if not self.images.blob(blob.value).exists():
                     await _Download(self, repository, blob, arrived).run()
                 arrived(blob.size)
 
-        progress(sum(done.values()), manifest.bytes)
+        progress(sum(done.values()), total)
         try:
             async with asyncio.TaskGroup() as group:
                 for blob in missing:
