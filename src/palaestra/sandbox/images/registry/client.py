@@ -139,10 +139,10 @@ class Repository:
             return await self._session.get(url, headers=sent, allow_redirects=False, proxy=proxy)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, aiohttp.ClientSSLError):  # trying again would not help
-                raise PullError(f"{self._image}: {url.host} has no valid TLS certificate: {error}") from error
+                raise PullError(f"{self._image}: {_shown(url)} has no valid TLS certificate: {error}") from error
             raise self._broken(url, error) from error
         except ValueError as error:
-            raise PullError(f"{self._image}: {url.host} cannot be asked: {one_line(str(error), 200)}") from None
+            raise PullError(f"{self._image}: {_shown(url)} cannot be asked: {one_line(str(error), 200)}") from None
 
     def _target(self, url: URL, location: str) -> URL:
         """Return the address to which the registry redirects. Raises `PullError` for http, except from this machine to
@@ -154,7 +154,7 @@ class Repository:
             raise PullError(f"{self._image}: the registry redirects to no address") from None
         if not location or not allowed:
             raise PullError(
-                f"{self._image}: the registry redirects to {target.scheme}://{target.host}, but only https addresses "
+                f"{self._image}: the registry redirects to {_shown(target)}, but only https addresses "
                 "without credentials are followed"
             )
         return target
@@ -191,13 +191,13 @@ class Repository:
         reply = await self._send(query, {}, basic)
         try:
             if reply.status in (400, 401, 403, 404):
-                raise self._refused(reply.status, f" (by {realm.host})")
+                raise self._refused(reply.status, f" by {_shown(realm)}")
             self._check(reply, 200)
             token = token_of(await _read(reply, _MAX_REPLY_BYTES, "the token"))
         except ValueError as error:
             if isinstance(error, PullError):
                 raise
-            raise PullError(f"{self._image}: {realm.host} issued no token: {error}") from None
+            raise PullError(f"{self._image}: {_shown(realm)} issued no token: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._broken(realm, error) from error
         finally:
@@ -217,18 +217,27 @@ class Repository:
             if reply.status == 429
             else ""
         )
-        problem = PullError(f"{self._image}: {reply.url.host} answered with HTTP {reply.status}{hint}")
+        problem = PullError(f"{self._image}: {_shown(reply.url)} answered with HTTP {reply.status}{hint}")
         if reply.status in RETRIED_STATUSES:
             raise TransientFailure(problem, retry_after_s(reply.headers.get("Retry-After"), SystemClock().wall()))
         raise problem
 
     def _refused(self, status: int, where: str) -> PullError:
         hint = self._access.credentials.hint(self._image.host)
-        return PullError(f"{self._image}: access was refused{where} (HTTP {status}): it does not exist, or {hint}")
+        return PullError(
+            f"{self._image}: access was refused{where} (HTTP {status}). Either there is no such image, or it needs "
+            f"credentials: {hint}"
+        )
 
     def _broken(self, url: URL, error: Exception) -> TransientFailure:
-        why = one_line(str(error) or type(error).__name__, 200)
-        return TransientFailure(PullError(f"{self._image}: the connection to {url.host} failed: {why}"))
+        text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)  # without the address
+        why = one_line(text or type(error).__name__, 200)
+        return TransientFailure(PullError(f"{self._image}: the connection to {_shown(url)} failed: {why}"))
+
+
+def _shown(url: URL) -> str:
+    """Return the part of an address that an error may show: a path or a query may contain a signature."""
+    return one_line(f"{url.scheme}://{url.host}", 100)
 
 
 async def _read(reply: aiohttp.ClientResponse, most: int, what: str) -> bytes:

@@ -56,13 +56,13 @@ class Credentials:
         """Return what to do when a registry refuses access."""
         helper = self.helpers.get(host) or self.helpers.get("")
         if self.basic.get(host):
-            return "the credentials in the docker configuration do not allow it"
+            return "those in the docker configuration do not allow it"
         if helper:
             return (
-                f"its credentials may be in the credential helper {helper!r:.60}, which Palaestra does not run: put "
-                "them into a file with `auths`, and name the file with --auth FILE"
+                f"they may be in the credential helper {helper!r:.60}, which Palaestra does not run: put them into a "
+                "file with `auths`, and name the file with --auth FILE"
             )
-        return "if it needs credentials, run docker login, or name a file with `auths` with --auth FILE"
+        return "run docker login, or name a file with `auths` with --auth FILE"
 
 
 def parse_challenge(headers: list[str]) -> Challenge | None:
