@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,15 @@ def test_tasks_find_pulled_images(registry: Registry, tmp_path: Path) -> None:
         assert (over.image, dict(over.config.env), over.config.workdir) == (found.image, {"A": "1"}, "/srv")
         assert over.build_key is not None
         assert str(found.image) in over.build_key  # so that a new image of the tag is built over again
+        async with asyncio.TaskGroup() as group:
+            other = TaskRoots(builder, {}, pulled=TaskImages("missing", tmp_path / "other"))
+            several = [group.create_task(other.of(f"task{n}", recipe)) for n in range(5)]
+        assert len({each.result().image for each in several}) == 1
+        missing = replace(built, docker_image=f"127.0.0.1:{registry.port}/team/missing")
+        with pytest.raises(TaskError, match="container tool"):  # it would build the Dockerfile
+            await roots.of("task", missing)
+        with pytest.raises(ImageError, match="is not in the registry"):
+            await roots.of("task", replace(missing, dockerfile=None))
         forced = TaskRoots(ImageBuilder(tmp_path / "roots", tool="no-such-tool", force=True), {}, pulled=never)
         with pytest.raises(TaskError, match="container tool"):
             await forced.of("task", recipe)

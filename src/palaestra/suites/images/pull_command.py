@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 import click
 
 from palaestra.core.config import local_path
+from palaestra.core.io.file_lock import file_lock
 from palaestra.sandbox.images.pulled import PulledImage, PulledImages, pulled_layout
 from palaestra.sandbox.images.reference import image_name
 from palaestra.sandbox.images.registry.client import Access
@@ -55,8 +57,13 @@ class TaskImages:
         """Return the OCI layout of an image, or None if it was not pulled. Raises `ImageError`."""
         found = pulled_layout(name, self.folder)
         if found is None and self.policy == "missing":
-            _log.info("pulling %s", name)
-            found = (await Pull(PulledImages(self.folder), user_access()).image(name)).path
+            images = PulledImages(self.folder).open()
+            key = hashlib.sha256(str(image_name(name)).encode()).hexdigest()
+            async with file_lock(images.lock(f"name-{key}")):  # many tasks name the same image, and registries count
+                found = pulled_layout(name, self.folder)
+                if found is None:
+                    _log.info("pulling %s", name)
+                    found = (await Pull(images, user_access()).image(name)).path
         return None if found is None else Path(found)
 
 

@@ -9,6 +9,7 @@ exports.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from palaestra.suites.images.dockerfile import (
 from palaestra.suites.images.image_builder import ImageBuilder, content_key, known_config, read_config
 from palaestra.suites.images.pull_command import TaskImages
 from palaestra.suites.task_files import Unsupported
+
+_log = logging.getLogger(__name__)
 
 HOST = "host"
 """The name of a base that consists of this machine's allow-listed system directories."""
@@ -78,12 +81,24 @@ class TaskRoots:
             return TaskRoot(str(ready), _described(ready, recipe))
         if self.base_image is not None:
             return await self._over_base(recipe, self.base_image)
-        if recipe.docker_image is not None and not self.builder.force and is_image_name(recipe.docker_image):
-            layout = await self.pulled.find(recipe.docker_image)
-            if layout is not None:
-                return TaskRoot(str(layout), read_config(layout))
+        layout = await self._pulled(recipe)
+        if layout is not None:
+            return TaskRoot(str(layout), read_config(layout))
         archive, config = await self.builder.root(recipe)
         return TaskRoot(str(archive), config)
+
+    async def _pulled(self, recipe: ImageRecipe) -> Path | None:
+        """Return the layout of the image that the task names, or None if it was not pulled. If it cannot be pulled, its
+        Dockerfile is built, as with a container tool. Raises `ImageError` if there is none."""
+        if recipe.docker_image is None or self.builder.force or not is_image_name(recipe.docker_image):
+            return None
+        try:
+            return await self.pulled.find(recipe.docker_image)
+        except ImageError as error:
+            if recipe.dockerfile is None:
+                raise
+            _log.warning("%s; its Dockerfile is built instead", error)
+            return None
 
     def ready(self, name: str) -> Path | None:
         """Return the path of the prebuilt root file system for the task `name`, or None. Raises `ImageError` if the

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from image_registry import DOCKER, OCI, descriptor, index, manifest
@@ -125,6 +125,7 @@ _JSON = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(
     st.dictionaries(st.sampled_from(["layers", "config", "manifests", "schemaVersion"]), _JSON), st.booleans(), _JSON
 )
