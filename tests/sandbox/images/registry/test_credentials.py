@@ -35,6 +35,7 @@ def test_credentials_are_those_of_the_registry_itself(tmp_path: Path) -> None:
     auths = {
         "https://index.docker.io/v1/": {"auth": pair},
         "GHCR.io": {"username": "person", "password": "pass:word"},
+        "ghcr.io/other": {"auth": base64.b64encode(b"other:pw").decode()},
         "localhost:5000": {},
     }
     config = tmp_path / "config.json"

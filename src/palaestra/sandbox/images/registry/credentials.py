@@ -87,7 +87,7 @@ def read_credentials(path: Path) -> Credentials:
     try:
         found = msgspec.json.decode(read_regular(path.resolve(), _MAX_CONFIG_BYTES), type=dict[str, JSON])
         listed, helpers = found.get("auths") or {}, found.get("credHelpers") or {}
-        basic = {_host(key): header for key, entry in listed.items() if (header := _header(entry))}
+        basic = {_host(key): header for key, entry in listed.items() if _is_host(key) and (header := _header(entry))}
         named = {_host(key): str(helper) for key, helper in helpers.items()}
         if found.get("credsStore"):
             named[""] = str(found["credsStore"])
@@ -109,6 +109,12 @@ def token_of(reply: bytes) -> str:
         raise ValueError("its reply has no token")
     remember(token)
     return token
+
+
+def _is_host(key: str) -> bool:
+    """Return whether a key means a whole registry: podman also has keys for a part of one, `quay.io/owner`, without a
+    scheme."""
+    return "://" in key or "/" not in key
 
 
 def _host(key: str) -> str:
