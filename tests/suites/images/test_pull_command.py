@@ -39,7 +39,8 @@ def test_the_command_pulls_lists_and_removes(
     assert json.loads(capsys.readouterr().out)["images"][0]["path"] == layout
     assert main(["images", "list", *store, "--dir", str(tmp_path), "--json"]) == 0
     assert [each["name"] for each in json.loads(capsys.readouterr().out)["pulled"]] == [name]
-    assert main(["images", "remove", name, *store]) == 0
+    assert main(["images", "remove", name, *store, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["freed_bytes"] > 0
     assert not Path(layout).exists()
     assert main(["images", "pull", f"127.0.0.1:{registry.port}/team/missing", *store]) == 1
     assert "is not in the registry" in capsys.readouterr().err

@@ -127,8 +127,9 @@ def pull_command(auth: str, store: str, plain_http: bool, as_json: bool, names: 
 
 @click.command("remove")
 @_store
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("names", metavar="NAME...", nargs=-1)
-def remove_command(store: str, names: tuple[str, ...]) -> None:
+def remove_command(store: str, as_json: bool, names: tuple[str, ...]) -> None:
     """Remove pulled images, and all blobs that no other pulled image needs.
 
     \b
@@ -139,4 +140,7 @@ def remove_command(store: str, names: tuple[str, ...]) -> None:
     """
     images = _images(store).open()
     freed = images.remove([image_name(name) for name in names])
-    click.echo(f"{freed / (1 << 20):.1f} MiB freed in {images.folder}", err=True)
+    if as_json:
+        click.echo(json.dumps({"freed_bytes": freed, "folder": str(images.folder)}))
+    else:
+        click.echo(f"{freed / (1 << 20):.1f} MiB freed in {images.folder}", err=True)
