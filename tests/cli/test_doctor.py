@@ -45,7 +45,7 @@ def test_a_backend_is_used_and_measured(capsys: pytest.CaptureFixture[str]) -> N
         "isolation": "confined",
         "problem": "",
         "reachable": True,
-        "images": ["path"],
+        "images": ["name", "path"],
         "checkpoints": False,
     }
     assert set(found["seconds"]) == set(MEASURED)

@@ -41,7 +41,7 @@ COMMANDS = {
     "fork": "Continue a rollout from one of its turns, in a new run.",
     "env": "List, write, port and check environments.",
     "tasks": "Make verifiable tasks.",
-    "images": "Make and list root file systems for slots.",
+    "images": "Make, pull, list and remove root file systems for slots.",
     "model": "Make a tiny but real model, for tests.",
     "tools": "List the tools and toolsets of agents.",
     "gateway": "Serve conversations on chat platforms, e-mail and HTTP.",

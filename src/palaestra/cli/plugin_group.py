@@ -98,9 +98,11 @@ class _ImagesGroup(PluginGroup):
 
 @click.group("images", cls=_ImagesGroup)
 def images_command() -> None:
-    """Make and list root file systems for slots.
+    """Make, pull, list and remove root file systems for slots.
 
     \b
       palaestra images make debian:12
+      palaestra images pull python:3.13
       palaestra images list
+      palaestra images remove python:3.13
     """

@@ -35,6 +35,12 @@ class ImageError(ConfigError):
     """An image that is missing, broken or too large. The message names it."""
 
 
+class PullError(ImageError):
+    """A registry failed, refused a request, or sent something else than it was asked for."""
+
+    exit_code = 1
+
+
 class TaskError(ConfigError):
     """One unusable task or dataset row. The run leaves it out, reports it, and continues with the rest."""
 

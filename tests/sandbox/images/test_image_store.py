@@ -265,3 +265,23 @@ def test_images_are_released_while_the_interpreter_exits(tmp_path: Path) -> None
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert str(tmp_path / "store") in ended.stdout
     assert ended.stderr == ""
+
+
+def test_layers_of_zstd_are_unpacked(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    lowest, upper = (
+        tar([*ROOT, ("usr/data", os.urandom(70_000) * 3)]),
+        tar([("usr/bin/more", b"more"), ("link", "=> usr/bin/more")]),
+    )
+    half = len(upper) // 2
+    frames = zstandard.compress(upper[:half]) + zstandard.compress(upper[half:])
+    root = directory(tmp_path / "store", layout(tmp_path / "image", [zstandard.compress(lowest), frames]))
+    assert (root / "usr/data").stat().st_size == 210_000
+    assert (root / "link").read_bytes() == b"more"
+    bomb = zstandard.ZstdCompressor(level=19).compress(tar([*ROOT, ("usr/zeros", bytes(9 << 20))]))
+    assert len(bomb) < 10_000
+    with pytest.raises(ImageError, match="larger than"):
+        directory(tmp_path / "store", layout(tmp_path / "bomb", [bomb]), max_image_bytes=4 << 20)
+    window = b"\x28\xb5\x2f\xfd\x00\xa8" + bytes(600)  # a window of 2 GiB
+    with pytest.raises(ImageError, match="zstd data is damaged"):
+        directory(tmp_path / "store", layout(tmp_path / "window", [window]))

@@ -11,7 +11,7 @@ from palaestra.core.errors import ConfigError, ImageError, TaskError
 from palaestra.sandbox.backends.docker import DockerBackend, build_docker_image, docker_image_exists
 from palaestra.sandbox.backends.remote import PlaceSpec
 from palaestra.sandbox.backends.singularity import SingularityBackend
-from palaestra.sandbox.images.reference import check_image
+from palaestra.sandbox.images.reference import check_image, image_name
 from palaestra.sandbox.slot import Mount, SlotSpec
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.images.image_builder import ImageBuilder
@@ -109,3 +109,33 @@ def test_a_name_of_a_row_leads_to_no_folder_outside_the_images(name: str, tmp_pa
     (tmp_path / "images/sub/other").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     assert TaskRoots(ImageBuilder(tmp_path), {}, tmp_path / "images").ready(name) is None
+
+
+DIGEST = f"sha256:{'a1' * 32}"
+
+
+@pytest.mark.parametrize(
+    ("text", "full"),
+    [
+        ("python", "docker.io/library/python:latest"),
+        ("python:3.13", "docker.io/library/python:3.13"),
+        ("docker://owner/name", "docker.io/owner/name:latest"),
+        ("index.docker.io/owner/name", "docker.io/owner/name:latest"),
+        ("GHCR.io/owner/name:V1", "ghcr.io/owner/name:V1"),
+        ("localhost/name", "localhost/name:latest"),
+        ("registry:5000/a/b_c/d-e:1", "registry:5000/a/b_c/d-e:1"),
+        (f"name:tag@{DIGEST}", f"docker.io/library/name@{DIGEST}"),
+    ],
+)
+def test_names_have_the_defaults_of_docker(text: str, full: str) -> None:
+    assert str(image_name(text)) == full
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*BAD, "", "/srv/root", "./name", "Owner/name", "name@sha256:abc", f"name@{DIGEST}0", "a.b:x/y", "user@host/name",
+     f"a/{'b' * 256}", "oras://ghcr.io/a/b", "name:" + "t" * 129],
+)  # fmt: skip
+def test_other_texts_name_no_image_of_a_registry(text: str) -> None:
+    with pytest.raises(ImageError, match="not the name of an image in a registry"):
+        image_name(text)

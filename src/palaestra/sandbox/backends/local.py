@@ -43,10 +43,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError, ImageError, IsolationUnavailable
+from palaestra.core.errors import ConfigError, IsolationUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.images.image_store import ImageStore
-from palaestra.sandbox.images.reference import is_path
 from palaestra.sandbox.local.client import SlotClient
 from palaestra.sandbox.local.direct.direct_slot import DirectClient
 from palaestra.sandbox.server_backend import (
@@ -76,7 +75,7 @@ class LocalBackend(ServerBackend):
     """
 
     name = "local"
-    image_kinds = ("path",)
+    image_kinds = ("name", "path")  # names of pulled images
     joins_slots = True
 
     def __init__(
@@ -169,12 +168,6 @@ class LocalBackend(ServerBackend):
         if spec.image is None:
             return None
         self._images = self._images or ImageStore()
-        if spec.image and not is_path(spec.image):  # a row must not select a file of this folder by its name
-            raise ImageError(
-                f"{spec.image!r} is the name of an image, which slots on this machine cannot use: give a root "
-                f"directory, a tar file or an OCI layout (./{spec.image} for one in this folder), or use the backend "
-                "docker"
-            )
         return await self._images.directory(spec.image)
 
     async def compose(self, spec: SlotSpec, files: Mapping[str, bytes]) -> Snapshot | None:

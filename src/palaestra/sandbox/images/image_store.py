@@ -18,14 +18,16 @@ import hashlib
 import json
 import logging
 import os
-import pwd
 import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from palaestra.core.errors import ImageError
 from palaestra.sandbox.images import unpack
+from palaestra.sandbox.images.folders import default_folder
+from palaestra.sandbox.images.pulled import pulled_layout
 from palaestra.sandbox.images.reference import is_path
 
 DEFAULT_IMAGE_BYTES = 32 << 30
@@ -34,19 +36,9 @@ DEFAULT_STORE_BYTES = 100 << 30
 _log = logging.getLogger(__name__)
 
 
-def default_folder(kind: str = "images") -> str:
-    """Return the folder for this user's images, or for stored data of another kind."""
-    if os.geteuid() == 0:
-        return f"/var/lib/palaestra/{kind}"
-    try:
-        return os.path.join(pwd.getpwuid(os.geteuid()).pw_dir, ".cache", "palaestra", kind)
-    except KeyError:  # a uid without an account
-        return f"/var/tmp/palaestra-{kind}-{os.geteuid()}"  # noqa: S108
-
-
 class ImageStore:
     """Provides the directories of images, unpacking images as needed, and keeps these directories in use until
-    `aclose`."""
+    `aclose`. `pulled` is the folder of the images that tasks may name, by default this user's (`pulled.py`)."""
 
     def __init__(
         self,
@@ -54,22 +46,21 @@ class ImageStore:
         *,
         max_image_bytes: int = DEFAULT_IMAGE_BYTES,
         max_bytes: int = DEFAULT_STORE_BYTES,
+        pulled: Path | None = None,
     ) -> None:
         self._folder = folder or default_folder()
         self._max_image_bytes, self._max_bytes = max_image_bytes, max_bytes
         self._held: dict[str, int] = {}  # the locks by digest
         self._stop = threading.Event()
         self._threads: ThreadPoolExecutor | None = None
+        self._pulled, self._named = pulled, dict[str, str]()
         self._asking: dict[str, asyncio.Lock] = {}
 
     async def directory(self, image: str) -> str:
         """Return the root file system of an image: the image itself if it is a root directory, otherwise the unpacked
         image. Raises `ImageError`."""
         if image and not is_path(image):  # a task names it, so it must not select a file in the working directory
-            raise ImageError(
-                f"{image!r} is the name of an image, but images of this backend are paths: write ./{image} for a root "
-                "directory, a tar file or an OCI layout in the working directory"
-            )
+            image = self._layout(image)
         path = os.path.realpath(image)
         if not image or path == "/":
             raise ImageError(
@@ -88,6 +79,19 @@ class ImageStore:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, self._unpacked, path)
             except OSError as error:
                 raise ImageError(f"the image {image!r} cannot be unpacked to {self._folder}: {error}") from error
+
+    def _layout(self, name: str) -> str:
+        """Return the layout of an image that was pulled: the same one as long as this store is open, also if its tag is
+        pulled again. Raises `ImageError`."""
+        found = self._named.get(name) or pulled_layout(name, self._pulled)
+        if found is None:
+            raise ImageError(
+                f"{name!r} is the name of an image that was not pulled: run `palaestra images pull {name}`, give a "
+                f"root directory, a tar file or an OCI layout (./{name} for one in this folder), or use the backend "
+                "docker"
+            )
+        self._named[name] = found
+        return found
 
     async def aclose(self) -> None:
         """Release all images, and cancel unpacking. Idempotent."""

@@ -6,7 +6,8 @@
     a tar file with manifest.json       `docker save`
     a tar file with oci-layout          an OCI image layout in one file
 
-Layers may be plain or compressed with gzip, bzip2 or xz. Blobs of OCI layouts are checked against their digests.
+Layers may be plain or compressed with gzip, bzip2 or xz; those of OCI layouts and of `docker save` also with zstd.
+Blobs of OCI layouts are checked against their digests.
 
 Nothing in an archive is trusted. Every name is opened below the target directory (openat2, RESOLVE_IN_ROOT), so that no
 `..`, link or race leads out of it. The filters of `tarfile` are not used. Devices (a slot has its own), set-uid and
@@ -29,6 +30,7 @@ import os
 import platform
 import shutil
 import stat
+import sys
 import tarfile
 import threading
 import zlib
@@ -37,11 +39,13 @@ from itertools import islice
 from typing import IO, Any
 
 from palaestra.core.errors import ImageError
+from palaestra.core.extras import install_command
 from palaestra.core.io.durable_files import open_regular
 from palaestra.core.types import JSON
 from palaestra.sandbox.slotd import syscalls
 
 _ZSTD = b"\x28\xb5\x2f\xfd"
+_ZSTD_WINDOW_BITS = 27
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _MAX_JSON_BYTES, _PIECE_BYTES = 16 << 20, 1 << 20
 
@@ -257,17 +261,57 @@ def _config_of_saved(path: str, open_blob: OpenBlob) -> dict[str, JSON] | None:
 def _layer(file: IO[bytes], path: str) -> Iterator[Archive]:
     start = file.read(4)
     file.seek(0)
-    if hint := _compression_hint(start):
-        raise ImageError(f"{path} has a layer that cannot be read{hint}")
+    if start == _ZSTD:
+        with Archive.open(fileobj=_Zstd(file, path), mode="r|") as layer:  # the reader cannot go back
+            yield layer
+        return
     with Archive.open(fileobj=file) as layer:
         yield layer
+
+
+class _Zstd(io.RawIOBase):
+    """The content of a layer that is compressed with zstd. Its frames choose how much memory their decompression takes:
+    of windows, up to 128 MiB, which is zstd's own limit."""
+
+    def __init__(self, file: IO[bytes], path: str) -> None:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+
+            self._error: type[Exception] = zstd.ZstdError
+            options = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_BITS}
+            self._file: IO[bytes] = zstd.ZstdFile(file, options=options)
+            return
+        try:
+            import zstandard
+        except ImportError:
+            raise ImageError(
+                f"{path} has a layer that is compressed with zstd: {install_command('zstd')}, or use an image whose "
+                "layers are compressed with gzip"
+            ) from None
+        self._error = zstandard.ZstdError
+        decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _ZSTD_WINDOW_BITS)
+        self._file = decompressor.stream_reader(file, read_across_frames=True, closefd=False)
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        try:
+            return self._file.read(size)
+        except self._error as error:
+            raise tarfile.ReadError(f"its zstd data is damaged: {error}") from error
+
+
+def architecture() -> str:
+    """Return the name of this machine's architecture in images, such as `amd64`."""
+    return _MACHINES.get(platform.machine(), platform.machine())
 
 
 def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
     """Return the index's entry for this machine's architecture. If the index has only one entry, return that entry,
     whatever its architecture. Raises `ImageError` if there is no such entry."""
     entries: list[dict[str, JSON]] = index["manifests"]
-    wanted = _MACHINES.get(platform.machine(), platform.machine())
+    wanted = architecture()
     fitting = [entry for entry in entries if (entry.get("platform") or {}).get("architecture") == wanted]
     if not entries or (len(entries) > 1 and not fitting):
         raise ImageError(f"none of the image's {len(entries)} entries is for {wanted}")

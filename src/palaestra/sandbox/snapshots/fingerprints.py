@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 
 from palaestra.core.types import JSON
+from palaestra.sandbox.images.pulled import pulled_layout
+from palaestra.sandbox.images.reference import is_path
 
 # The paths where distributions record installed packages; every installation, removal or upgrade changes them.
 _PACKAGES = ("/var/lib/dpkg/status", "/var/lib/rpm", "/lib/apk/db/installed", "/var/lib/pacman/local")
@@ -55,8 +57,8 @@ def _names(folder: str) -> list[str]:
 
 def of_image(image: str | None) -> JSON:
     """Return the fingerprint of an image. It covers the metadata of everything in a directory, or the inode, size and
-    modification time of a file. Without an image, it covers the host's release and the times of package changes, but
-    not manual edits of system files."""
+    modification time of a file. The name of a pulled image means its layout. Without an image, it covers the host's
+    release and the times of package changes, but not manual edits of system files."""
     if image is None:
         release = Path("/etc/os-release")
         here = os.path.realpath(sys.base_prefix)
@@ -65,7 +67,7 @@ def of_image(image: str | None) -> JSON:
             release.read_text() if release.is_file() else "",
             [_of_file(path) for path in (*_PACKAGES, *_HOST, *own)],
         ]
-    path = os.path.realpath(image)
+    path = os.path.realpath(image if is_path(image) else pulled_layout(image) or image)
     return [path, of_tree(path)[0] if os.path.isdir(path) else _of_file(path)]
 
 

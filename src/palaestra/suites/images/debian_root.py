@@ -22,6 +22,7 @@ from palaestra.core.config import local_path, nearest
 from palaestra.core.errors import ConfigError, ImageError
 from palaestra.core.io.host_process import check_process
 from palaestra.core.types import JSON
+from palaestra.sandbox.images.pulled import PulledImages
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.images.dockerfile import ImageConfig
 from palaestra.suites.images.image_builder import SCHEMA, VERSION, read_config
@@ -168,22 +169,30 @@ def make_command(
 
 @click.command("list")
 @_folder
+@click.option("--store", default="", metavar="DIR", help="The folder of pulled images.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_command(folder: str, as_json: bool) -> None:
-    """List the root file systems on this machine: name, size, source and path.
+def list_command(folder: str, store: str, as_json: bool) -> None:
+    """List the root file systems on this machine (name, size, source and path) and the pulled images.
 
     \b
       palaestra images list
-      palaestra images list --json | jq -r '.roots[].path'
+      palaestra images list --json | jq -r '.roots[].path, .pulled[].path'
     """
-    found = roots(local_path(folder))
+    found, images = roots(local_path(folder)), PulledImages(local_path(store) if store else None).images()
     if as_json:
-        report: dict[str, JSON] = {"roots": [asdict(root) for root in found]}
+        report: dict[str, JSON] = {
+            "roots": [asdict(root) for root in found],
+            "pulled": [asdict(image) for image in images],
+        }
         click.echo(json.dumps(report, indent=2))
         return
     for root in found:
         click.echo(f"{root.name:<32} {root.bytes / (1 << 20):7.0f} MiB  {root.source}  {root.path}")
-    if not found:
+    for image in images:
+        click.echo(f"{image.name:<32} {image.bytes / (1 << 20):7.0f} MiB  pulled  {image.path}")
+    if not found and not images:
         click.echo(
-            f"there are no root file systems in {folder}; to make one: palaestra images make debian:12", err=True
+            f"there are no root file systems in {folder}; to get one: palaestra images make debian:12, or palaestra "
+            "images pull debian:12",
+            err=True,
         )

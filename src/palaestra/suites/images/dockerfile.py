@@ -166,6 +166,20 @@ def check_images(text: str) -> None:
                 )
 
 
+def base_name(instructions: tuple[Instruction, ...]) -> str:
+    """Return the name of the image in the one FROM. Raises `TaskError` if it is not a name, or `scratch`."""
+    arguments: dict[str, str] = {}
+    for each in instructions:
+        if each.name == "ARG":
+            _, arguments = follow(ImageConfig(), arguments, each)
+        elif each.name == "FROM":
+            name = expand("".join(each.arguments.split(None, 1)[:1]), arguments)
+            if name != "scratch" and is_image_name(name):
+                return name
+            raise TaskError(f"Dockerfile, line {each.line}: {name!r:.200} is not the name of an image")
+    raise TaskError("Dockerfile has no FROM")
+
+
 def image_config(instructions: tuple[Instruction, ...], base: ImageConfig | None = None) -> ImageConfig:
     """Return the configuration that all instructions set together, beginning with that of the base image."""
     config = base or ImageConfig()

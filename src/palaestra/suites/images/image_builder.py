@@ -53,21 +53,21 @@ class ImageBuilder:
         self._folder = folder
         self._wanted = shlex.split(tool)
         self._network = network
-        self._force = force
+        self.force = force
         self._tool: list[str] | None = None
 
     async def root(self, recipe: ImageRecipe) -> tuple[Path, ImageConfig]:
         """Return the recipe's root file system and configuration. Raises `TaskError` if it cannot be built."""
-        tool = await self._found()
+        tool = await self._found(recipe)
         key = content_key(recipe)
         self._folder.mkdir(parents=True, exist_ok=True)
         archive = self._folder / f"{key}.tar"
         async with file_lock(self._folder / f"{key}.lock", timeout_s=recipe.build_timeout_s + _EXPORT_S):
-            if self._force or not archive.is_file() or not _config_path(archive).is_file():
+            if self.force or not archive.is_file() or not _config_path(archive).is_file():
                 await self._make(tool, recipe, f"palaestra-task:{key}", archive)
         return archive, read_config(archive)
 
-    async def _found(self) -> list[str]:
+    async def _found(self, recipe: ImageRecipe) -> list[str]:
         """Return the command of the tool. Raises a `TaskError` that quotes the error of every installed tool that does
         not answer."""
         if self._tool is not None:
@@ -82,9 +82,11 @@ class ImageBuilder:
                 return command
             silent.append(f"{shlex.join(command)} does not answer: {_reason(answer.text)}")
         reason = "; ".join(silent) or f"none of {', '.join(self._wanted[:1] or TOOLS)} is installed"
+        named = recipe.docker_image
+        pull = f"pull it without one (`palaestra images pull {named}`), " if named and is_image_name(named) else ""
         raise TaskError(
-            f"{reason.rstrip('.')}. Its image needs a container tool: start one, build its Dockerfile in a slot with "
-            f"--env.base_image host, or give a prebuilt root file system with --env.image_dir"
+            f"{reason.rstrip('.')}. Its image needs a container tool: {pull}start one, build its Dockerfile in a slot "
+            f"with --env.base_image host, or give a prebuilt root file system with --env.image_dir"
         )
 
     async def _make(self, tool: list[str], recipe: ImageRecipe, tag: str, archive: Path) -> None:
@@ -107,7 +109,7 @@ class ImageBuilder:
         """Return the image that the task names, which is pulled if necessary. Return None if the Dockerfile must be
         built: there is no such image, it cannot be pulled, or `force` is set. Raises `TaskError` if it cannot be pulled
         and there is no Dockerfile."""
-        if recipe.docker_image is None or (self._force and recipe.dockerfile is not None):
+        if recipe.docker_image is None or (self.force and recipe.dockerfile is not None):
             return None
         if not is_image_name(recipe.docker_image):
             raise TaskError(f"{recipe.docker_image!r:.200} is not the name of an image; give one such as python:3.13")

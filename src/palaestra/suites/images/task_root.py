@@ -1,26 +1,42 @@
 """Choose the root file system of a task's slots, with the configuration of its commands.
 
 The first of these sources that applies is used: the path that a setting gives for the task; the file or folder with the
-task's name in a folder of prebuilt root file systems; the task's Dockerfile, built in a slot over a given base; or an
-image that a container tool builds and exports.
+task's name in a folder of prebuilt root file systems; the task's Dockerfile, built in a slot over a given base; the
+image that the task names, if it was pulled (`palaestra images pull`); or an image that a container tool builds and
+exports.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from palaestra.core.config import local_path
 from palaestra.core.errors import ImageError
+from palaestra.sandbox.images.reference import is_image_name
 from palaestra.sandbox.server_backend import host_path
-from palaestra.suites.images.dockerfile import DEFAULT_PATH, ImageConfig, ImageRecipe, image_config, parse_recipe
+from palaestra.suites.images.dockerfile import (
+    DEFAULT_PATH,
+    ImageConfig,
+    ImageRecipe,
+    base_name,
+    image_config,
+    parse_recipe,
+)
 from palaestra.suites.images.image_builder import ImageBuilder, content_key, known_config, read_config
+from palaestra.suites.images.pull_command import TaskImages
 from palaestra.suites.task_files import Unsupported
+
+_log = logging.getLogger(__name__)
 
 HOST = "host"
 """The name of a base that consists of this machine's allow-listed system directories."""
+
+FROM = "from"
+"""The name of a base that consists of the pulled image which the Dockerfile's FROM names."""
 
 _ENDINGS = ("", ".tar", ".tar.gz", ".tar.xz")
 
@@ -42,16 +58,18 @@ class TaskRoot:
 
 @dataclass(frozen=True, slots=True)
 class TaskRoots:
-    """Chooses root file systems according to the settings of a run. `images` maps names of tasks to paths."""
+    """Chooses root file systems according to the settings of a run. `images` maps names of tasks to paths, and `pulled`
+    finds the images that tasks name."""
 
     builder: ImageBuilder
     images: Mapping[str, str]
     image_dir: Path | None = None
     base_image: str | None = None
+    pulled: TaskImages = TaskImages()
 
     def check(self) -> None:
         """Raise `ImageError` if a path in the settings does not exist."""
-        for path in (*self.images.values(), *([] if self.base_image in (None, HOST) else [self.base_image])):
+        for path in (*self.images.values(), *([] if self.base_image in (None, HOST, FROM) else [self.base_image])):
             self._existing(local_path(path))
         if self.image_dir is not None and not self.image_dir.is_dir():
             raise ImageError(f"the folder of root file systems {self.image_dir} does not exist")
@@ -62,9 +80,25 @@ class TaskRoots:
         if ready is not None:
             return TaskRoot(str(ready), _described(ready, recipe))
         if self.base_image is not None:
-            return self._over_base(recipe, self.base_image)
+            return await self._over_base(recipe, self.base_image)
+        layout = await self._pulled(recipe)
+        if layout is not None:
+            return TaskRoot(str(layout), read_config(layout))
         archive, config = await self.builder.root(recipe)
         return TaskRoot(str(archive), config)
+
+    async def _pulled(self, recipe: ImageRecipe) -> Path | None:
+        """Return the layout of the image that the task names, or None if it was not pulled. If it cannot be pulled, its
+        Dockerfile is built, as with a container tool. Raises `ImageError` if there is none."""
+        if recipe.docker_image is None or self.builder.force or not is_image_name(recipe.docker_image):
+            return None
+        try:
+            return await self.pulled.find(recipe.docker_image)
+        except ImageError as error:
+            if recipe.dockerfile is None:
+                raise
+            _log.warning("%s; its Dockerfile is built instead", error)
+            return None
 
     def ready(self, name: str) -> Path | None:
         """Return the path of the prebuilt root file system for the task `name`, or None. Raises `ImageError` if the
@@ -83,11 +117,21 @@ class TaskRoots:
             )
         return path.absolute()  # a relative path could be taken for the name of an image
 
-    def _over_base(self, recipe: ImageRecipe, base: str) -> TaskRoot:
+    async def _over_base(self, recipe: ImageRecipe, base: str) -> TaskRoot:
         if recipe.dockerfile is None:
             raise Unsupported(f"it has no Dockerfile to build over the base, only the image {recipe.docker_image}")
         instructions = parse_recipe(recipe)
-        image = None if base == HOST else self._existing(local_path(base))
+        if base == FROM:
+            name = base_name(instructions)
+            image = await self.pulled.find(name)
+            if image is None:
+                raise ImageError(
+                    f"the base image {name} was not pulled: run `palaestra images pull {name}`, or set --env.pull "
+                    "missing"
+                )
+            base = str(image)
+        else:
+            image = None if base == HOST else self._existing(local_path(base))
         own = _of_host() if image is None else read_config(image)
         config = image_config(instructions, own)
         settings = hashlib.sha256(repr((own, config)).encode()).hexdigest()[:16]

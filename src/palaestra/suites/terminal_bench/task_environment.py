@@ -48,6 +48,7 @@ from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.images.agent_user import start_in, tools_of_user
 from palaestra.suites.images.as_user import UserSlot, is_root
 from palaestra.suites.images.image_builder import ImageBuilder
+from palaestra.suites.images.pull_command import TaskImages
 from palaestra.suites.images.pytest_toolchain import (
     TestTools,
     find_test_tools,
@@ -124,6 +125,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             settings.images,
             local_path(settings.image_dir) if settings.image_dir else None,
             settings.base_image,
+            TaskImages(settings.pull),
         )
         self._prepared: dict[str, PreparedSlot] = {}
 

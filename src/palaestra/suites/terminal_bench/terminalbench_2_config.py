@@ -7,6 +7,7 @@ from pydantic import Field
 from palaestra.contract.dataset_env import ListedEnvConfig
 from palaestra.core.config import later
 from palaestra.suites.build_once import CACHE_DIR
+from palaestra.suites.images.pull_command import PullPolicy
 
 
 class TerminalBench2EvalConfig(ListedEnvConfig):
@@ -47,7 +48,12 @@ class TerminalBench2EvalConfig(ListedEnvConfig):
     images: dict[str, str] = Field(default={}, description="Prebuilt root file systems for single tasks, as TASK=PATH.")
     base_image: str | None = Field(
         default=None,
-        description="A root file system over which slots build every Dockerfile. `host` means this machine's programs.",
+        description="A root file system over which slots build every Dockerfile. `host` means this machine's programs, "
+        "and `from` the image that FROM names, as `palaestra images pull` stored it.",
+    )
+    pull: PullPolicy = Field(
+        default="never",
+        description="Whether the images that tasks name are pulled: `never`, or if they are `missing` here.",
     )
     builder: str = Field(
         default="",

@@ -29,6 +29,7 @@ from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.images.image_builder import ImageBuilder
+from palaestra.suites.images.pull_command import PullPolicy, TaskImages
 from palaestra.suites.images.slot_build import build_in_slot
 from palaestra.suites.images.task_root import TaskRoot, TaskRoots
 from palaestra.suites.slot_commands import check_execute
@@ -58,7 +59,12 @@ class TaskSandboxSettings(BaseModel):
 
     base_image: str | None = Field(
         default=None,
-        description="A root file system over which slots build every Dockerfile. `host` means this machine's programs.",
+        description="A root file system over which slots build every Dockerfile. `host` means this machine's programs, "
+        "and `from` the image that FROM names, as `palaestra images pull` stored it.",
+    )
+    pull: PullPolicy = Field(
+        default="never",
+        description="Whether the images that tasks name are pulled: `never`, or if they are `missing` here.",
     )
     image_dir: str | None = Field(
         default=None,
@@ -191,7 +197,7 @@ class TaskSandboxes:
         place = local_path(settings.cache_dir) / "roots"
         builder = ImageBuilder(place, tool=settings.builder, network=settings.build_network, force=force)
         folder = local_path(settings.image_dir) if settings.image_dir else None
-        return TaskRoots(builder, settings.images, folder, settings.base_image)
+        return TaskRoots(builder, settings.images, folder, settings.base_image, TaskImages(settings.pull))
 
     async def _service_files(self, spec: TaskSandboxSpec, plan: ServicePlan, name: str, own: SlotSpec) -> Snapshot:
         """Return the files from which a service starts. What the compose file mounts is copied for each sandbox."""

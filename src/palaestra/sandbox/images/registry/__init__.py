@@ -1,0 +1,1 @@
+"""Pulls images from registries over HTTP, without a container tool."""
