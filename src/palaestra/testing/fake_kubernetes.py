@@ -125,6 +125,7 @@ class FakeKubernetes:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> FakeKubernetes:
+        self.loop = asyncio.get_running_loop()
         self._folder = Path(tempfile.mkdtemp(prefix="fake-kubernetes-"))
         self._folder.chmod(0o755)
         app = web.Application(middlewares=[self._outer])
@@ -168,7 +169,7 @@ class FakeKubernetes:
         return [pod.name for pod in self.pods.values() if pod.is_running]
 
     async def evict(self, name: str, message: str = "The node was low on resource: memory.") -> None:
-        """End a pod as a node under pressure does."""
+        """End a pod as a node under pressure does. Call it on `loop`."""
         (pod,) = [each for each in self.pods.values() if each.name == name]
         await pod.end("Evicted", message)
 

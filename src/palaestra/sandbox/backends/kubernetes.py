@@ -5,9 +5,9 @@ and deletes them; tasks may have images of their own. With `selector`, it uses p
 Deployment, and never deletes one; an image of a task is then refused.
 
 What isolates what: an ordinary pod has the rights of root in a container (`kubernetes_pod.py` has its spec), and its
-slots are isolated from each other at `confined`. If `userns` or `full` is requested, pods are made with a user
-namespace of their own (`hostUsers: false`), an unmasked /proc and the right to mount in it; a cluster that drops one of
-these fields is refused. A pod has no token of the cluster. It has the pod network, which a slot whose network is off
+slots are isolated from each other at `confined`. If `userns` is requested, pods are made with a user namespace of their
+own (`hostUsers: false`), an unmasked /proc and the right to mount in it; a cluster that drops one of these fields is
+refused. `full` needs the root of the node, which no pod of this backend has. A pod has no token of the cluster. It has the pod network, which a slot whose network is off
 cannot reach; what a slot with a network reaches is decided by the cluster's NetworkPolicy, if it has one. The isolation
 of the pod from its node is that of the cluster's container runtime.
 
@@ -311,9 +311,11 @@ class KubernetesBackend(RemoteBackend):
     def level_fix(self) -> str:
         if self.uses_existing:
             return "give the pods the fields in docs/backends/kubernetes.md, or request a lower level (isolation)"
+        if self._wanted is Rung.FULL:
+            return "request userns (isolation), the best level in a pod, whose root is not the root of its node"
         if needs_user_namespace(self._wanted, self._required):
             return "use nodes whose kernel and container runtime support user namespaces, or request the level confined"
-        return "request the level userns or full (isolation), which makes pods with a user namespace"
+        return "request the level userns (isolation), for which pods with a user namespace are made"
 
     async def check_hosts(self) -> None:
         """Check that the cluster answers, list the pods that exist, and delete those of dead runs on this machine.

@@ -81,8 +81,8 @@ def needs_user_namespace(wanted: Rung | None, required: Rung | None) -> bool:
 def manifest(name: str, image: str, options: PodOptions, *, labels: Mapping[str, str], owner: str, user_ns: bool) -> JSON:
     """Return a pod in the format of the API.
 
-    With `user_ns`, root in the pod is nobody on the node, and may mount and make namespaces in the pod: the slots reach
-    `userns` or `full`. Without it, the pod has the usual rights of root in a container.
+    With `user_ns`, root in the pod is nobody on the node, and may mount and make namespaces in the pod, so the slots
+    reach `userns`. Without it, the pod has the usual rights of root in a container.
     """
     limits = {"cpu": options.cpus and f"{options.cpus:g}", "memory": options.memory, "ephemeral-storage": options.disk}
     limits = {resource: amount for resource, amount in limits.items() if amount is not None}
