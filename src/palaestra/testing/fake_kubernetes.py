@@ -265,15 +265,22 @@ class FakeKubernetes:
     def _checked(self, definition: JSON, *, strict: bool) -> JSON:
         """Return a pod with only known fields. Raises `_Refusal` for a value of the wrong type, and if `strict`, for
         unknown fields."""
-        version = tuple(map(int, self._version.split(".")))
         unknown: list[str] = []
-        known = _known(definition, SCHEMA, "", version, unknown)
-        if unknown and strict and version >= (1, 25):
+        known = _known(definition, SCHEMA, "", self._release, unknown)
+        if unknown and strict and self._release >= (1, 25):
             problems = ", ".join(f'unknown field "{path}"' for path in unknown)
             raise _Refusal(
                 400, "BadRequest", f'Pod in version "v1" cannot be handled as a Pod: strict decoding error: {problems}'
             )
+        if self._release < (1, 33):  # before, the feature gates UserNamespacesSupport and ProcMountType are off
+            known["spec"].pop("hostUsers", None)
+            for container in known["spec"].get("containers", ()):
+                container.get("securityContext", {}).pop("procMount", None)
         return known
+
+    @property
+    def _release(self) -> tuple[int, ...]:
+        return tuple(map(int, self._version.split(".")))
 
     def _admit(self, definition: JSON, namespace: str) -> JSON:
         """Validate a pod, store it, and give it to the node. Returns the stored pod."""
@@ -308,7 +315,7 @@ class FakeKubernetes:
             short = "cpu" if cpus + sum(each[0] for each in used) > self._cpus else ""
             short = "memory" if memory + sum(each[1] for each in used) > self._memory else short
             if not short:
-                await pod.run(Node(self._images, self._folder, self._cpus, self._memory, self.pull_s))
+                await pod.run(Node(self._images, self._folder, self.pull_s, self._release))
                 return
             message = f"0/1 nodes are available: 1 Insufficient {short}. preemption: 0/1 nodes are available: 1 No "
             message += "preemption victims found for incoming pod."

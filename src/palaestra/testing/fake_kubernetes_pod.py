@@ -51,13 +51,12 @@ shift; echo ready; exec "$@" </dev/null
 @dataclass(frozen=True, slots=True)
 class Node:
     """What the stand-in's node has: `images` maps names to the PATH of their containers, `pull_s` is the duration of a
-    pull, and `cpus` and `memory` (bytes) are its room."""
+    pull."""
 
     images: dict[str, str]
     folder: Path
-    cpus: float
-    memory: int
     pull_s: float
+    version: tuple[int, ...]
 
 
 class RunningPod:
@@ -112,8 +111,8 @@ class RunningPod:
         if image not in node.images:
             cause = f'failed to pull and unpack image "{image}": pull access denied, repository does not exist or may require authorization'
             self._container_state({"waiting": {"reason": "ErrImagePull", "message": cause}})
-            await asyncio.sleep(0.1)
-            back_off = f'Back-off pulling image "{image}"'
+            await asyncio.sleep(1)
+            back_off = f'Back-off pulling image "{image}"' + (f": ErrImagePull: {cause}" if node.version >= (1, 32) else "")
             self._container_state({"waiting": {"reason": "ImagePullBackOff", "message": back_off}})
             return
         command, path = self._container["command"], node.images[image]

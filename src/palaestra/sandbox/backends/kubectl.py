@@ -40,8 +40,9 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 """The namespace of this process if it runs in a pod."""
 
 _STATUS = re.compile(r"Error from server \((\w+)\): (.*)", re.DOTALL)
+_INVALID = re.compile(r"The \S+(?: \S+)? is invalid: (.*)", re.DOTALL)
 _MISSING_RIGHT = re.compile(r'User "([^"]*)" cannot (\w+) resource "([^"]*)".*?(?:in the namespace "([^"]*)")?$', re.DOTALL)
-_NO_CONTEXT = ("localhost:8080 was refused", "current-context is not set", "no configuration has been provided")
+_NO_CONTEXT = ("localhost:8080 was refused", "current-context is not set", "current-context must exist", "no configuration has been provided")
 
 
 class KubernetesRefused(SandboxError):
@@ -167,7 +168,7 @@ class Kubectl:
 
     def explain(self, text: str) -> tuple[str, str]:
         """Return a message for an error of kubectl, with what to do next, and the reason in the API's Status."""
-        found = _STATUS.search(text)
+        found, invalid = _STATUS.search(text), _INVALID.search(text)
         reason, said = (found[1], found[2].strip()) if found else ("", text)
         where = "the current context" if self.context is None else f"the context {self.context}"
         right = _MISSING_RIGHT.search(said)
@@ -189,6 +190,13 @@ class Kubectl:
                 "kubectl has no context: set KUBECONFIG, select one with `kubectl config use-context`, or set "
                 "kubernetes_context"
             ), reason
+        if self.context is not None and ("cannot locate context" in text or f'context "{self.context}"' in text):
+            return (
+                f"the kubeconfig has no context {self.context}: `kubectl config get-contexts` lists the contexts; set "
+                "another kubernetes_context"
+            ), reason
+        if invalid:
+            return f"Kubernetes refuses: {_short(invalid[1])}", "Invalid"
         if "Unauthorized" in said:
             return f"the cluster of {where} does not accept its credentials: log in again ({_short(said)})", reason
         if found:

@@ -55,7 +55,6 @@ from palaestra.sandbox.remote.remote_client import RemoteClient, program
 from palaestra.sandbox.server_backend import levels
 from palaestra.sandbox.slot import Rung, SlotSpec
 
-_RELIST_S = 15.0
 _DELETIONS = 8
 """The number of pods that are deleted concurrently; each deletion is a process of kubectl."""
 _NOTE_S = 20.0
@@ -197,6 +196,8 @@ class PodPlace(Place):
     async def start(self) -> None:
         self._proving = True
         try:
+            if self._pod is None and not self._cluster.uses_existing:
+                await self._make_pod()
             await super().start()
         except BaseException:
             await self._end_pod()
@@ -208,24 +209,28 @@ class PodPlace(Place):
         lost = self._server is not None and self._server.ended
         await super().aclose()
         if not self._proving:
-            if lost and self._pod is not None:
-                await self._pod.note_end()
-            await self._end_pod()
+            await self._end_pod(lost=lost)
 
-    async def _end_pod(self) -> None:
+    async def _make_pod(self) -> None:
+        self._pod = self._cluster.new_pod(self.spec)
+        await self._pod.start()
+
+    async def _end_pod(self, *, lost: bool = False) -> None:
+        """Delete the pod, if there is one. If it was `lost`, log the reason first."""
         pod, self._pod = self._pod, None
         if pod is not None:
             async with self._cluster.deleting:
+                if lost:
+                    await pod.note_end()
                 await pod.delete()
 
     async def _start_server(self, rung: Rung) -> None:
         name = self.spec.host
         if not self._cluster.uses_existing:
             if not self._proving:  # the server has died, and perhaps its pod with it
-                await self._end_pod()
-            if self._pod is None:
-                self._pod = self._cluster.new_pod(self.spec)
-                await self._pod.start()
+                await self._end_pod(lost=True)
+                await self._make_pod()
+            assert self._pod is not None
             name = self._pod.name
         settings = {"prefix": "", "first_epoch": self._last_epoch + 1}
         try:
@@ -238,6 +243,9 @@ class PodPlace(Place):
                 gone_s=self._cluster.gone_s,
             )
         except SlotLost as error:
+            message, reason = self._cluster.explain(str(error))
+            if reason == "Forbidden":
+                raise ConfigError(f"cannot run a slot server in the pod {name}: {message}") from None
             if _NO_PYTHON.search(str(error)):
                 raise ConfigError(
                     f"the pod {name} has no python3: its image needs Python 3.11 or newer ({error}). Select other pods, "
@@ -252,6 +260,8 @@ class KubernetesBackend(RemoteBackend):
     exactly one of `image` and `selector` is given."""
 
     name = "kubernetes"
+    relist_s = 15.0
+    """Seconds between two listings of existing pods while one of them has no slot server."""
 
     def __init__(
         self,
@@ -273,7 +283,7 @@ class KubernetesBackend(RemoteBackend):
         self.deleting = asyncio.Semaphore(_DELETIONS)
         self._kubectl, self._options = kubectl, options or PodOptions()
         self._selector, self._container, self._start_s = selector, container, start_s
-        self._run, self._count, self._listed_at = secrets.token_hex(5), 0, 0.0
+        self.run, self._count, self._listed_at = secrets.token_hex(5), 0, 0.0
 
     @classmethod
     def from_config(cls, config: JSON) -> KubernetesBackend:
@@ -357,7 +367,7 @@ class KubernetesBackend(RemoteBackend):
                 await self._kubectl.delete(name)
 
     async def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
-        if self.uses_existing and self._started and time.monotonic() > self._listed_at + _RELIST_S:
+        if self.uses_existing and self._started and time.monotonic() > self._listed_at + self.relist_s:
             up = {place.spec.host for place in self._places.by_number.values() if place.is_up}
             if not up.issuperset(self.hosts.names):  # a pod may have been replaced by another
                 try:
@@ -392,14 +402,18 @@ class KubernetesBackend(RemoteBackend):
         """Return a new pod, which does not exist yet."""
         self._count += 1
         pod = manifest(
-            f"palaestra-{self._run}-{self._count}",
+            f"palaestra-{self.run}-{self._count}",
             spec.image or "",
             self._options,
-            labels={LABEL: _machine(), RUN: self._run},
+            labels={LABEL: _machine(), RUN: self.run},
             owner=f"{this_host()}/{process_name(os.getpid())}",
             user_ns=needs_user_namespace(self._wanted, self._required),
         )
         return OwnPod(self._kubectl, pod, self._start_s)
+
+    def explain(self, text: str) -> tuple[str, str]:
+        """Return a message for an error of kubectl, with what to do next, and the reason in the API's Status."""
+        return self._kubectl.explain(text)
 
     def exec_in(self, pod: str, call: Sequence[str]) -> Sequence[str]:
         """Return the command that runs the slot server's launcher in a pod; the launcher's source goes to its standard
