@@ -32,7 +32,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from aiohttp import web
 
-from palaestra.core.io.http_server import listening
+from palaestra.core.io.http_server import Handler, listening
 from palaestra.core.types import JSON
 from palaestra.testing.fake_kubernetes_exec import SPDY, SpdyConnection, answer_websocket
 from palaestra.testing.fake_kubernetes_pod import PATH, Node, RunningPod, now
@@ -86,14 +86,14 @@ SCHEMA: Mapping[str, Any] = {
 class _Refusal(Exception):
     """A Status with a code other than 200."""
 
-    def __init__(self, code: int, reason: str, message: str) -> None:
+    def __init__(self, code: int, reason: str, message: str, details: JSON = None) -> None:
         super().__init__(message)
-        self.code, self.reason = code, reason
+        self.code, self.reason, self.details = code, reason, details
 
     @property
     def status(self) -> JSON:
         head = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-        return {**head, "message": str(self), "reason": self.reason, "code": self.code}
+        return {**head, "message": str(self), "reason": self.reason, "details": self.details, "code": self.code}
 
 
 class FakeKubernetes:
@@ -218,7 +218,7 @@ class FakeKubernetes:
         await SpdyConnection(reader, writer).serve(channels, lambda: pod.exec(query["command"]))
 
     @web.middleware
-    async def _outer(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+    async def _outer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except _Refusal as refusal:
@@ -230,7 +230,7 @@ class FakeKubernetes:
     def _authorize(self, verb: str, resource: str, namespace: str, name: str = "") -> None:
         self.requests[verb, resource] += 1
         if (verb, resource) in self.forbidden:
-            what = f'{resource.partition("/")[0]}{f" {json.dumps(name)}" if name else ""} is forbidden'
+            what = f"{resource.partition('/')[0]}{f' {json.dumps(name)}' if name else ''} is forbidden"
             who = f'User "system:anonymous" cannot {verb} resource "{resource}" in API group ""'
             raise _Refusal(403, "Forbidden", f'{what}: {who} in the namespace "{namespace}"')
 
@@ -287,7 +287,10 @@ class FakeKubernetes:
         name = definition["metadata"]["name"]
         problems = _invalid(definition)
         if problems:
-            raise _Refusal(422, "Invalid", f'Pod "{name}" is invalid: {", ".join(problems)}')
+            parts = [problem.partition(": ") for problem in problems]
+            causes = [{"reason": "FieldValueInvalid", "field": part[0], "message": part[2]} for part in parts]
+            details = {"name": name, "kind": "Pod", "causes": causes}
+            raise _Refusal(422, "Invalid", f'Pod "{name}" is invalid: {", ".join(problems)}', details)
         if (namespace, name) in self.pods:
             raise _Refusal(409, "AlreadyExists", f'pods "{name}" already exists')
         if self.quota is not None:
@@ -401,7 +404,9 @@ class FakeKubernetes:
         if not pod.has_container(container):
             raise _Refusal(400, "BadRequest", f"container {container} is not valid for pod {name}")
         if not pod.is_running:
-            raise _Refusal(500, "InternalError", "Internal error occurred: unable to upgrade connection: container not found")
+            raise _Refusal(
+                500, "InternalError", "Internal error occurred: unable to upgrade connection: container not found"
+            )
         return pod
 
     async def _exec(self, request: web.Request) -> web.StreamResponse:
@@ -465,7 +470,9 @@ def _invalid(pod: JSON) -> list[str]:
         problems.append(f'metadata.name: Invalid value: "{meta["name"]}": a lowercase RFC 1123 subdomain is needed')
     for name, value in meta.get("labels", {}).items():
         if not _LABEL_VALUE.fullmatch(value):
-            problems.append(f'metadata.labels: Invalid value: "{value}": a valid label must be at most 63 characters ({name})')
+            problems.append(
+                f'metadata.labels: Invalid value: "{value}": a valid label must be at most 63 characters ({name})'
+            )
     if spec.get("activeDeadlineSeconds", 1) < 1:
         problems.append("spec.activeDeadlineSeconds: Invalid value: must be between 1 and 2147483647, inclusive")
     if not spec.get("containers"):
@@ -477,7 +484,7 @@ def _invalid(pod: JSON) -> list[str]:
             if mount["name"] not in volumes:
                 problems.append(f'{here}.volumeMounts[0].name: Not found: "{mount["name"]}"')
         if context.get("procMount") == "Unmasked" and spec.get("hostUsers") is not False:
-            problems.append(f"{here}.securityContext.procMount: Invalid value: \"Unmasked\": `hostUsers` must be false")
+            problems.append(f'{here}.securityContext.procMount: Invalid value: "Unmasked": `hostUsers` must be false')
         resources = container.get("resources", {})
         for name, amount in resources.get("requests", {}).items():
             if not isinstance(amount, str) or not re.fullmatch(r"[0-9.]+(m|k|[KMGT]i?)?", amount):
@@ -494,7 +501,9 @@ def _violations(pod: JSON) -> list[str]:
         if added:
             names = ", ".join(f'"{each}"' for each in added)
             where = "securityContext.capabilities.add"
-            found.append(f'non-default capabilities (container "{container["name"]}" must not include {names} in {where})')
+            found.append(
+                f'non-default capabilities (container "{container["name"]}" must not include {names} in {where})'
+            )
         if context.get("seccompProfile", {}).get("type") == "Unconfined":
             found.append('seccompProfile (must not set securityContext.seccompProfile.type to "Unconfined")')
     return found
@@ -505,7 +514,7 @@ def _selection(namespace: str, query: Mapping[str, str]) -> Callable[[JSON], boo
     labels = dict(each.split("=", 1) for each in query.get("labelSelector", "").replace("==", "=").split(",") if each)
     field = query.get("fieldSelector", "")
     if field and not field.startswith("metadata.name="):
-        raise _Refusal(400, "BadRequest", f'field label not supported: {field.partition("=")[0]}')
+        raise _Refusal(400, "BadRequest", f"field label not supported: {field.partition('=')[0]}")
     name = field.partition("=")[2]
 
     def selects(pod: JSON) -> bool:

@@ -79,7 +79,7 @@ class RunningPod:
 
     @property
     def is_running(self) -> bool:
-        return self.status["phase"] == "Running"
+        return bool(self.status["phase"] == "Running")
 
     @property
     def requests(self) -> tuple[float, int]:
@@ -109,10 +109,12 @@ class RunningPod:
         await asyncio.sleep(node.pull_s)
         image = self._container["image"]
         if image not in node.images:
-            cause = f'failed to pull and unpack image "{image}": pull access denied, repository does not exist or may require authorization'
+            cause = f'failed to pull and unpack image "{image}": pull access denied, repository does not exist'
             self._container_state({"waiting": {"reason": "ErrImagePull", "message": cause}})
             await asyncio.sleep(1)
-            back_off = f'Back-off pulling image "{image}"' + (f": ErrImagePull: {cause}" if node.version >= (1, 32) else "")
+            back_off = f'Back-off pulling image "{image}"' + (
+                f": ErrImagePull: {cause}" if node.version >= (1, 32) else ""
+            )
             self._container_state({"waiting": {"reason": "ImagePullBackOff", "message": back_off}})
             return
         command, path = self._container["command"], node.images[image]

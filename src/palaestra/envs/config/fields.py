@@ -362,8 +362,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
     tool_pool_mode: str = setting(
         "default",
-        "The backend of the slots: local, docker, singularity, ssh, slurm, nomad, kubernetes, modal, a backend of another package, or "
-        "`default` for terminal_backend.",
+        "The backend of the slots: local, docker, singularity, ssh, slurm, nomad, kubernetes, modal, a backend of "
+        "another package, or `default` for terminal_backend.",
     )
     terminal_backend: str = setting("local", "The backend that `default` stands for.")
     creates_per_s: float | None = setting(

@@ -1,10 +1,10 @@
-"""Runs kubectl, the program through which the kubernetes backend reaches a cluster.
+"""Runs kubectl, the program with which the kubernetes backend reaches a cluster.
 
-Requests are raw requests of the Kubernetes API (`kubectl get --raw PATH`), so they need neither discovery nor schemas,
-and every kubectl sends them alike. Only `kubectl exec` is a command of its own. kubectl finds the cluster and logs in as
-it does for its user: kubeconfig, context, and the programs of clouds that fetch credentials. It gets only the
-environment variables that this may need, and no keys of model servers. Sources: kubectl's reference, and the API
-conventions of Kubernetes (Status, watch).
+All requests except `kubectl exec` are raw requests of the Kubernetes API (`kubectl get --raw PATH`), which need neither
+discovery nor schemas and are the same in all versions of kubectl. kubectl finds the cluster and logs in as
+it does for its user, with the kubeconfig and with the log-in programs of clouds. It gets only the environment variables
+that these may need, and no keys of model servers. Sources: kubectl's reference, and the API conventions of Kubernetes
+(Status, watch).
 """
 
 from __future__ import annotations
@@ -41,8 +41,15 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 _STATUS = re.compile(r"Error from server \((\w+)\): (.*)", re.DOTALL)
 _INVALID = re.compile(r"The \S+(?: \S+)? is invalid: (.*)", re.DOTALL)
-_MISSING_RIGHT = re.compile(r'User "([^"]*)" cannot (\w+) resource "([^"]*)".*?(?:in the namespace "([^"]*)")?$', re.DOTALL)
-_NO_CONTEXT = ("localhost:8080 was refused", "current-context is not set", "current-context must exist", "no configuration has been provided")
+_MISSING_RIGHT = re.compile(
+    r'User "([^"]*)" cannot (\w+) resource "([^"]*)".*?(?:in the namespace "([^"]*)")?$', re.DOTALL
+)
+_NO_CONTEXT = (
+    "localhost:8080 was refused",
+    "current-context is not set",
+    "current-context must exist",
+    "no configuration has been provided",
+)
 
 
 class KubernetesRefused(SandboxError):

@@ -7,9 +7,9 @@ Deployment, and never deletes one; an image of a task is then refused.
 What isolates what: an ordinary pod has the rights of root in a container (`kubernetes_pod.py` has its spec), and its
 slots are isolated from each other at `confined`. If `userns` is requested, pods are made with a user namespace of their
 own (`hostUsers: false`), an unmasked /proc and the right to mount in it; a cluster that drops one of these fields is
-refused. `full` needs the root of the node, which no pod of this backend has. A pod has no token of the cluster. It has the pod network, which a slot whose network is off
-cannot reach; what a slot with a network reaches is decided by the cluster's NetworkPolicy, if it has one. The isolation
-of the pod from its node is that of the cluster's container runtime.
+refused. `full` needs the root of the node, which no pod of this backend has. A pod has no token of the cluster. Slots
+with a network reach what the pod reaches, which the cluster's NetworkPolicy decides, if it has one; other slots have no
+network. The container runtime of the cluster isolates the pod from its node.
 
 A pod that ends, is evicted or whose node fails is a lost place, whose rollouts start again elsewhere. Pods end with
 this process: they are deleted when the backend closes. If this process is killed, a pod ends by itself five minutes
@@ -248,8 +248,8 @@ class PodPlace(Place):
                 raise ConfigError(f"cannot run a slot server in the pod {name}: {message}") from None
             if _NO_PYTHON.search(str(error)):
                 raise ConfigError(
-                    f"the pod {name} has no python3: its image needs Python 3.11 or newer ({error}). Select other pods, "
-                    "or set kubernetes_container"
+                    f"the pod {name} has no python3, but needs Python 3.11 or newer ({error}). Select other pods, or "
+                    "set kubernetes_container"
                 ) from None
             raise
 
@@ -348,7 +348,9 @@ class KubernetesBackend(RemoteBackend):
         found = await self._kubectl.list_pods(self._selector or "")
         ready = [pod["metadata"]["name"] for pod in found if is_ready(pod)]
         if not ready:
-            states = "; ".join(f"{pod['metadata']['name']}: {end_reason(pod) or pending_reason(pod)}" for pod in found[:3])
+            states = "; ".join(
+                f"{pod['metadata']['name']}: {end_reason(pod) or pending_reason(pod)}" for pod in found[:3]
+            )
             raise ConfigError(
                 f"no pod in the namespace {self._kubectl.namespace} that matches {self._selector} is ready "
                 f"({states or 'none matches'}). Try it: kubectl get pods --namespace={self._kubectl.namespace} "

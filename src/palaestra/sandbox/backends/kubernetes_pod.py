@@ -35,18 +35,18 @@ _NEVER_STARTS = frozenset({
     "RunContainerError", "CrashLoopBackOff", "ImageInspectError", "SignatureValidationFailed",
 })  # fmt: skip
 
-WAITING = f"""
+WAITING = """
 import os, signal, sys, time
 if sys.version_info < (3, 11):
     sys.exit("python3 is %d.%d in the image, but the slot server needs 3.11 or newer" % sys.version_info[:2])
-ends = {{signal.SIGTERM, signal.SIGINT}}
+ends = {signal.SIGTERM, signal.SIGINT}
 signal.pthread_sigmask(signal.SIG_BLOCK, ends)
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # processes whose parent has ended are children of the first one
-used_at = time.monotonic()
-while signal.sigtimedwait(ends, 5) is None:
+used_at, most_s = time.monotonic(), float(sys.argv[1])
+while signal.sigtimedwait(ends, most_s / 20) is None:
     if any(each.isdecimal() and int(each) != os.getpid() for each in os.listdir("/proc")):
         used_at = time.monotonic()
-    elif time.monotonic() > used_at + float(sys.argv[1]):
+    elif time.monotonic() > used_at + most_s:
         break
 """
 """The container's program. It runs in the image's Python."""
@@ -54,9 +54,9 @@ while signal.sigtimedwait(ends, 5) is None:
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
-    """How pods are made. `cpus`, `memory` and `disk` (in the notation of Kubernetes: `8Gi`) are for one pod with all its
-    slots; they are requested and are its limits. None means that nothing is requested, and no limit. `deadline_s` ends a
-    pod whatever happens. `spec` holds additional fields of the pod's spec, such as `nodeSelector`.
+    """How pods are made. `cpus`, `memory` and `disk` (in the notation of Kubernetes: `8Gi`) are the requests and the
+    limits of one pod with all its slots; None means neither. `deadline_s` ends a pod in any case. `spec` holds
+    additional fields of the pod's spec, such as `nodeSelector`.
 
     Raises `ConfigError` if `spec` has a field on which the isolation or the lifetime of pods depends.
     """
@@ -70,7 +70,9 @@ class PodOptions:
     def __post_init__(self) -> None:
         refused = sorted(_OWN.intersection(self.spec))
         if refused:
-            raise ConfigError(f"kubernetes_pod_spec cannot set {', '.join(refused)}: Palaestra sets them. Leave them out")
+            raise ConfigError(
+                f"kubernetes_pod_spec cannot set {', '.join(refused)}: Palaestra sets them. Leave them out"
+            )
 
 
 def needs_user_namespace(wanted: Rung | None, required: Rung | None) -> bool:
@@ -78,7 +80,9 @@ def needs_user_namespace(wanted: Rung | None, required: Rung | None) -> bool:
     return any(level is not None and level >= Rung.USERNS for level in (wanted, required))
 
 
-def manifest(name: str, image: str, options: PodOptions, *, labels: Mapping[str, str], owner: str, user_ns: bool) -> JSON:
+def manifest(
+    name: str, image: str, options: PodOptions, *, labels: Mapping[str, str], owner: str, user_ns: bool
+) -> JSON:
     """Return a pod in the format of the API.
 
     With `user_ns`, root in the pod is nobody on the node, and may mount and make namespaces in the pod, so the slots

@@ -66,7 +66,9 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("slots_per_container", "max_containers"), _CONTAINERS),
     **dict.fromkeys(("sandbox_job_id", "sandbox_image", "min_containers", "privileged", "driver"), ("nomad",)),
     **dict.fromkeys(("purge_job_on_start", "purge_job_on_shutdown"), ("nomad",)),
-    **dict.fromkeys(("creates_per_s", "max_starting", "drain_file"), (*_CONTAINERS, "ssh", "slurm", "kubernetes", "modal")),
+    **dict.fromkeys(
+        ("creates_per_s", "max_starting", "drain_file"), (*_CONTAINERS, "ssh", "slurm", "kubernetes", "modal")
+    ),
     "backend_options": (),
 }
 """For each setting, or prefix of settings, that only some backends of this package read: the names of these
