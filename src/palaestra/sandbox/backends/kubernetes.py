@@ -58,6 +58,8 @@ from palaestra.sandbox.slot import Rung, SlotSpec
 _DELETIONS = 8
 """The number of pods that are deleted concurrently; each deletion is a process of kubectl."""
 _NOTE_S = 20.0
+_NOTICE_S = 3.0
+"""Seconds in which the cluster notices that a container has ended."""
 _NO_PYTHON = re.compile(r"executable file .*not found|no such file or directory", re.IGNORECASE)
 
 _RECEIVE = """
@@ -158,15 +160,18 @@ class OwnPod:
             return str(error)
         return end_reason(pod) or pending_reason(pod)
 
-    async def note_end(self) -> None:
-        """Log why the pod has ended, if it has."""
-        if self._exists:
+    async def end_reason(self, patience_s: float = 0.0) -> str | None:
+        """Return why the pod has ended; None if it has not ended after `patience_s` seconds, in which the cluster may
+        notice it."""
+        deadline = time.monotonic() + patience_s
+        while True:
             try:
                 reason = end_reason(await self._kubectl.pod(self.name))
             except KubernetesRefused as error:
-                reason = "it was deleted" if error.reason == "NotFound" else str(error)
-            if reason is not None:
-                _log.warning("the pod %s has ended: %s", self.name, reason)
+                return "it was deleted" if error.reason == "NotFound" else str(error)
+            if reason is not None or time.monotonic() >= deadline:
+                return reason
+            await asyncio.sleep(0.2)
 
     async def delete(self) -> None:
         """Delete the pod, even if the caller is cancelled. A failure is only logged. Idempotent."""
@@ -220,8 +225,9 @@ class PodPlace(Place):
         pod, self._pod = self._pod, None
         if pod is not None:
             async with self._cluster.deleting:
-                if lost:
-                    await pod.note_end()
+                reason = await pod.end_reason() if lost else None
+                if reason is not None:
+                    _log.warning("the pod %s has ended: %s", pod.name, reason)
                 await pod.delete()
 
     async def _start_server(self, rung: Rung) -> None:
@@ -246,6 +252,9 @@ class PodPlace(Place):
             message, reason = self._cluster.explain(str(error))
             if reason == "Forbidden":
                 raise ConfigError(f"cannot run a slot server in the pod {name}: {message}") from None
+            ended = None if self._pod is None else await self._pod.end_reason(_NOTICE_S)
+            if ended is not None:
+                raise SlotLost(f"the pod {name} has ended: {ended}") from None
             if _NO_PYTHON.search(str(error)):
                 raise ConfigError(
                     f"the pod {name} has no python3, but needs Python 3.11 or newer ({error}). Select other pods, or "
