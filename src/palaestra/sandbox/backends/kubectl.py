@@ -15,7 +15,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -107,7 +107,7 @@ class Kubectl:
             if error.reason != "NotFound":
                 raise
 
-    async def watch(self, name: str) -> AsyncIterator[tuple[str, JSON]]:
+    async def watch(self, name: str) -> AsyncGenerator[tuple[str, JSON], None]:
         """Yield the events of a pod, `ADDED`, `MODIFIED` or `DELETED`, each with the pod. The first is its state now.
         Ends after a few minutes. Raises `KubernetesRefused`."""
         selector = {"fieldSelector": f"metadata.name={name}", "timeoutSeconds": str(_WATCH_S)}

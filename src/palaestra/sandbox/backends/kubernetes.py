@@ -38,6 +38,7 @@ from palaestra.sandbox.backends.kubectl import Kubectl, KubernetesRefused, envir
 from palaestra.sandbox.backends.kubernetes_pod import (
     CONTAINER,
     LABEL,
+    NO_ROOM,
     RUN,
     PodOptions,
     end_reason,
@@ -57,7 +58,6 @@ from palaestra.sandbox.slot import Rung, SlotSpec
 
 _DELETIONS = 8
 """The number of pods that are deleted concurrently; each deletion is a process of kubectl."""
-_NOTE_S = 20.0
 _NOTICE_S = 3.0
 """Seconds in which the cluster notices that a container has ended."""
 _NO_PYTHON = re.compile(r"executable file .*not found|no such file or directory", re.IGNORECASE)
@@ -134,24 +134,29 @@ class OwnPod:
 
     async def _wait(self) -> None:
         """Wait until the pod is ready. Raises `SandboxError` when it cannot become ready."""
-        begun, noted, cause = time.monotonic(), "", ""
+        waits_for = ""
         while True:
-            async for kind, pod in self._kubectl.watch(self.name):
-                if is_ready(pod):
-                    return
-                ended = "it was deleted" if kind == "DELETED" else end_reason(pod)
-                if ended is not None:
-                    raise SandboxError(f"the pod {self.name} has ended instead of starting: {ended}")
-                waits_for = pending_reason(pod)
-                if never_starts(pod):
-                    detail = f" ({cause})" if cause and cause not in waits_for else ""
-                    image = self._pod["spec"]["containers"][0]["image"]
-                    raise SandboxError(f"the pod {self.name} with the image {image} cannot start: {waits_for}{detail}")
-                cause = waits_for if "ErrImagePull" in waits_for else cause  # a back-off does not repeat the cause
-                if waits_for != noted and (noted or time.monotonic() > begun + _NOTE_S or "no node" in waits_for):
-                    _log.warning("waiting at most %g s for the pod %s: %s", self._start_s, self.name, waits_for)
-                    noted = waits_for
+            async with contextlib.aclosing(self._kubectl.watch(self.name)) as events:
+                async for kind, pod in events:
+                    if is_ready(pod):
+                        return
+                    waits_for = self._progress(kind, pod, waits_for)
             await asyncio.sleep(1)  # the server ends a watch after some minutes
+
+    def _progress(self, kind: str, pod: JSON, before: str) -> str:
+        """Return what the pod waits for; `before` is what it waited for at the last event. Raises `SandboxError` if the
+        pod has ended or never starts."""
+        ended = "it was deleted" if kind == "DELETED" else end_reason(pod)
+        if ended is not None:
+            raise SandboxError(f"the pod {self.name} has ended instead of starting: {ended}")
+        waits_for = pending_reason(pod)
+        if never_starts(pod):
+            cause = f" ({before})" if "ErrImagePull" in before else ""  # old clusters do not repeat it in the back-off
+            image = self._pod["spec"]["containers"][0]["image"]
+            raise SandboxError(f"the pod {self.name} with the image {image} cannot start: {waits_for}{cause}")
+        if waits_for != before and NO_ROOM in waits_for:
+            _log.warning("waiting at most %g s for the pod %s: %s", self._start_s, self.name, waits_for)
+        return waits_for
 
     async def _state(self) -> str:
         try:

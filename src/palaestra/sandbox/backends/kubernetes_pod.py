@@ -21,6 +21,7 @@ RUN = "palaestra.run"
 """The label whose value is the run that made a pod."""
 CONTAINER = "slots"
 UNATTENDED_S = 300
+NO_ROOM = "no node has room for it"
 _GRACE_S = 5
 
 _OWN = frozenset({
@@ -151,7 +152,7 @@ def pending_reason(pod: JSON) -> str:
     status = pod["status"]
     for each in status.get("conditions") or []:
         if each["type"] == "PodScheduled" and each["status"] == "False":
-            return f"no node has room for it: {each.get('message') or each.get('reason')}"
+            return f"{NO_ROOM}: {each.get('message') or each.get('reason')}"
     for each in status.get("containerStatuses") or []:
         waiting = each["state"].get("waiting")
         if waiting:
