@@ -386,10 +386,12 @@ class FakeKubernetes:
         namespace, name = request.match_info["namespace"], request.match_info["name"]
         self._authorize("delete", "pods", namespace, name)
         pod = self._find(namespace, name)
+        options = json.loads(await request.read() or b"{}")
+        grace_s = float(request.query.get("gracePeriodSeconds") or options.get("gracePeriodSeconds", 30))
         if "deletionTimestamp" not in pod.definition["metadata"]:
             pod.definition["metadata"]["deletionTimestamp"] = now()
             self._changed(pod)
-            self._start_task(self._remove(pod, float(request.query.get("gracePeriodSeconds", "30"))))
+            self._start_task(self._remove(pod, grace_s))
         return web.json_response(pod.definition)
 
     async def _remove(self, pod: RunningPod, grace_s: float) -> None:
@@ -559,9 +561,12 @@ def main() -> None:
     parser.add_argument("--version", default="1.33", help="the version of Kubernetes that the stand-in reports")
     given = parser.parse_args()
     images = dict.fromkeys(given.image, PATH) or None
+    over = threading.Event()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: over.set())
     with fake_kubernetes(images=images, version=given.version) as kubernetes:
         print(f"export KUBECONFIG={kubernetes.kubeconfig}", flush=True)  # noqa: T201
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+        over.wait()
 
 
 if __name__ == "__main__":
