@@ -85,6 +85,9 @@ class SlotInit(Protocol):
     def fork(self, control: socket.socket) -> int:
         """Start the init, which serves the other end of `control`; returns its pid. Never returns in the init."""
 
+    def end_soon(self, pid: int) -> None:
+        """Keep what can be had only while the init `pid` of a finished slot lives. Called before it is killed."""
+
     def gone(self) -> bool:
         """Return whether no process of the slot is left, and kill any that are. Called once the init is dead."""
 

@@ -103,8 +103,10 @@ class ServerSlot:
         self._close_root()
         if self.state is LifeStage.DEAD:
             self.ending()
-        else:
-            self._kill_init()
+            return
+        if self.state is LifeStage.LIVE:
+            self._init.end_soon(self.pid)
+        self._kill_init()
 
     def ran_out_of_memory(self) -> bool:
         """Return whether the kernel has killed a process of the slot for lack of memory since the last call."""

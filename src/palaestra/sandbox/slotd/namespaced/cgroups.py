@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..protocol.frames import Fields
@@ -130,9 +131,9 @@ def sweep(hierarchies: list[Hierarchy], only_list: bool = False) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(hierarchy.parent):
                 directory = f"{hierarchy.parent}/{name}"
-                left = os.path.isdir(directory) and abandoned(directory)
-                if left and (only_list or _remove_tree(directory)):
-                    gone.add(name)
+                with _locked(directory) as left:
+                    if left and (only_list or _remove_tree(directory)):
+                        gone.add(name)
         with contextlib.suppress(OSError):
             if not only_list:
                 os.rmdir(hierarchy.parent)
@@ -201,15 +202,26 @@ def _mounts(prefix: str) -> list[tuple[str, str, set[str]]]:
 
 def abandoned(directory: str) -> bool:
     """Return whether a directory exists and no living server holds its lock."""
+    with _locked(directory) as left:
+        return left
+
+
+@contextlib.contextmanager
+def _locked(directory: str) -> Iterator[bool]:
+    """Lock a directory during the block if it exists and no living server holds its lock; yields whether that is so.
+    Whoever removes the directory does so in the block, since its server may be about to lock it."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
+    except (FileNotFoundError, NotADirectoryError):
+        yield False
+        return
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
     finally:
         os.close(fd)
 

@@ -68,6 +68,7 @@ class HostSetup:
     full: bool
     owner: int
     user_namespaces: namespaces.RangeNamespaces | None  # None if each slot makes its own
+    networks: namespaces.UnusedNetworks | None  # None if each slot makes its own
     user_xattrs: bool
     lowers: Lowers
     init: int  # a descriptor of the program that is pid 1 of each slot
@@ -160,11 +161,12 @@ def prepare(full: bool, settings: Fields) -> HostSetup:
     """Make the parts that all slots share. Raises OSError if this kernel or its configuration does not allow it."""
     init = native_init.load(HOST)
     privileged = namespaces.is_real_root()
-    slots = namespaces.RangeNamespaces() if privileged else None
+    users = namespaces.RangeNamespaces() if privileged else None
+    networks = namespaces.UnusedNetworks() if privileged else None
     owner = namespaces.RANGE_START if privileged else 0
     lowers = Lowers(namespaces.make_range_namespace() if full else None)
     own_network = tunnel_device.usable(HOST)
-    world = HostSetup(full, owner, slots, not privileged, lowers, init, own_network)
+    world = HostSetup(full, owner, users, networks, not privileged, lowers, init, own_network)
     syscalls.mount("tmpfs", "/skeleton", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=64m")
     prefix = settings.get("prefix")
     if prefix:

@@ -48,6 +48,9 @@ from .rootfs import Bind, Overlay, RootPlan
 CONTROL, USERS, LIST, _FREE = 3, 4, 5, 6
 _SETTINGS = USERS
 _GROUPS, _OWN_GROUPS = 8, 16  # the first descriptors of the control groups of commands and of the init
+_NETWORK = 24  # the network namespace to enter, if the init does not make one
+
+_CONNECTED = ("network", "allow", "group")  # the settings of slots whose network the server changes
 
 _GRAIN_NS = 20_000_000
 _STAGE = "/stage"
@@ -143,6 +146,7 @@ class NamespaceDriver:
             shared_network=shared_network,
             groups=tuple((group, cgroups.init_group(group)) for group in groups),
             user_namespaces=host.user_namespaces,
+            networks=None if any(fields.get(name) for name in _CONNECTED) else host.networks,
             limits=ProcessLimits(
                 open_files=limits["open_files"],
                 processes=None if groups else limits["pids"],
@@ -231,9 +235,11 @@ class NamespaceInit:
     shared_network: bool  # whether the slot has the host's network; otherwise it gets an empty network
     groups: tuple[tuple[str, str | None], ...]  # each with the control group of inits next to it, if there is one
     user_namespaces: namespaces.RangeNamespaces | None  # the source of the slot's namespace; None if the init makes it
+    networks: namespaces.UnusedNetworks | None  # of which the slot's may be one; None if it always gets a new one
     limits: ProcessLimits
     stores: tuple[int, ...]  # descriptors, from `layer_store.FIRST_STORE` on, that the root's paths name
     _taken: int | None = None
+    _network: int | None = None
 
     @property
     def network(self) -> NetworkScope:
@@ -264,22 +270,35 @@ class NamespaceInit:
         if self.user_namespaces is not None and self._taken is not None:
             self.user_namespaces.give_back(self._taken)
             self._taken = None
+        if self.networks is not None and self._network is not None:
+            self.networks.keep(self._network)
+            self._network = None
+
+    def end_soon(self, pid: int) -> None:
+        if self.networks is not None:
+            self._network = self.networks.of_slot(pid)
 
     def fork(self, control: socket.socket) -> int:
         if self.user_namespaces is not None:
             self._taken = self.user_namespaces.take()
+        network = self.networks.take() if self.networks is not None else None
         try:
-            return self._spawn(control)
+            return self._spawn(control, network)
         except BaseException:
             self._give_back()
             raise
+        finally:
+            if network is not None:
+                os.close(network)
 
-    def _spawn(self, control: socket.socket) -> int:
-        steps = (*self._enter(), _confinement(self.user_namespaces is None, self.limits))
+    def _spawn(self, control: socket.socket, network: int | None) -> int:
+        steps = (*self._enter(network is None), _confinement(self.user_namespaces is None, self.limits))
         listed = memory_file(native_init.encode_steps(steps))
         fds = {CONTROL: control.fileno(), LIST: listed, **dict(zip(self.stores, self.stores, strict=True))}
         if self._taken is not None:
             fds[USERS] = self._taken
+        if network is not None:  # the last one, since its number may be that of another's source
+            fds[_NETWORK] = network
         moved: list[int] = []
         try:
             actions = []
@@ -296,7 +315,7 @@ class NamespaceInit:
             for fd in (listed, *moved):
                 os.close(fd)
 
-    def _enter(self) -> Iterator[BuildStep | bytes]:
+    def _enter(self, makes_network: bool) -> Iterator[BuildStep | bytes]:
         """Yield the steps that enter the slot's groups, namespaces and root, with the server's privileges.
 
         The init joins the slot's groups, which are then all that the slot's new namespace shows of the hierarchy. Where
@@ -312,11 +331,15 @@ class NamespaceInit:
         if self.user_namespaces is None:  # opened here, because the slot's own /proc/sys is read-only
             yield BuildStep(Do.OPEN, ("/proc/sys",), _SETTINGS)
         flags = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
-        yield BuildStep(Do.UNSHARE, (), flags | (0 if self.shared_network else syscalls.CLONE_NEWNET))
+        if makes_network and not self.shared_network:
+            flags |= syscalls.CLONE_NEWNET
+        yield BuildStep(Do.UNSHARE, (), flags)
         for number, (_, own) in enumerate(self.groups):
             if own is not None:
                 yield BuildStep(Do.JOIN, (), _OWN_GROUPS + number)
-        if not self.shared_network:
+        if not makes_network:
+            yield BuildStep(Do.ENTER, (), _NETWORK, syscalls.CLONE_NEWNET)
+        elif not self.shared_network:
             yield BuildStep(Do.LOOPBACK)
             for name, value in namespaces.OPEN_PORTS:
                 yield BuildStep(Do.WRITE, (f"/proc/sys/net/ipv4/{name}", value), 1)  # may fail: only a convenience

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from .. import syscalls
+from ..layers.layer_store import FIRST_STORE
 from ..protocol import init_messages
 
 SOURCES = ("init.c", "steps.c", "steps.h")  # the sources, in the order in which they enter the digest
@@ -81,7 +82,11 @@ def _sealed(content: bytes) -> int:
         # A process whose program its user cannot read belongs to the program's owner. The slot's root, who has no
         # rights outside the slot, therefore cannot inspect the init.
         os.fchmod(memory, 0o111)
-        return os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
+        readable = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
+        try:  # an init gets other files under low numbers before its program starts
+            return fcntl.fcntl(readable, fcntl.F_DUPFD_CLOEXEC, FIRST_STORE)
+        finally:
+            os.close(readable)
     finally:
         os.close(memory)
 

@@ -101,6 +101,9 @@ class UnprivilegedInit:
         self.children.add(self.pid)
         return self.pid
 
+    def end_soon(self, pid: int) -> None:
+        """Do nothing, since nothing of the init is needed later."""
+
     def gone(self) -> bool:
         self.children.discard(self.pid)
         if not self.plan.user:
