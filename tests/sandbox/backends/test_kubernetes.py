@@ -205,10 +205,9 @@ def run(home: pytest.MonkeyPatch, body: Any, **settings: Any) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("websockets", ["true", "false"])
-def test_a_pod_with_a_user_namespace_has_slots_at_userns(home: pytest.MonkeyPatch, websockets: str) -> None:
-    """In both protocols of kubectl; a kubectl before 1.31 uses SPDY in either case."""
-    home.setenv("KUBECTL_REMOTE_COMMAND_WEBSOCKETS", websockets)
+def test_a_pod_with_a_user_namespace_has_slots_at_userns_over_spdy(home: pytest.MonkeyPatch) -> None:
+    """The other tests use WebSockets if kubectl is 1.31 or newer."""
+    home.setenv("KUBECTL_REMOTE_COMMAND_WEBSOCKETS", "false")
 
     async def body(cluster: FakeKubernetes) -> None:
         async with backend(require=Rung.USERNS) as pods:
@@ -219,8 +218,7 @@ def test_a_pod_with_a_user_namespace_has_slots_at_userns(home: pytest.MonkeyPatc
             snapshot = await pods.checkpoint(slot)
             fork = await pods.create(SlotSpec(), "fork", snapshot)
             assert (await fork.execute("wc -c < a")).output.strip() == "3000000"
-        if websockets == "false":
-            assert cluster.requests["get", "pods/exec"] == 0
+        assert cluster.requests["get", "pods/exec"] == 0
 
     run(home, body)
 
@@ -243,8 +241,12 @@ async def deleted(cluster: FakeKubernetes) -> None:
 @pytest.mark.parametrize(
     ("cluster", "settings", "error", "reason"),
     [
-        ({}, {"image": "no:1"}, SandboxError, r"image no:1 cannot start: ImagePullBackOff.*pull access denied"),
-        ({"version": "1.29"}, {"image": "no:1"}, SandboxError, r"ImagePullBackOff.*pull access denied"),
+        (
+            {"version": "1.29"},
+            {"image": "no:1"},
+            SandboxError,
+            r"image no:1 cannot start: ImagePullBack.*access denied",
+        ),
         ({"images": {IMAGE: "/nowhere"}}, {}, SandboxError, r'StartError.*exec: "python3": executable file not found'),
         (OLD_IMAGE, {}, SandboxError, r"python3 is 3\.\d+ in the image, but the slot server needs 3.11"),
         (
@@ -260,16 +262,15 @@ async def deleted(cluster: FakeKubernetes) -> None:
         ({}, {"options": PodOptions(memory="much")}, ConfigError, r"resources.requests\[memory\]"),
     ],
     ids=[
-        *(
-            "image",
-            "image-in-an-old-cluster",
-            "no-python",
-            "old-python",
-            "no-room",
-            "no-user-namespaces",
-            "old-cluster",
-        ),
-        *("pod-security", "unknown-field", "invalid-quantity"),
+        "image",
+        "no-python",
+        "old-python",
+        "no-room",
+        "no-user-namespaces",
+        "old-cluster",
+        "pod-security",
+        "unknown-field",
+        "invalid-quantity",
     ],
 )
 def test_a_pod_that_does_not_start_is_reported_with_the_reason_and_deleted(
