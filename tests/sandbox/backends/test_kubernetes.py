@@ -73,7 +73,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def backend(**settings: Any) -> KubernetesBackend:
-    return KubernetesBackend(Kubectl(), **{"image": IMAGE, **settings})
+    """A backend that does not try better levels first, unless `settings` ask for another one."""
+    return KubernetesBackend(Kubectl(), **{"image": IMAGE, "rung": Rung.CONFINED, **settings})
 
 
 def evict(cluster: FakeKubernetes, name: str) -> None:
@@ -94,7 +95,7 @@ class TestKubernetes(BackendConformance):
 
     @classmethod
     def make_backend(cls) -> Backend:
-        return backend()
+        return backend(rung=None)
 
     async def end_place(self, slot: Slot) -> None:
         (name,) = self.cluster.running()
@@ -131,6 +132,7 @@ def test_rollouts_of_an_evicted_pod_run_in_another_one(
     Path("slow_env.py").write_text(ENVIRONMENT)
     settings = {"image": IMAGE, "pods": "2", "slots_per_pod": "2"}
     words = [word for name, value in settings.items() for word in (f"--env.kubernetes_{name}", value)]
+    words += ["--env.isolation", "confined"]
     used: set[str] = set()
 
     def evict_one(cluster: FakeKubernetes) -> None:
@@ -162,10 +164,10 @@ def test_pods_of_a_killed_process_have_no_commands_and_are_deleted_at_the_next_s
 import asyncio
 from palaestra.sandbox.backends.kubectl import Kubectl
 from palaestra.sandbox.backends.kubernetes import KubernetesBackend
-from palaestra.sandbox.slot import SlotSpec
+from palaestra.sandbox.slot import Rung, SlotSpec
 
 async def main():
-    async with KubernetesBackend(Kubectl(), image="{IMAGE}") as backend:
+    async with KubernetesBackend(Kubectl(), image="{IMAGE}", rung=Rung.CONFINED) as backend:
         await (await backend.create(SlotSpec(), "killed")).spawn("{command}")
         print("running", flush=True)
         await asyncio.sleep(600)
@@ -210,7 +212,7 @@ def test_a_pod_with_a_user_namespace_has_slots_at_userns_over_spdy(home: pytest.
     home.setenv("KUBECTL_REMOTE_COMMAND_WEBSOCKETS", "false")
 
     async def body(cluster: FakeKubernetes) -> None:
-        async with backend(require=Rung.USERNS) as pods:
+        async with backend(rung=Rung.USERNS) as pods:
             assert pods.rung is Rung.USERNS
             slot = await pods.create(SlotSpec(), "t")
             await slot.write_text("a", "x" * 3_000_000)
@@ -357,7 +359,7 @@ def test_existing_pods_are_used_and_left_and_their_replacements_are_found(home: 
     async def body(cluster: FakeKubernetes) -> None:
         for name in ("one", "two"):
             await cluster.run_pod(deployed(name))
-        config = HermesAgentEnvConfig(kubernetes_selector="app=slots", kubernetes_slots_per_pod=2)
+        config = HermesAgentEnvConfig(kubernetes_selector="app=slots", kubernetes_slots_per_pod=2, isolation="confined")
         async with make_backend("kubernetes", config) as pods:
             slots = [await pods.create(SlotSpec(), f"t{number}") for number in range(4)]
             assert (pods.capacity, pods.stats()["containers"]) == (4, 2)

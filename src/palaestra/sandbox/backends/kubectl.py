@@ -117,7 +117,7 @@ class Kubectl:
         assert process.stderr is not None
         try:
             async for line in process.stdout:
-                event = json.loads(line)
+                event = _parsed(line.decode(errors="replace"))
                 if event["type"] == "ERROR":
                     raise KubernetesRefused(f"the watch of the pod {name} failed: {event['object'].get('message')}")
                 yield event["type"], event["object"]
@@ -140,7 +140,7 @@ class Kubectl:
         file = ["--filename=-"] if body else []
         status, text = await self._run([verb, "--raw", path, *file], body)
         if status == 0:
-            return json.loads(text)
+            return _parsed(text)
         message, reason = self.explain(text)
         raise KubernetesRefused(message, reason)
 
@@ -209,6 +209,14 @@ class Kubectl:
         if found:
             return f"Kubernetes refuses: {_short(said)}", reason
         return f"kubectl cannot reach the cluster of {where}: {_short(text)}. Try it: kubectl get pods", reason
+
+
+def _parsed(text: str) -> JSON:
+    """Return an answer of the API. Raises `KubernetesRefused` if it is not JSON, such as the page of a proxy."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise KubernetesRefused(f"kubectl printed something else than an answer of the API: {_short(text)}") from None
 
 
 def _short(text: str) -> str:
