@@ -62,9 +62,9 @@ def test_one_table_has_all_backends_and_a_fix_for_each_that_does_not_work(
     words = ["--set", "nomad_address=http://127.0.0.1:9", "--set", "docker_hosts=unix:///nowhere"]
     assert main(["doctor", "--backend", "all", *words]) == 1
     heading, *lines = capsys.readouterr().out.splitlines()
-    assert [each.split()[:2] for each in lines[:7]] == [
+    assert [each.split()[:2] for each in lines[:8]] == [
         ["local", "yes"],
-        *([name, "no"] for name in ("docker", "singularity", "nomad", "ssh", "slurm", "modal")),
+        *([name, "no"] for name in ("docker", "singularity", "nomad", "ssh", "slurm", "kubernetes", "modal")),
     ]
     assert {"create", "exec", "fork", "reset"} < set(heading.split())
     problems = {each.split()[0]: each for each in lines if " does not work: " in each}

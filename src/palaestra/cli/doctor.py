@@ -39,6 +39,7 @@ _EXAMPLES = {
     "slurm": "slurm_job=12345",
     "ray": "backend_options.address=10.0.0.1:6379",
     "nomad": "nomad_address=http://nomad:4646",
+    "kubernetes": "kubernetes_image=python:3.11",
     "modal": "modal_image=python:3.11",
 }
 """An example setting for each backend that needs one."""

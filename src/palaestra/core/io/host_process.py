@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,16 +30,22 @@ class ProcessResult:
 
 
 async def run_process(
-    argv: Sequence[str], *, cwd: Path | None = None, stdin: bytes = b"", timeout_s: float
+    argv: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    stdin: bytes = b"",
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
 ) -> ProcessResult:
     """Run a command in a session of its own, without a terminal, and return its result. A timeout or cancellation kills
-    the whole session."""
+    the whole session. `env` replaces the environment variables; None means those of this process."""
     process = await asyncio.create_subprocess_exec(
         *argv,
         cwd=cwd,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        env=env,
         start_new_session=True,
     )
     try:

@@ -362,8 +362,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
     tool_pool_mode: str = setting(
         "default",
-        "The backend of the slots: local, docker, singularity, ssh, nomad, modal, a backend of another package, or "
-        "`default` for terminal_backend.",
+        "The backend of the slots: local, docker, singularity, ssh, slurm, nomad, kubernetes, modal, a backend of "
+        "another package, or `default` for terminal_backend.",
     )
     terminal_backend: str = setting("local", "The backend that `default` stands for.")
     creates_per_s: float | None = setting(
@@ -399,6 +399,35 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         None, "Slurm: the id of the running job whose nodes have the slots; None: the job in which the command runs."
     )
     slurm_slots_per_node: int = setting(64, "Slurm: maximum slots on one node.", ge=1)
+    kubernetes_image: str | None = setting(
+        None, "Kubernetes: make pods of this image, for tasks that name none; it needs Python 3.11."
+    )
+    kubernetes_selector: str | None = setting(
+        None, "Kubernetes: use the existing pods with these labels, such as `app=slots`, instead of making pods."
+    )
+    kubernetes_container: str | None = setting(
+        None, "Kubernetes: the container of existing pods that has the slots; None: their default container."
+    )
+    kubernetes_context: str | None = setting(None, "Kubernetes: the context of the kubeconfig; None: the current one.")
+    kubernetes_namespace: str | None = setting(None, "Kubernetes: the namespace of the pods; None: the context's.")
+    kubernetes_pods: int = setting(1, "Kubernetes: maximum pods that are made for one image.", ge=1)
+    kubernetes_slots_per_pod: int = setting(10, "Kubernetes: maximum slots in one pod.", ge=1)
+    kubernetes_cpus: float | None = setting(None, "Kubernetes: cores of one pod; None: no request, no limit.", gt=0)
+    kubernetes_memory: str | None = setting(
+        None, "Kubernetes: memory of one pod, such as `8Gi`; None: no request, no limit."
+    )
+    kubernetes_disk: str | None = setting(
+        None, "Kubernetes: disk of one pod, such as `50Gi`; None: no request, no limit."
+    )
+    kubernetes_start_s: float = setting(
+        600.0, "Kubernetes: seconds in which a pod must be ready, with the start of its node and its image pull.", gt=0
+    )
+    kubernetes_deadline_s: float = setting(
+        86400.0, "Kubernetes: seconds after which the cluster ends a pod, whatever runs in it.", ge=60
+    )
+    kubernetes_pod_spec: dict[str, JSON] = setting(
+        {}, "Kubernetes: additional fields of the pod's spec, such as nodeSelector, tolerations, imagePullSecrets."
+    )
     slots_per_container: int = setting(10, "Docker, Singularity, Nomad: maximum slots in one container.", ge=1)
     max_containers: int = setting(10, "Docker, Singularity, Nomad: maximum containers for one image.", ge=1)
     container_cpus: float | None = setting(None, "Docker: cores of one container; None: no limit.", gt=0)

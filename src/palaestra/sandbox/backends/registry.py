@@ -37,6 +37,7 @@ BUILTIN: Mapping[str, str] = {
     "nomad": f"{_MODULES}.nomad:NomadBackend.from_config",
     "ssh": f"{_MODULES}.ssh:SSHBackend.from_config",
     "slurm": f"{_MODULES}.slurm:SlurmBackend.from_config",
+    "kubernetes": f"{_MODULES}.kubernetes:KubernetesBackend.from_config",
     "modal": f"{_MODULES}.modal:ModalBackend.from_config",
 }
 """The entry points of this package's backends, by name."""
@@ -59,12 +60,15 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "singularity_": ("singularity",),
     "ssh_": ("ssh",),
     "slurm_": ("slurm",),
+    "kubernetes_": ("kubernetes",),
     "nomad_": ("nomad",),
     "modal_": ("modal",),
     **dict.fromkeys(("slots_per_container", "max_containers"), _CONTAINERS),
     **dict.fromkeys(("sandbox_job_id", "sandbox_image", "min_containers", "privileged", "driver"), ("nomad",)),
     **dict.fromkeys(("purge_job_on_start", "purge_job_on_shutdown"), ("nomad",)),
-    **dict.fromkeys(("creates_per_s", "max_starting", "drain_file"), (*_CONTAINERS, "ssh", "slurm", "modal")),
+    **dict.fromkeys(
+        ("creates_per_s", "max_starting", "drain_file"), (*_CONTAINERS, "ssh", "slurm", "kubernetes", "modal")
+    ),
     "backend_options": (),
 }
 """For each setting, or prefix of settings, that only some backends of this package read: the names of these
@@ -75,6 +79,11 @@ _INSTEAD: Mapping[tuple[str, str], str] = {
     ("sandbox_image", "docker"): "docker_image",
     ("sandbox_image", "singularity"): "singularity_image",
     ("sandbox_image", "modal"): "modal_image",
+    ("sandbox_image", "kubernetes"): "kubernetes_image",
+    ("slots_per_container", "kubernetes"): "kubernetes_slots_per_pod",
+    ("max_containers", "kubernetes"): "kubernetes_pods",
+    ("container_cpus", "kubernetes"): "kubernetes_cpus",
+    ("container_memory", "kubernetes"): "kubernetes_memory",
     ("slots_per_container", "modal"): "modal_slots_per_sandbox",
     ("slots_per_container", "ssh"): "ssh_slots_per_host",
     ("slots_per_container", "slurm"): "slurm_slots_per_node",

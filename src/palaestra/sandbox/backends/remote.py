@@ -157,6 +157,10 @@ class Hosts:
         self._backend = backend
         self._failed_at: dict[str, float] = {}
 
+    def replace(self, names: Sequence[str]) -> None:
+        """Set the hosts, on a platform whose machines come and go."""
+        self.names = tuple(names)
+
     def drained(self) -> frozenset[str]:
         """Return the hosts that get no new slots, which are the words in `drain_file`."""
         if self.drain_file is None:

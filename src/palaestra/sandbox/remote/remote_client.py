@@ -103,11 +103,17 @@ class RemoteClient(DistantClient):
         await client.launch_within(_START_S, rung, settings, silence_s)
         return client
 
+    @property
+    def variables(self) -> Mapping[str, str] | None:
+        """The environment variables of the command; None means those of this process."""
+        return None
+
     async def _spawn(self, stream: socket.socket, rung: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         fd = stream.fileno()
+        command = self._command(call_of(rung, self._gone_s))
         self._process = await asyncio.create_subprocess_exec(
-            *self._command(call_of(rung, self._gone_s)), stdin=fd, stdout=fd, stderr=self._log, start_new_session=True
+            *command, stdin=fd, stdout=fd, stderr=self._log, env=self.variables, start_new_session=True
         )
 
     async def _deliver(self, stream: socket.socket) -> None:
