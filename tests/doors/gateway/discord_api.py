@@ -45,15 +45,21 @@ class Session:
 
 
 class Socket:
-    """A connection with the compression `zlib-stream`."""
+    """A connection with the compression that the client asks for: `zlib-stream`, or `zstd-stream` if it has zstd."""
 
-    def __init__(self, response: web.WebSocketResponse) -> None:
+    def __init__(self, response: web.WebSocketResponse, compression: str) -> None:
         self.response = response
-        self._stream = zlib.compressobj()
+        if compression == "zstd-stream":
+            import zstandard
+
+            self._stream: Any = zstandard.ZstdCompressor().compressobj()
+            self._flush = zstandard.COMPRESSOBJ_FLUSH_BLOCK
+        else:
+            self._stream, self._flush = zlib.compressobj(), zlib.Z_SYNC_FLUSH
 
     async def send(self, op: int, d: Any = None, **more: Any) -> None:
         data = json.dumps({"op": op, "d": d, "s": None, "t": None, **more}).encode()
-        await self.response.send_bytes(self._stream.compress(data) + self._stream.flush(zlib.Z_SYNC_FLUSH))
+        await self.response.send_bytes(self._stream.compress(data) + self._stream.flush(self._flush))
 
 
 class DiscordAPI:
@@ -129,10 +135,12 @@ class DiscordAPI:
     # The gateway websocket
 
     async def _gateway(self, request: web.Request) -> web.WebSocketResponse:
-        assert dict(request.query) == {"v": "10", "encoding": "json", "compress": "zlib-stream"}
+        compression = request.query["compress"]
+        assert compression in ("zlib-stream", "zstd-stream")
+        assert dict(request.query) == {"v": "10", "encoding": "json", "compress": compression}
         response = web.WebSocketResponse()
         await response.prepare(request)
-        socket, session = Socket(response), None
+        socket, session = Socket(response, compression), None
         await socket.send(HELLO, {"heartbeat_interval": 41_250})
         try:
             async for message in response:
