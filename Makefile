@@ -102,7 +102,7 @@ faces: venv ## run the tests of the trainers' integrations with the trainers' ow
 	@test ! -d .venv-faces || .venv-faces/bin/python $(FACES) $(addprefix tests/integrations/test_,verifiers.py verifiers_tasks.py agent_lightning.py) $(FAULTS)
 	@test ! -d .venv-faces-harbor || .venv-faces-harbor/bin/python $(FACES) tests/integrations/test_harbor.py
 	@test ! -d .venv-faces-openenv || .venv-faces-openenv/bin/python $(FACES) tests/integrations/test_openenv.py $(FAULTS)
-	@test ! -d .venv-faces-nemo || .venv-faces-nemo/bin/python $(FACES) tests/integrations/test_nemo_gym.py $(FAULTS)
+	@test ! -d .venv-faces-nemo || .venv-faces-nemo/bin/python $(FACES) tests/integrations/test_nemo_gym.py tests/integrations/test_nemo_gym_rows.py $(FAULTS)
 	@test ! -d .venv-faces-logs || .venv-faces-logs/bin/python $(FACES) tests/rollouts/imports tests/integrations/test_inspect.py
 	@test ! -d .venv-faces-skyrl || JAX_PLATFORMS=cpu .venv-faces-skyrl/bin/python $(FACES) tests/integrations/test_skyrl.py
 	@test ! -d .venv-faces-verl || PYTHONPATH=$(SLIME):$(RLLM) OMP_NUM_THREADS=1 \

@@ -21,7 +21,6 @@ samples are those of 0.7.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI, HTTPException
@@ -32,8 +31,8 @@ from nemo_gym.global_config import get_first_server_config_dict
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
-from palaestra import JSON, ConfigError, Message, RolloutFunction, Trajectory, Unscored
-from palaestra.integrations.turns import TurnTokens, sampled_turns
+from palaestra import JSON, ConfigError, RolloutFunction, Trajectory, Unscored
+from palaestra.integrations.turns import TurnTokens, response_items, sampled_turns
 
 KEPT_ANSWERS = 1024
 """The number of recent rollouts that `/verify` can return."""
@@ -161,25 +160,12 @@ def output_items(played: Trajectory) -> list[JSON]:
         raise ConfigError(f"{played.rollout_id} has {len(turns)} model calls, but {len(replies)} replies in history")
     tokens, items = iter(turns), list[JSON]()
     for message in played.messages:
-        if message["role"] == "assistant":
-            made = list(_reply_items(message, f"{played.rollout_id}_{len(items)}"))
-            made[-1] |= _training_fields(next(tokens, None))
+        if message["role"] in ("assistant", "tool"):
+            made = list(response_items(message, f"{played.rollout_id}_{len(items)}"))
+            if message["role"] == "assistant":
+                made[-1] |= _training_fields(next(tokens, None))
             items += made
-        elif message["role"] == "tool":
-            text = str(message["content"])
-            items.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": text})
     return items
-
-
-def _reply_items(message: Message, name: str) -> Iterator[dict[str, JSON]]:
-    calls, text = message.get("tool_calls") or [], message.get("content") or ""
-    if text or not calls:
-        content: JSON = [{"type": "output_text", "text": text, "annotations": []}]
-        yield {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed", "content": content}
-    for call in calls:
-        function: Mapping[str, JSON] = call["function"]
-        named = {"name": function["name"], "arguments": function["arguments"], "call_id": call["id"], "id": call["id"]}
-        yield {"type": "function_call", "status": "completed", **named}
 
 
 def _training_fields(turn: TurnTokens | None) -> dict[str, JSON]:

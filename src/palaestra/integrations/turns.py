@@ -3,10 +3,10 @@ rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from palaestra import ConfigError, Trajectory
+from palaestra import JSON, ConfigError, Message, Trajectory
 
 
 class TurnTokens(NamedTuple):
@@ -40,3 +40,20 @@ def sampled_turns(trajectory: Trajectory) -> Iterator[TurnTokens]:
             row.tokens[start:stop],
             row.logprobs[start:stop],
         )
+
+
+def response_items(message: Message, name: str) -> Iterator[dict[str, JSON]]:
+    """Yield the output items of the Responses API for a reply or a tool result. `name` makes the id of a text unique.
+    Source: OpenAI's Responses API, `ResponseOutputMessage`, `ResponseFunctionToolCall` and `FunctionCallOutput`."""
+    text = message.get("content") or ""
+    if message["role"] == "tool":
+        yield {"type": "function_call_output", "call_id": message["tool_call_id"], "output": str(text)}
+        return
+    calls = message.get("tool_calls") or []
+    if text or not calls:
+        content: JSON = [{"type": "output_text", "text": text, "annotations": []}]
+        yield {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed", "content": content}
+    for call in calls:
+        function: Mapping[str, JSON] = call["function"]
+        named = {"name": function["name"], "arguments": function["arguments"], "call_id": call["id"], "id": call["id"]}
+        yield {"type": "function_call", "status": "completed", **named}

@@ -17,7 +17,7 @@ from typing import Self, TypeAlias, TypeVar
 
 import msgspec
 
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Task
 from palaestra.core.user_code import ForeignError, foreign, settled
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.call_text import ToolCall as ToolCall
@@ -279,6 +279,10 @@ class Tool(ABC):
     def is_available(self) -> tuple[bool, str | None]:
         """Return whether the tool can be used here, and if not, the reason."""
         return True, None
+
+    def for_task(self, task: Task) -> Tool | None:
+        """Return the tool as the rollouts of one task get it, or None if they do not get it."""
+        return self
 
     def missing(self) -> str | None:
         """Return the reason why the tool cannot be used here, or None."""

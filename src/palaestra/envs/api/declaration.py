@@ -10,7 +10,7 @@ from typing import TypeAlias
 from palaestra.core.config import setting
 from palaestra.core.types import Task
 from palaestra.envs.config.fields import HeldOutConfig
-from palaestra.tools.decorator import TypedTool
+from palaestra.tools.tool import Tool
 
 HookFunction: TypeAlias = Callable[..., object]
 Source: TypeAlias = Callable[[], Awaitable[object]]
@@ -56,4 +56,4 @@ class Declaration:
     label_names: tuple[str, ...]
     scores: list[ScoreHook] = field(default_factory=list)
     preparation: Hook | None = None
-    tools: list[TypedTool] = field(default_factory=list)
+    tools: list[Tool] = field(default_factory=list)

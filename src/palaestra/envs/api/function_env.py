@@ -124,7 +124,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
             raise TaskError(f"task {task.id}: {error}") from None
 
     def _kit(self, toolsets: Sequence[str], task: Task, rng: random.Random) -> Kit:
-        own = [tool.for_task(task) for tool in self.form.tools]
+        own = [offered for tool in self.form.tools if (offered := tool.for_task(task)) is not None]
         return kit(self.config, toolsets, rng, own, self._mcp, self.shared)
 
     def prepares(self, task: Task) -> bool:
