@@ -14,6 +14,9 @@ warm up and are not counted. `main process` is also divided by stage and by func
 4 ms of its processor time, and the sample counts for the innermost function of the package on the stack, and
 for the innermost stage. Processor time says more than wall time on a machine that others use too.
 
+With 1 rollout at a time, the script also shows the `waterfall` of a rollout: what it waits for, one after the other, in
+wall time (means over the rollouts; the ratio is the share of the whole), and `between them`, the time of its own code.
+
 Target: at 16, the bare commands take at least 0.55 of the time of the rollout.
 """
 
@@ -25,7 +28,10 @@ import os
 import resource
 import signal
 import sys
-from collections import Counter
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
@@ -54,6 +60,69 @@ STAGES = {
     "rollouts/group.py": "group",
 }
 """The stages by the end of the path of the file whose innermost frame decides; the rest is the event loop."""
+
+
+WAITS = {
+    "palaestra.inference.engines.openai:OpenAIEngine.chat_completion": "model call",
+    "palaestra.sandbox.pool:Snapshots.compose": "prepare the files",
+    "palaestra.sandbox.pool:SlotPool.acquire": "get a slot",
+    "palaestra.sandbox.local.local_slot:LocalSlot.execute": "command",
+    "palaestra.sandbox.local.local_slot:LocalSlot.freeze": "stop the processes",
+    "palaestra.sandbox.pool:SlotPool.seal": "seal the slot",
+    "palaestra.sandbox.pool:SlotPool.changes": "list the changes",
+    "palaestra.sandbox.pool:SlotPool.release": "end a slot",
+    "palaestra.rollouts.journal.journal:Journal.commit": "write to the disk",
+}
+"""What a rollout waits for, by the coroutine methods that wait."""
+
+
+class Waterfall:
+    """The waits of rollouts that run one after the other, each by its kind and its number in the rollout."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._seen: Counter[str] = Counter()
+        self._waited_s = 0.0
+        self._busy = True
+        """Whether a wait is under way, whose parts do not count, or no rollout runs."""
+
+    def record(self) -> None:
+        """Wrap the methods from now on."""
+        for place, name in {**WAITS, "palaestra.rollouts.group:GroupRun.run": ""}.items():
+            module, _, path = place.partition(":")
+            owner, method = path.split(".")
+            kind = getattr(import_module(module), owner)
+            setattr(kind, method, self._timed(getattr(kind, method), name))
+
+    def _timed(self, method, name: str):
+        async def call(*arguments, **settings):
+            if name and self._busy:
+                return await method(*arguments, **settings)
+            began_s = time.perf_counter()
+            if not name:
+                self._seen.clear()
+                self._waited_s = 0.0
+            self._busy = bool(name)
+            try:
+                return await method(*arguments, **settings)
+            finally:
+                took_s = time.perf_counter() - began_s
+                self._busy = not name
+                if name:
+                    self._seen[name] += 1
+                    self._waited_s += took_s
+                    self._seconds[f"{name} {self._seen[name]}"].append(took_s)
+                else:
+                    self._seconds["a rollout"].append(took_s)
+                    self._seconds["between them"].append(took_s - self._waited_s)
+
+        return call
+
+    def means(self) -> Iterator[tuple[str, float]]:
+        """Yield each wait with its mean in milliseconds, in their order; the whole and the rest come last."""
+        last = ("between them", "a rollout")
+        for name in [*(name for name in self._seconds if name not in last), *last]:
+            yield name, sum(self._seconds[name]) * 1e3 / len(self._seconds["a rollout"])
 
 
 class Sampler:
@@ -185,6 +254,15 @@ async def sample(url: str, concurrency: int, rollouts: int) -> measure.Sample:
     return numbers
 
 
+async def waterfall(url: str, rollouts: int) -> measure.Sample:
+    """Return the milliseconds of each wait of a rollout."""
+    await throughput.palaestra(url, 1, 4)
+    found = Waterfall()
+    found.record()
+    await throughput.palaestra(url, 1, rollouts)
+    return dict(found.means())
+
+
 def rows(concurrency: int, numbers: measure.Sample) -> list[measure.Row]:
     """Return the rows of one concurrency; ratios are shares of the whole or, below `main process`, shares of it."""
     parts = {name: value for name, value in numbers.items() if not name.startswith(("stage ", "in ", BARE))}
@@ -212,6 +290,11 @@ def main() -> int:
             samples = [measure.fresh_process(__file__, "--sample", url, *sizes) for _ in range(options.rounds)]
             by_whole = sorted(samples, key=lambda each: rows(concurrency, each)[0].value)
             table += rows(concurrency, by_whole[len(by_whole) // 2])  # the shares belong to one run, so no medians
+        rollouts = str(QUICK[1] if options.quick else SIZES[1])
+        falls = [measure.fresh_process(__file__, "--waterfall", url, rollouts) for _ in range(options.rounds)]
+        middle = sorted(falls, key=lambda each: each["a rollout"])[len(falls) // 2]
+        for name, took_ms in middle.items():
+            table.append(measure.Row(f"waterfall: {name}", took_ms, "ms", took_ms / middle["a rollout"]))
     title = f"Processor time of a rollout, the middle one of {options.rounds} runs; ratios are shares"
     return measure.report(title, table, options.json)
 
@@ -219,5 +302,7 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--sample"]:
         print(json.dumps(asyncio.run(sample(sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))))
+    elif sys.argv[1:2] == ["--waterfall"]:
+        print(json.dumps(asyncio.run(waterfall(sys.argv[2], int(sys.argv[3])))))
     else:
         sys.exit(main())

@@ -121,7 +121,7 @@ class Desk:
             slot = await self.talk.seat.sandbox()
             done = await slot.execute(command, timeout_s=OWN_COMMAND_S, on_output=output)
             told = done.output
-            reply = {"exit_code": done.exit_code}
+            reply = {"output": "", "exit_code": done.exit_code}  # the output was shown as it came
             error = "" if done.metadata.get("timeout") is not True else done.error
             self.screen.show(ToolEnded(call_id=name, name="!", text=json.dumps(reply), error=error))
         finally:
