@@ -143,6 +143,7 @@ def test_huge_output_unknown_users_and_missing_directories_are_errors_of_the_com
     ("config", "message"),
     [
         ("Dockerfile", "docker export"),
+        ("Dockerfile", "base_image: from"),
         ("my/compose.yaml", "docker export"),
         (ComposeConfig(services={}), "docker export"),
         ("no-image.tar", "does not exist"),
@@ -168,6 +169,50 @@ def test_a_yaml_file_configures_the_slots(tmp_path: Path) -> None:
     file.write_text("colour: red")
     with pytest.raises(ConfigError, match="colour"):
         asyncio.run(PalaestraSandbox.task_init("test", str(file)))
+
+
+def dockerfile(folder: Path, *lines: str) -> str:
+    folder.mkdir()
+    (folder / "note.txt").write_text("copied")
+    file = folder / "Dockerfile"
+    file.write_text("\n".join(["FROM debian:12", *lines]))
+    return str(file)
+
+
+def test_a_dockerfile_is_built_in_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "palaestra-sandbox.yaml"
+    config.write_text("base_image: host\nenv: {COLOUR: red}\n")
+    monkeypatch.setenv("PALAESTRA_INSPECT_CONFIG", str(config))
+    monkeypatch.setenv("PALAESTRA_STATE", str(tmp_path / "state"))
+    lines = ("ENV SHAPE=round", "WORKDIR /srv/work", "COPY note.txt .", "RUN echo built > /srv/built.txt")
+    file = dockerfile(tmp_path / "environment", *lines)
+    check = 'test "$(pwd) $COLOUR $SHAPE $(cat note.txt a.txt /srv/built.txt)" = "/srv/work red round copied1built"'
+    task = inspect_ai.Task(
+        dataset=[
+            Sample(input="x", target="done", id=number, files={"a.txt": "1"}, setup=f"#!/bin/sh\n{check}")
+            for number in range(2)
+        ],
+        scorer=includes(),
+        sandbox=("palaestra", file),
+    )
+    log = inspect_ai.eval(task, model=mock("done", "done"), display="none", log_dir=str(tmp_path / "logs"))[0]
+    assert log.status == "success", log.error
+
+
+def test_a_dockerfile_that_cannot_be_built_names_the_instruction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "palaestra-sandbox.yaml"
+    config.write_text("base_image: host")
+    monkeypatch.setenv("PALAESTRA_INSPECT_CONFIG", str(config))
+    file = dockerfile(tmp_path / "environment", "RUN echo no >&2; exit 3")
+
+    async def main() -> None:
+        await PalaestraSandbox.task_init("test", file)
+        await PalaestraSandbox.sample_init("test", file, {})
+
+    with pytest.raises(palaestra.PalaestraError, match="exit 3"):
+        asyncio.run(main())
 
 
 def test_an_image_is_the_root_of_the_slots(tmp_path: Path) -> None:

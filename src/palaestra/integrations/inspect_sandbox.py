@@ -5,9 +5,9 @@ The event loop of an evaluation has one pool of slots, which ends with the last 
 system directories read-only, or with an image, and has no network unless the configuration allows one. Whatever a
 sample names (files, paths, commands, users) is looked up in its slot alone.
 
-What slots do not offer is refused: Dockerfiles and compose files, other users below the isolation level `full`, a shell
-command to connect with, and Trio. A command that timed out is not repeated, whatever `timeout_retry` is, because a slot
-does not lose commands.
+A Dockerfile is built once, in a slot, if the configuration names a base for it. What slots do not offer is refused:
+compose files, other users below the isolation level `full`, a shell command to connect with, and Trio. A command that
+timed out is not repeated, whatever `timeout_retry` is, because a slot does not lose commands.
 
 Needs the package `inspect-ai`. Source: `inspect_ai.util.SandboxEnvironment` of Inspect 0.3.285.
 """
@@ -23,7 +23,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import yaml
@@ -50,6 +50,10 @@ from palaestra import (
     Slot,
     SlotPool,
     SlotPoolConfig,
+    TaskSandbox,
+    TaskSandboxes,
+    TaskSandboxSettings,
+    TaskSandboxSpec,
 )
 
 _log = logging.getLogger(__name__)
@@ -58,6 +62,9 @@ CONFIG_FILE = "palaestra-sandbox.yaml"
 INSTEAD = "PALAESTRA_INSPECT_CONFIG"
 """The environment variable whose value is the configuration for samples that declare a Dockerfile or a compose file."""
 
+_WORKDIR = "/workspace"
+_PAGE = "docs/inspect.md"
+_BUILD_S = 3600.0
 _LONGEST_S = 7 * 24 * 3600.0
 _MOST_OUTPUT, _MOST_STDIN = 16 << 20, 32 << 20
 _SETPRIV = "/usr/bin/setpriv"
@@ -73,6 +80,13 @@ class PalaestraSandboxConfig(BaseModel):
 
     image: str | None = None
     """A root file system on this machine: a directory, a tar file or an OCI layout. Default: the host's programs."""
+    base_image: str | None = None
+    """What the Dockerfiles of samples are built over: a root file system, `host` (this machine's programs), or `from`
+    (the image that FROM names, from `palaestra images pull`)."""
+    pull: Literal["never", "missing"] = "never"
+    """Whether images that Dockerfiles name are pulled if they are missing."""
+    dockerfile: str | None = None
+    """The Dockerfile of a sample, which Inspect names."""
     network: bool | list[str] = False
     """Whether the slot has a network, or the only hosts that it may reach."""
     memory: str | int | None = None
@@ -83,8 +97,8 @@ class PalaestraSandboxConfig(BaseModel):
     """The maximum number of cores."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for all commands."""
-    workdir: str = "/workspace"
-    """The directory where commands start and relative paths begin."""
+    workdir: str | None = None
+    """The directory where commands start and relative paths begin. Default: that of the Dockerfile, or /workspace."""
     isolation: str = "best"
     """The lowest isolation level that is acceptable: full, userns, confined or none."""
 
@@ -129,11 +143,14 @@ _POOLS = _Pools()
 
 @sandboxenv(name="palaestra")
 class PalaestraSandbox(SandboxEnvironment):  # type: ignore[misc]
-    """A slot as a sandbox of Inspect. Commands start in `workdir`. `box`, if it is given, ends with the sample."""
+    """A slot as a sandbox of Inspect. Commands start in `workdir`, and those without a user run as `user`, by default
+    root. `box`, if it is given, ends with the sample."""
 
-    def __init__(self, slot: Slot, workdir: str = "/workspace", box: Sandbox | None = None) -> None:
+    def __init__(
+        self, slot: Slot, workdir: str = _WORKDIR, box: Sandbox | TaskSandbox | None = None, user: str = ""
+    ) -> None:
         super().__init__()
-        self.slot, self.workdir, self.box = slot, workdir, box
+        self.slot, self.workdir, self.box, self.user = slot, workdir, box, user
 
     # The life of tasks and samples
 
@@ -147,21 +164,27 @@ class PalaestraSandbox(SandboxEnvironment):  # type: ignore[misc]
                 f"an OCI layout on this machine"
             )
         _box(settings)
-        await _POOLS.open()
+        if settings.dockerfile is None:
+            await _POOLS.open()
 
     @classmethod
     async def sample_init(
         cls, task_name: str, config: BaseModel | str | None, metadata: dict[str, str]
     ) -> dict[str, SandboxEnvironment]:
-        """Lease a slot for a sample."""
+        """Lease a slot for a sample. The first sample with a Dockerfile waits until it is built."""
         settings = settings_of(config)
+        if settings.dockerfile is not None:
+            built = await _built(settings, settings.dockerfile)
+            workdir = settings.workdir or built.workdir
+            return {"default": cls(built.slot, workdir, built, built.user)}
+        workdir = settings.workdir or _WORKDIR
         box = await _box(settings, _POOLS.running()).__aenter__()
         try:
-            await box.slot.make_dir(settings.workdir)
+            await box.slot.make_dir(workdir)
         except BaseException:
             await box.__aexit__(None, None, None)
             raise
-        return {"default": cls(box.slot, settings.workdir, box)}
+        return {"default": cls(box.slot, workdir, box)}
 
     @classmethod
     async def sample_cleanup(
@@ -174,7 +197,9 @@ class PalaestraSandbox(SandboxEnvironment):  # type: ignore[misc]
         """End the slots of a sample, with every process in them."""
         for each in environments.values():
             box = each.as_type(PalaestraSandbox).box
-            if box is not None:
+            if isinstance(box, TaskSandbox):
+                await box.aclose()
+            elif box is not None:
                 await box.__aexit__(None, None, None)
 
     @classmethod
@@ -182,7 +207,8 @@ class PalaestraSandbox(SandboxEnvironment):  # type: ignore[misc]
         """Close the pool when its last task ends. Slots end with the evaluation even if `cleanup` is false."""
         if not cleanup:
             _log.warning("the sandbox palaestra keeps no slots: they end with the evaluation (--no-sandbox-cleanup)")
-        await _POOLS.close()
+        if settings_of(config).dockerfile is None:
+            await _POOLS.close()
 
     @classmethod
     async def cli_cleanup(cls, id: str | None) -> None:  # noqa: A002  # Inspect passes it by name
@@ -223,7 +249,7 @@ class PalaestraSandbox(SandboxEnvironment):  # type: ignore[misc]
         stdin = input.encode() if isinstance(input, str) else input or b""
         limit = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
         with _infrastructure():
-            argv, extra = await self._as_user(list(cmd), user)
+            argv, extra = await self._as_user(list(cmd), user or self.user)
             if isinstance(argv, str):
                 return ExecResult(False, _CANNOT_RUN, "", argv)
             if len(stdin) > _MOST_STDIN:
@@ -312,11 +338,13 @@ def settings_of(config: BaseModel | str | None) -> PalaestraSandboxConfig:
     path = Path(config) if isinstance(config, str) else None
     if path is None or "dockerfile" in path.name.lower() or path.stem.endswith("compose"):
         if instead := os.environ.get(INSTEAD):
-            return _without_docker(config, instead)
+            return _instead(config, instead)
+        builds = path is not None and path.name == "Dockerfile"
+        way = f" with `base_image: host` or `base_image: from`, over which slots build it (see {_PAGE})"
         raise ConfigError(
-            f"the sandbox palaestra does not build {config if path is not None else type(config).__name__}: make a "
-            f"root file system of its image (`docker build`, `docker create`, `docker export`), and set {INSTEAD} to "
-            f"that tar file, or to a {CONFIG_FILE}"
+            f"the sandbox palaestra does not build {config if path is not None else type(config).__name__} without "
+            f"being told how: set {INSTEAD} to a {CONFIG_FILE}{way if builds else ''}, or to a root file system of its "
+            "image (`docker build`, `docker create`, `docker export`)"
         )
     if path.suffix not in (".yaml", ".yml"):
         return PalaestraSandboxConfig(image=str(path.absolute()))
@@ -325,15 +353,34 @@ def settings_of(config: BaseModel | str | None) -> PalaestraSandboxConfig:
         found = PalaestraSandboxConfig.model_validate(given)
     except (OSError, yaml.YAMLError, ValidationError) as error:
         raise ConfigError(f"the configuration {config} of the sandbox palaestra cannot be used: {error}") from None
-    image = found.image and str(path.parent.absolute() / found.image)
-    return found.model_copy(update={"image": image})
+    folder = path.parent.absolute()
+    image = found.image and str(folder / found.image)
+    base = found.base_image if found.base_image in (None, "host", "from") else str(folder / found.base_image)
+    return found.model_copy(update={"image": image, "base_image": base, "dockerfile": None})
 
 
-def _without_docker(config: BaseModel | str, instead: str) -> PalaestraSandboxConfig:
+def _instead(config: BaseModel | str, instead: str) -> PalaestraSandboxConfig:
+    """Return the settings in the place of a Dockerfile or a compose file, or those by which the Dockerfile is built."""
     if Path(instead).stem.endswith("compose") or "dockerfile" in Path(instead).name.lower():
         raise ConfigError(f"{INSTEAD} must be the path of an image or of a {CONFIG_FILE}, not {instead}")
+    settings = settings_of(instead)
+    if settings.base_image is not None and isinstance(config, str) and Path(config).name == "Dockerfile":
+        return settings.model_copy(update={"dockerfile": str(Path(config).absolute())})
     _log.info("the sandbox palaestra uses %s instead of %.100r", instead, config)
-    return settings_of(instead)
+    return settings
+
+
+async def _built(settings: PalaestraSandboxConfig, dockerfile: str) -> TaskSandbox:
+    """Return a sandbox of the image that a Dockerfile builds. Raises `ImageError`, `TaskError` or `PrepareError` with
+    the instruction that fails."""
+    folder, spec = Path(dockerfile).parent, _box(settings).spec
+    sandboxes = await TaskSandboxes.of_loop(
+        TaskSandboxSettings(base_image=settings.base_image, pull=settings.pull, isolation=settings.isolation)
+    )
+    wanted = TaskSandboxSpec(
+        folder.name, folder, network=spec.network, limits=spec.limits, env=dict(spec.env), build_timeout_s=_BUILD_S
+    )
+    return await sandboxes.open(wanted)
 
 
 def _box(settings: PalaestraSandboxConfig, pool: SlotPool | None = None) -> Sandbox:

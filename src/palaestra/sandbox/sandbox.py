@@ -137,6 +137,11 @@ class Sandbox:
         return self._slot
 
     @property
+    def spec(self) -> SlotSpec:
+        """What the sandbox is made of; also known before the block is entered."""
+        return self._spec
+
+    @property
     def isolation(self) -> str:
         """The name of the isolation level in force."""
         return self.slot.rung.label

@@ -76,6 +76,16 @@ class TaskSandbox:
         self._homes: dict[tuple[str, str], str] = {}
 
     @property
+    def workdir(self) -> str:
+        """The directory in which the commands of the task start."""
+        return self._defaults.workdir
+
+    @property
+    def user(self) -> str:
+        """The user who runs the commands of the task; empty for root."""
+        return self._defaults.user
+
+    @property
     def services(self) -> list[str]:
         """The names of the task's services besides `main`."""
         return [] if self.group is None else [name for name in self.group.slots if name != MAIN]
