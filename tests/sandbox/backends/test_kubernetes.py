@@ -6,6 +6,7 @@ Without kubectl, or without root for the stand-in's pods, these tests skip.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -41,7 +42,17 @@ pytestmark = [
 ]
 
 IMAGE = "python:3.11"
-OLD_PYTHON = next(iter(sorted(Path("/root/.pyenv/versions").glob("3.[89].*/bin/python3"))), None)
+
+
+def old_python() -> Path | None:
+    """A Python that is too old for the slot server, of pyenv."""
+    versions = Path(os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv")), "versions")
+    with contextlib.suppress(PermissionError):  # tests also run as a user without a home
+        return next(iter(sorted(versions.glob("3.[89].*/bin/python3"))), None)
+    return None
+
+
+OLD_PYTHON = old_python()
 OLD_IMAGE = {"images": {IMAGE: f"{OLD_PYTHON and OLD_PYTHON.parent}:{PATH}"}}
 USERNS = {"rung": Rung.USERNS}
 ENVIRONMENT = """
