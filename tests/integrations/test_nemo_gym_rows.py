@@ -64,7 +64,7 @@ class Counters:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         app = web.Application()
-        for name in ("seed_session", "increment_counter", "get_counter_value", "verify"):
+        for name in ("seed_session", "increment_counter", "get_counter_value", "long_answer", "verify"):
             app.router.add_post(f"/{name}", getattr(self, name))
         async with listening(app, "127.0.0.1", 0, shutdown_s=0.01) as url:
             yield url
@@ -83,6 +83,9 @@ class Counters:
 
     async def get_counter_value(self, request: web.Request) -> web.Response:
         return web.json_response({"count": self.counts[request.cookies["session"]]})
+
+    async def long_answer(self, request: web.Request) -> web.Response:
+        return web.Response(text="x" * (1 << 18))
 
     async def verify(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -133,6 +136,18 @@ def test_tools_share_the_session_and_the_server_gives_the_reward(
         kinds = [item["type"] for item in body["response"]["output"]]
         assert kinds == ["function_call", "function_call_output"] * (len(replies) - 1) + ["message"]
         assert json.loads(body["response"]["output"][1]["output"]) == {"success": True}
+
+    asyncio.run(main())
+
+
+def test_a_long_answer_arrives_whole(tmp_path: Path) -> None:
+    async def main() -> None:
+        counters = Counters()
+        row = {**PLAIN, "responses_create_params": {"input": "Ask.", "tools": [function("long_answer")]}}
+        async with counters.serving() as url:
+            await played(file_of(tmp_path, row), url, [("long_answer", {}), "done"])
+        answer = counters.verified[0]["response"]["output"][1]["output"]
+        assert len(answer) == 1 << 18
 
     asyncio.run(main())
 

@@ -34,7 +34,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.io.file_lock import file_lock
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
-from palaestra.sandbox.images.folders import default_folder
+from palaestra.sandbox.images.image_folders import default_folder
 from palaestra.sandbox.slot import Mount
 
 HOME = "/tmp/agent"  # noqa: S108  inside the slot, outside the workspace that is graded

@@ -63,6 +63,7 @@ from inspect_ai.util._sandbox import context
 
 from palaestra import JSON, ConfigError, FunctionEnvConfig, Message, Say, Score, Slot, Task, WorkError, environment
 from palaestra.integrations.inspect_sandbox import PalaestraSandbox, settings_of
+from palaestra.integrations.turns import prompt_length
 
 _log = logging.getLogger(__name__)
 
@@ -267,8 +268,7 @@ class _LoadedTask:
         """Return the score of a rollout: the mean over the task's scorers, whose values are metrics too. An error that
         the work caused in a scorer raises `WorkError`."""
         sample = Sample.model_validate(task.data["sample"])
-        start = len(task.messages()) + (messages[:1] != task.messages()[:1])  # the run's own system message
-        reply = _messages(messages[start:])
+        reply = _messages(messages[prompt_length(task, messages) :])
         values: dict[str, float] = {}
         detail: dict[str, JSON] = {}
         wanted = self.task.sandbox or sample.sandbox or task.toolsets

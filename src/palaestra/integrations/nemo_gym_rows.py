@@ -39,7 +39,7 @@ from palaestra import (
     ToolSchema,
     environment,
 )
-from palaestra.integrations.turns import response_items
+from palaestra.integrations.turns import prompt_length, response_items
 
 _log = logging.getLogger(__name__)
 
@@ -140,8 +140,8 @@ class _Rows:
         session = await self.session(rollout_id, task.id)
         self._sessions.pop(rollout_id, None)
         row = self._rows[int(task.id)]
-        prompt = len(task.messages()) + (messages[:1] != task.messages()[:1])  # the run's own system message
-        answer = await session.verified(row, _response(row, rollout_id, messages[prompt:]))
+        played = messages[prompt_length(task, messages) :]
+        answer = await session.verified(row, _response(row, rollout_id, played))
         if answer.get("mask_sample"):
             why = answer.get("failure_reason") or answer.get("failure_kind") or "no reason"
             raise InfraError(f"the resources server masks this rollout: {why!s:.500}")
@@ -173,7 +173,12 @@ class _Session:
                 aiohttp.ClientSession(timeout=_TIMEOUT, cookie_jar=aiohttp.DummyCookieJar()) as client,
                 client.post(f"{self._server}/{path}", json=body, cookies=self._cookies, allow_redirects=False) as reply,
             ):
-                text = (await reply.content.read(_MOST_REPLY_BYTES)).decode("utf-8", "replace")
+                data = bytearray()
+                async for piece in reply.content.iter_chunked(1 << 16):
+                    data += piece
+                    if len(data) > _MOST_REPLY_BYTES:
+                        raise ValueError(f"its answer is larger than {_MOST_REPLY_BYTES >> 20} MiB")
+                text = data.decode("utf-8", "replace")
                 self._cookies |= {name: morsel.value for name, morsel in reply.cookies.items()}
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise InfraError(

@@ -3,10 +3,10 @@ rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from palaestra import JSON, ConfigError, Message, Trajectory
+from palaestra import JSON, ConfigError, Message, Task, Trajectory
 
 
 class TurnTokens(NamedTuple):
@@ -57,3 +57,9 @@ def response_items(message: Message, name: str) -> Iterator[dict[str, JSON]]:
         function: Mapping[str, JSON] = call["function"]
         named = {"name": function["name"], "arguments": function["arguments"], "call_id": call["id"], "id": call["id"]}
         yield {"type": "function_call", "status": "completed", **named}
+
+
+def prompt_length(task: Task, messages: Sequence[Message]) -> int:
+    """Return how many of a rollout's messages came before the agent: those of the task and, in front of them, the run's
+    own system message, if it has one."""
+    return len(task.messages()) + (messages[:1] != task.messages()[:1])

@@ -45,6 +45,7 @@ from palaestra import (
     ToolRun,
     environment,
 )
+from palaestra.integrations.turns import prompt_length
 
 _log = logging.getLogger(__name__)
 
@@ -198,7 +199,7 @@ class _Loaded:
         """Return the weighted sum of the task's rewards. Raises what its hooks raise."""
         theirs = self._tasks[task.id]
         state = self._states.pop(rollout_id, None) or state_cls(type(theirs))()
-        prompt = len(task.messages()) + (messages[:1] != task.messages()[:1])  # the run's own system message
+        prompt = prompt_length(task, messages)
         trace, runtime = _trace(theirs, _nodes(messages, prompt), state), SlotRuntime(slot)
         try:
             await theirs.finalize(trace, runtime)

@@ -25,7 +25,8 @@ import tempfile
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -35,7 +36,8 @@ from aiohttp import web
 from palaestra.core.io.http_server import Handler, listening
 from palaestra.core.types import JSON
 from palaestra.testing.fake_kubernetes_exec import SPDY, SpdyConnection, answer_websocket
-from palaestra.testing.fake_kubernetes_pod import PATH, Node, RunningPod, now
+from palaestra.testing.fake_kubernetes_pod import PATH, PodNode, RunningPod, now
+from palaestra.testing.served import served_in_thread
 
 _HEAD_BYTES = 64 << 10
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -318,7 +320,7 @@ class FakeKubernetes:
             short = "cpu" if cpus + sum(each[0] for each in used) > self._cpus else ""
             short = "memory" if memory + sum(each[1] for each in used) > self._memory else short
             if not short:
-                await pod.run(Node(self._images, self._folder, self.pull_s, self._release))
+                await pod.run(PodNode(self._images, self._folder, self.pull_s, self._release))
                 return
             message = f"0/1 nodes are available: 1 Insufficient {short}. preemption: 0/1 nodes are available: 1 No "
             message += "preemption victims found for incoming pod."
@@ -529,26 +531,9 @@ def _selection(namespace: str, query: Mapping[str, str]) -> Callable[[JSON], boo
     return selects
 
 
-@contextlib.contextmanager
-def fake_kubernetes(**settings: Any) -> Iterator[FakeKubernetes]:
+def fake_kubernetes(**settings: Any) -> AbstractContextManager[FakeKubernetes]:
     """Run the stand-in in its own thread, for programs without a running event loop."""
-    ready, over = threading.Event(), threading.Event()
-    made: list[FakeKubernetes] = []
-
-    async def serve() -> None:
-        async with FakeKubernetes(**settings) as kubernetes:
-            made.append(kubernetes)
-            ready.set()
-            await asyncio.to_thread(over.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="fake-kubernetes")
-    thread.start()
-    try:
-        ready.wait(20)
-        yield made[0]
-    finally:
-        over.set()
-        thread.join()
+    return served_in_thread(lambda: FakeKubernetes(**settings), "fake-kubernetes")
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ shift; echo ready; exec "$@" </dev/null
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class PodNode:
     """What the stand-in's node has: `images` maps names to the PATH of their containers, `pull_s` is the duration of a
     pull."""
 
@@ -101,7 +101,7 @@ class RunningPod:
         self.status["conditions"] = [condition]
         self._changed(self)
 
-    async def run(self, node: Node) -> None:
+    async def run(self, node: PodNode) -> None:
         """Pull the image, run the pod's command, and record its end."""
         self.status["conditions"] = [{"type": "PodScheduled", "status": "True"}]
         self.definition["spec"]["nodeName"] = "stand-in"
@@ -138,7 +138,7 @@ class RunningPod:
             message = self._log.decode(errors="replace").strip() if code else ""
             self._end("Failed" if code else "Succeeded", code, "Error" if code else "Completed", message)
 
-    async def _start(self, node: Node, path: str) -> None:
+    async def _start(self, node: PodNode, path: str) -> None:
         folder = node.folder / self.name
         mounts: list[str] = []
         volumes = {each["name"] for each in self.definition["spec"].get("volumes") or () if "emptyDir" in each}

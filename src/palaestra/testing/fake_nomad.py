@@ -17,10 +17,10 @@ import shutil
 import signal
 import socket
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -28,6 +28,7 @@ from aiohttp import web
 from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
 from palaestra.testing.fake_nomad_task import SECOND, RunningTask
+from palaestra.testing.served import served_in_thread
 
 _DEPLOYMENT_S = 10.0
 
@@ -515,26 +516,9 @@ def _duration(text: str) -> float:
     return float(found[1]) * {"ms": 0.001, "s": 1.0, "m": 60.0}[found[2]]
 
 
-@contextlib.contextmanager
-def fake_nomad(**settings: JSON) -> Iterator[FakeNomad]:
+def fake_nomad(**settings: JSON) -> AbstractContextManager[FakeNomad]:
     """Run the stand-in in its own thread, for programs without a running event loop."""
-    ready, over = threading.Event(), threading.Event()
-    made: list[FakeNomad] = []
-
-    async def serve() -> None:
-        async with FakeNomad(**settings) as nomad:
-            made.append(nomad)
-            ready.set()
-            await asyncio.to_thread(over.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="fake-nomad")
-    thread.start()
-    try:
-        ready.wait(20)
-        yield made[0]
-    finally:
-        over.set()
-        thread.join()
+    return served_in_thread(lambda: FakeNomad(**settings), "fake-nomad")
 
 
 def main() -> None:

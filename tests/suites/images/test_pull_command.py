@@ -15,7 +15,7 @@ from palaestra.cli.main import main
 from palaestra.core.errors import ImageError, TaskError
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.images.image_builder import ImageBuilder
-from palaestra.suites.images.pull_command import TaskImages
+from palaestra.suites.images.task_images import TaskImages
 from palaestra.suites.images.task_root import FROM, TaskRoots
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs the Debian package docker-registry")

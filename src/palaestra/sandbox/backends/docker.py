@@ -30,7 +30,7 @@ from palaestra.core.types import JSON, Limits
 from palaestra.sandbox.backends.owner import is_alive, process_name, this_host
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend, bound, run_command
 from palaestra.sandbox.creation_gate import CreationGate
-from palaestra.sandbox.images.folders import default_folder
+from palaestra.sandbox.images.image_folders import default_folder
 from palaestra.sandbox.images.image_store import ImageStore
 from palaestra.sandbox.images.reference import check_image, is_path
 from palaestra.sandbox.server_backend import levels

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from palaestra.core.errors import ImageError
 from palaestra.sandbox.images import unpack
-from palaestra.sandbox.images.folders import default_folder
+from palaestra.sandbox.images.image_folders import default_folder
 from palaestra.sandbox.images.pulled import pulled_layout
 from palaestra.sandbox.images.reference import is_path
 

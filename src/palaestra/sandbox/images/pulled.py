@@ -28,7 +28,7 @@ import msgspec
 from palaestra.core.errors import ImageError
 from palaestra.core.io.durable_files import UNREADABLE, private, read_regular, replaced
 from palaestra.core.types import JSON
-from palaestra.sandbox.images import folders
+from palaestra.sandbox.images import image_folders
 from palaestra.sandbox.images.reference import ImageName, image_name
 
 SCHEMA, VERSION = "palaestra.pulled", 1
@@ -40,7 +40,7 @@ _MAX_MANIFEST_BYTES = 4 << 20
 
 def default_folder() -> Path:
     """Return the folder of this user's pulled images."""
-    return Path(folders.default_folder("pulled"))
+    return Path(image_folders.default_folder("pulled"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.file_lock import file_lock
 from palaestra.core.types import JSON
-from palaestra.sandbox.images import folders
+from palaestra.sandbox.images import image_folders
 from palaestra.sandbox.slot import DEFAULT_STORE_BYTES
 from palaestra.sandbox.snapshots import fingerprints
 
@@ -42,7 +42,7 @@ _KEY = re.compile(r"[0-9a-f]{40}")
 
 def default_folder() -> Path:
     """Return the folder of this user's prepared workspaces."""
-    return Path(folders.default_folder("snapshots"))
+    return Path(image_folders.default_folder("snapshots"))
 
 
 @dataclass(frozen=True, slots=True)

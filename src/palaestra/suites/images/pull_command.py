@@ -3,68 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal
-from urllib.request import getproxies, proxy_bypass
+from dataclasses import asdict
 
 import click
 
 from palaestra.core.config import local_path
-from palaestra.core.io.file_lock import file_lock
-from palaestra.sandbox.images.pulled import PulledImage, PulledImages, pulled_layout
+from palaestra.sandbox.images.pulled import PulledImage, PulledImages
 from palaestra.sandbox.images.reference import image_name
-from palaestra.sandbox.images.registry.client import Access
-from palaestra.sandbox.images.registry.credentials import read_credentials
 from palaestra.sandbox.images.registry.pull import Progress, Pull
-
-PullPolicy = Literal["never", "missing"]
-"""Whether images that tasks name, and that are not on this machine, are pulled."""
-
-_log = logging.getLogger(__name__)
-
-
-def user_access(auth: str = "", *, plain_http: bool = False) -> Access:
-    """Return how this user reaches registries: with the credentials in `auth`, by default docker's `config.json`, and
-    with the proxies in the variables of the environment. Raises `ConfigError`."""
-    default = Path(os.environ.get("DOCKER_CONFIG") or "~/.docker", "config.json")
-    path = local_path(auth) if auth else default.expanduser()
-    if auth and not path.is_file():
-        raise click.BadParameter(f"{path} is not a file", param_hint="--auth")
-    return Access(read_credentials(path), plain_http, _proxy)
-
-
-def _proxy(scheme: str, host: str) -> str | None:
-    return None if proxy_bypass(host) else getproxies().get(scheme)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskImages:
-    """Finds the images that tasks name among those that were pulled, and pulls them if `policy` is `missing`. `folder`
-    is the folder of pulled images, by default this user's."""
-
-    policy: PullPolicy = "never"
-    folder: Path | None = None
-
-    async def find(self, name: str) -> Path | None:
-        """Return the OCI layout of an image, or None if it was not pulled. Raises `ImageError`."""
-        found = pulled_layout(name, self.folder)
-        if found is None and self.policy == "missing":
-            images = PulledImages(self.folder).open()
-            key = hashlib.sha256(str(image_name(name)).encode()).hexdigest()
-            async with file_lock(images.lock(f"name-{key}")):  # many tasks name the same image, and registries count
-                found = pulled_layout(name, self.folder)
-                if found is None:
-                    _log.info("pulling %s", name)
-                    found = (await Pull(images, user_access()).image(name)).path
-        return None if found is None else Path(found)
+from palaestra.suites.images.task_images import user_access
 
 
 @contextmanager
@@ -112,6 +63,8 @@ def pull_command(auth: str, store: str, plain_http: bool, as_json: bool, names: 
     Connections use https, and http only to this machine or with --plain-http. Pulled images stay until `palaestra
     images remove`.
     """
+    if auth and not local_path(auth).is_file():
+        raise click.BadParameter(f"{local_path(auth)} is not a file", param_hint="--auth")
     pull = Pull(_images(store), user_access(auth, plain_http=plain_http))
     for name in names:  # before the first of them is pulled
         image_name(name)

@@ -27,7 +27,7 @@ from palaestra.suites.images.dockerfile import (
     parse_recipe,
 )
 from palaestra.suites.images.image_builder import ImageBuilder, content_key, known_config, read_config
-from palaestra.suites.images.pull_command import TaskImages
+from palaestra.suites.images.task_images import TaskImages
 from palaestra.suites.task_files import Unsupported
 
 _log = logging.getLogger(__name__)

@@ -48,12 +48,12 @@ from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.images.agent_user import start_in, tools_of_user
 from palaestra.suites.images.as_user import UserSlot, is_root
 from palaestra.suites.images.image_builder import ImageBuilder
-from palaestra.suites.images.pull_command import TaskImages
 from palaestra.suites.images.pytest_toolchain import (
     TestTools,
     find_test_tools,
 )
 from palaestra.suites.images.slot_build import build_in_slot
+from palaestra.suites.images.task_images import TaskImages
 from palaestra.suites.images.task_root import TaskRoot, TaskRoots
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import read_bytes, read_text

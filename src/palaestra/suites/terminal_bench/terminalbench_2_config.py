@@ -7,7 +7,7 @@ from pydantic import Field
 from palaestra.contract.dataset_env import ListedEnvConfig
 from palaestra.core.config import later
 from palaestra.suites.build_once import CACHE_DIR
-from palaestra.suites.images.pull_command import PullPolicy
+from palaestra.suites.images.task_images import PullPolicy
 
 
 class TerminalBench2EvalConfig(ListedEnvConfig):

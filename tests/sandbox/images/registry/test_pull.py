@@ -25,9 +25,9 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.images.image_store import ImageStore
 from palaestra.sandbox.images.pulled import PulledImage, PulledImages
 from palaestra.sandbox.images.reference import image_name
-from palaestra.sandbox.images.registry.client import Access
 from palaestra.sandbox.images.registry.credentials import Credentials, read_credentials
 from palaestra.sandbox.images.registry.pull import Pull
+from palaestra.sandbox.images.registry.repository import RegistryAccess
 from palaestra.sandbox.images.unpack import architecture
 from palaestra.sandbox.slot import SlotSpec
 from programs import killed_after, until
@@ -46,10 +46,10 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
 
 @asynccontextmanager
 async def pulling(
-    registry: Registry | None, folder: Path, access: Access | None = None
+    registry: Registry | None, folder: Path, access: RegistryAccess | None = None
 ) -> AsyncIterator[tuple[Front, Pull]]:
     async with front(registry) as at:
-        yield at, Pull(PulledImages(folder), access or Access(), max_bytes=64 * MIB, retry=QUICK)
+        yield at, Pull(PulledImages(folder), access or RegistryAccess(), max_bytes=64 * MIB, retry=QUICK)
 
 
 def stored(folder: Path) -> set[str]:
@@ -160,9 +160,9 @@ def test_a_killed_pull_leaves_a_part_that_the_next_pull_continues(registry: Regi
     registry.push("killed", "latest", [big])
     script = (
         "import asyncio, sys; from pathlib import Path; from palaestra.sandbox.images.pulled import PulledImages; "
-        "from palaestra.sandbox.images.registry.client import Access; "
+        "from palaestra.sandbox.images.registry.repository import RegistryAccess; "
         "from palaestra.sandbox.images.registry.pull import Pull; "
-        "asyncio.run(Pull(PulledImages(Path(sys.argv[1])), Access()).image(sys.argv[2]))"
+        "asyncio.run(Pull(PulledImages(Path(sys.argv[1])), RegistryAccess()).image(sys.argv[2]))"
     )
     partial = tmp_path / "partial" / digest(big)[7:]
 
@@ -226,7 +226,7 @@ def test_a_registry_with_passwords(tmp_path: Path) -> None:
 
         def pull(auths: dict[str, object], **more: object) -> PulledImage:
             config.write_text(json.dumps({"auths": auths, **more}))
-            access = Access(read_credentials(config))
+            access = RegistryAccess(read_credentials(config))
             return asyncio.run(
                 Pull(PulledImages(tmp_path / "store"), access, retry=QUICK).image(f"{host}/private/image")
             )
@@ -269,7 +269,7 @@ def test_tokens_and_redirects(registry: Registry, tmp_path: Path) -> None:
                 at.token, at.realm = "t0ken", f"http://127.0.0.1:{port}/token"
                 with pytest.raises(PullError, match="access was refused"):
                     await pull.image(f"{at.host}/tokens")
-                pull.access = Access(Credentials({at.host: "Basic cGVyc29uOnB3"}))
+                pull.access = RegistryAccess(Credentials({at.host: "Basic cGVyc29uOnB3"}))
                 path = f"/v2/tokens/blobs/{digest(data)}"
                 refused = (
                     "http://192.0.2.1/x",
@@ -317,7 +317,7 @@ def test_only_this_machine_is_asked_over_http(tmp_path: Path) -> None:
         return f"http://127.0.0.1:{_free_port()}"
 
     for plain in (False, True):
-        pull = Pull(PulledImages(tmp_path), Access(plain_http=plain, proxy=proxy), retry=RetryPolicy(1))
+        pull = Pull(PulledImages(tmp_path), RegistryAccess(plain_http=plain, proxy=proxy), retry=RetryPolicy(1))
         with pytest.raises(PullError, match=r"the connection to https?://registry\.example failed"):
             asyncio.run(pull.image("registry.example:5000/name"))
     assert asked == [("https", "registry.example"), ("http", "registry.example")]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ConfigError, ContextExceeded
 from palaestra.core.exits import plural
+from palaestra.core.printable import without_middle
 from palaestra.doors.chat.terminal.people import FolderChanges, TerminalPeople
 from palaestra.doors.chat.terminal.screen import Screen
 from palaestra.doors.chat.terminal.styles import DIM, PLAIN, YELLOW
@@ -110,7 +111,7 @@ class Desk:
         if not command:
             raise ConfigError("type a command after the !, for example !git status; it runs in the sandbox")
         self._own_commands += 1
-        name, decoder, told = f"own {self._own_commands}", getincrementaldecoder("utf-8")("replace"), ""
+        name, decoder = f"own {self._own_commands}", getincrementaldecoder("utf-8")("replace")
 
         def output(data: bytes) -> None:
             self.screen.show(ToolOutput(call_id=name, text=decoder.decode(data)))
@@ -120,18 +121,15 @@ class Desk:
             self.screen.show(ToolBegun(call_id=name, name="!", arguments="", preview=command))
             slot = await self.talk.seat.sandbox()
             done = await slot.execute(command, timeout_s=OWN_COMMAND_S, on_output=output)
-            told = done.output
             reply = {"output": "", "exit_code": done.exit_code}  # the output was shown as it came
-            error = "" if done.metadata.get("timeout") is not True else done.error
+            error = done.error if done.metadata.get("timeout") else ""
             self.screen.show(ToolEnded(call_id=name, name="!", text=json.dumps(reply), error=error))
         finally:
             self.screen.live.end()
-        half = _MOST_TOLD_CHARS // 2
-        if len(told) > _MOST_TOLD_CHARS:
-            told = f"{told[:half]}\n… {len(told) - 2 * half} characters left out …\n{told[-half:]}"
+        told = without_middle(done.output, _MOST_TOLD_CHARS, "\n… {} characters left out …\n").rstrip()
         self.talk.history.note(
             f"The user ran a command in the sandbox: {command}\nIt ended with exit code {done.exit_code}"
-            f"{' and printed:' if told.strip() else ' and printed nothing.'}\n{told.rstrip()}".rstrip()
+            f"{' and printed:' if told else ' and printed nothing.'}\n{told}".rstrip()
         )
         await self.changes.offer(self.talk, self.opened.options.config.write)
 

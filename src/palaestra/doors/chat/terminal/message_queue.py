@@ -36,9 +36,8 @@ class MessageQueue:
 
     def take_messages(self) -> list[tuple[str, JSON]]:
         """Remove and return the messages before the first command, which begins with / or !: the text of each, and its
-        content. A message whose
-        files cannot be attached waits, so that its error is shown after the turn, and so does one whose pages must be
-        fetched."""
+        content. A message whose files cannot be attached waits, so that its error is shown after the turn, and so does
+        one whose pages must be fetched."""
         from palaestra.doors.chat.attachments import named_pages, with_files
 
         taken: list[tuple[str, JSON]] = []

@@ -26,8 +26,8 @@ from palaestra.sandbox.images.image_store import DEFAULT_IMAGE_BYTES
 from palaestra.sandbox.images.pulled import PulledImage, PulledImages
 from palaestra.sandbox.images.reference import image_name
 from palaestra.sandbox.images.registry import manifests
-from palaestra.sandbox.images.registry.client import Access, Repository, new_session
 from palaestra.sandbox.images.registry.manifests import Blob, ImageManifest
+from palaestra.sandbox.images.registry.repository import ImageRepository, RegistryAccess, new_session
 
 RETRY = RetryPolicy(attempts=5, first_s=0.5, longest_s=20.0)
 """The tries in a row for a manifest or for a blob. A blob's tries count from the start again after 16 MiB."""
@@ -48,7 +48,7 @@ class Pull:
     """The settings of pulls into one store. `max_bytes` limits the compressed size of one image."""
 
     images: PulledImages
-    access: Access
+    access: RegistryAccess
     max_bytes: int = DEFAULT_IMAGE_BYTES
     retry: RetryPolicy = RETRY
     clock: Clock | None = None
@@ -66,7 +66,7 @@ class Pull:
             return found
         with self.images.in_use():
             async with new_session() as session:
-                repository = Repository(session, name, self.access)
+                repository = ImageRepository(session, name, self.access)
                 try:
                     data, manifest = await self._manifest(repository, name.reference, str(name))
                     await self._blobs(repository, (manifest.config,), lambda done, total: None)
@@ -79,7 +79,7 @@ class Pull:
                 except OSError as error:
                     raise ImageError(f"{name} cannot be stored in {self.images.folder}: {error.strerror}") from error
 
-    async def _manifest(self, repository: Repository, reference: str, name: str) -> tuple[bytes, ImageManifest]:
+    async def _manifest(self, repository: ImageRepository, reference: str, name: str) -> tuple[bytes, ImageManifest]:
         """Return the manifest for this machine, following an index."""
         data, found = await self._read(repository, reference, name)
         digest, size = manifests.digest_of(data), len(data)
@@ -92,7 +92,7 @@ class Pull:
         blob = Blob(digest, size, str(found["mediaType"]))
         return data, manifests.image_manifest(found, blob, name, self.max_bytes)
 
-    async def _read(self, repository: Repository, reference: str, name: str) -> tuple[bytes, dict[str, Any]]:
+    async def _read(self, repository: ImageRepository, reference: str, name: str) -> tuple[bytes, dict[str, Any]]:
         async def ask(tries: int, left_s: float) -> tuple[bytes, str]:
             try:
                 async with asyncio.timeout(left_s):
@@ -109,7 +109,7 @@ class Pull:
         )
         return data, manifests.read(data, kind, name)
 
-    async def _blobs(self, repository: Repository, blobs: Sequence[Blob], progress: Progress) -> None:
+    async def _blobs(self, repository: ImageRepository, blobs: Sequence[Blob], progress: Progress) -> None:
         """Download the blobs that are missing, a few concurrently."""
         missing = [blob for blob in blobs if not self.images.blob(blob.value).exists()]
         self._check_disk(missing)
@@ -151,7 +151,7 @@ class Pull:
 class _Download:
     """The download of one blob, whose lock is held."""
 
-    def __init__(self, pull: Pull, repository: Repository, blob: Blob, arrived: Callable[[int], None]) -> None:
+    def __init__(self, pull: Pull, repository: ImageRepository, blob: Blob, arrived: Callable[[int], None]) -> None:
         self._pull, self._repository, self._blob, self._arrived = pull, repository, blob, arrived
         self._path = pull.images.partial(blob.value)
         self._have = 0

@@ -123,7 +123,7 @@ class UnusedNetworks:
     def _trial(self) -> tuple[bytes, ...]:
         """Return what a new namespace tells, or nothing if it tells too little here: if an open socket or a sent
         datagram does not show."""
-        network = _make_network()
+        network = self._new()
         try:
             unused = self._read(network)
             with self._inside(network), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
@@ -134,6 +134,16 @@ class UnusedNetworks:
             os.close(network)
         shows = opened[-1] != unused[-1] and sent[:-1] != unused[:-1] and sent[-1] == unused[-1]
         return unused if shows else ()
+
+    def _new(self) -> int:
+        """Return a descriptor of a new namespace whose loopback is up."""
+        syscalls.unshare(syscalls.CLONE_NEWNET)
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+                fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _UP_AND_RUNNING))
+            return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            syscalls.setns(self._own, syscalls.CLONE_NEWNET)
 
     def _read(self, network: int) -> tuple[bytes, ...]:
         with self._inside(network):
@@ -166,21 +176,6 @@ def _start_of(name: str) -> bytes:
         return os.read(file, _MOST_TEXT)
     finally:
         os.close(file)
-
-
-def _make_network() -> int:
-    """Return a descriptor of a new network namespace whose loopback is up. Needs root."""
-    own = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        syscalls.unshare(syscalls.CLONE_NEWNET)
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-                fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _UP_AND_RUNNING))
-            return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            syscalls.setns(own, syscalls.CLONE_NEWNET)
-    finally:
-        os.close(own)
 
 
 def make_range_namespace(maker: int = 0) -> int:

@@ -29,8 +29,8 @@ from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.images.image_builder import ImageBuilder
-from palaestra.suites.images.pull_command import PullPolicy, TaskImages
 from palaestra.suites.images.slot_build import build_in_slot
+from palaestra.suites.images.task_images import PullPolicy, TaskImages
 from palaestra.suites.images.task_root import TaskRoot, TaskRoots
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.terminal_bench.compose import read_services

@@ -36,7 +36,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class RegistryAccess:
     """How the user reaches registries. `plain_http` allows http to the registries that are named; loopback addresses
     always use it. `proxy` returns the address of the proxy for a scheme and a host, or None."""
 
@@ -46,7 +46,7 @@ class Access:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Return a session for `Repository`, without cookies, and without decompression, which would hide a blob's own
+    """Return a session for `ImageRepository`, without cookies, and without decompression, which would hide a blob's own
     bytes."""
     return aiohttp.ClientSession(
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -58,10 +58,10 @@ def new_session() -> aiohttp.ClientSession:
     )
 
 
-class Repository:
+class ImageRepository:
     """One repository of a registry, such as `library/python` of docker.io."""
 
-    def __init__(self, session: aiohttp.ClientSession, image: ImageName, access: Access) -> None:
+    def __init__(self, session: aiohttp.ClientSession, image: ImageName, access: RegistryAccess) -> None:
         self._session, self._image, self._access = session, image, access
         host = _DOCKER_HUB if image.host == "docker.io" else image.host
         try:
