@@ -8,7 +8,9 @@ file. Grading is also counted alone, with everything that is called until it ret
 its end is counted alone too, and not as a part of the run: nothing of the run depends on it. `calls` is a rollout with
 two commands, of which only the second is counted, because the first creates the slot. `tokens` is a token-exact run of
 two turns that executes no tool; the functions that handle its tokens are counted: sampling, the record, the journal and
-the exported group.
+the exported group. `swe` is a run over one row of SWE-bench, made here, of which the score is counted; its tests run
+with pytest from the package index. `message` is the second message of a conversation in the gateway, from its arrival
+to the answer.
 
 Only the process of the run counts, not the slot server. Code that runs while a module is imported does not count. The
 numbers include code that runs concurrently, so they can differ by one or two between runs. The exit code is 1 if a
@@ -37,6 +39,8 @@ from types import FrameType
 from typing import cast
 
 import _measure as measure
+
+PACKAGE = Path(__file__).parent.parent / "src" / "palaestra"
 
 ENVIRONMENTS = """
 from palaestra import Task, environment
@@ -70,6 +74,8 @@ UNKNOWN_CALL = {"name": "add", "arguments": {"a": 1, "b": 2}}
 """The first reply of the token-exact run. It calls an unknown tool, so that a second turn follows and nothing is
 executed."""
 LAST_REPLY = "hello"
+PYTEST = ["pytest", "pluggy", "iniconfig", "packaging", "pygments"]
+"""What the tests of the row need; a row lists all packages, because it pins them."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ PARTS = {
     "tool call": Part(("agent/tool_calls.py:ToolCalls.run",), skipped=1),
     "grading": Part(("rollouts/environment.py:Environment.grade",)),
     "report": Part(("viewer/page_file.py:write_report",)),
+    "SWE score": Part(("suites/swe/swe_smith_oracle.py:SweEnvironment.score",)),
     "token to group": Part(
         (
             "inference/token_exact/managed_chat.py:ManagedChat.chat_completion",
@@ -98,17 +105,25 @@ PARTS = {
         )
     ),
 }
-WHOLE, REPORT = "whole run", "report"
-RUNS = {"run": (WHOLE, "grading", REPORT), "calls": ("tool call",), "tokens": ("token to group",)}
+WHOLE, REPORT, MESSAGE = "whole run", "report", "message"
+RUNS = {
+    "run": (WHOLE, "grading", REPORT),
+    "calls": ("tool call",),
+    "tokens": ("token to group",),
+    "swe": ("SWE score",),
+    "message": (MESSAGE,),
+}
 """The runs, and the parts that are counted in each run."""
 
-GOALS = {WHOLE: 74, "tool call": 26, "grading": 26, REPORT: 20, "token to group": 32}
+GOALS = {WHOLE: 74, "tool call": 26, "grading": 26, REPORT: 20, "token to group": 32, "SWE score": 30}
 """The target for the number of files of each part."""
+LINES_GOAL = 19_000
+"""The target for the number of lines in the files of a one-command run."""
 DEPTH_GOALS = {"run": 20, "tokens": 26}
 """The target for the number of frames of each run's deepest stack."""
-CAPS = {WHOLE: 83, "tool call": 24, "grading": 29, REPORT: 20, "token to group": 34}
+CAPS = {WHOLE: 83, "tool call": 24, "grading": 29, REPORT: 20, "token to group": 34, "SWE score": 41, MESSAGE: 49}
 """The number of files of each part above which the exit code is 1."""
-DEPTH_CAPS = {"run": 22, "tokens": 34}
+DEPTH_CAPS = {"run": 22, "tokens": 28}
 """The number of frames of each run's deepest stack above which the exit code is 1."""
 
 NAMES = {
@@ -117,6 +132,8 @@ NAMES = {
     "grading": "grading by one read file",
     REPORT: "the report at the end of a run",
     "token to group": "from token to exported group",
+    "SWE score": "the score of a SWE row",
+    MESSAGE: "one message through the gateway",
 }
 
 _YIELD_VALUE, _RESUME = dis.opmap["YIELD_VALUE"], dis.opmap["RESUME"]
@@ -174,7 +191,8 @@ class Tracer:
         return depth
 
     def _parts_of(self, place: str) -> list[str]:
-        return [part for part in self.parts if part in PARTS and place in PARTS[part].functions]
+        # The report is not a part of any run, so it is watched in all of them.
+        return [part for part in {*self.parts, REPORT} if part in PARTS and place in PARTS[part].functions]
 
     def missing(self) -> list[str]:
         """Return the functions of the parts that were not called."""
@@ -217,6 +235,8 @@ def sample(run: str, url: str) -> Traced:
         settings = [f"envs.py:{'twice' if run == 'calls' else 'greeting'}", "--policy", "oracle"]
         if run == "tokens":
             settings = ["envs.py:talk", *_token_server(url, folder)]
+        if run == "swe":
+            settings = ["swe_smith_oracle", "--policy", "oracle", "--group", "1", *_swe_row(Path(folder))]
         sys.argv = ["palaestra", "run", *settings]
         with contextlib.redirect_stderr(io.StringIO()) as log, tracing(tracer):
             try:
@@ -230,6 +250,77 @@ def sample(run: str, url: str) -> Traced:
     return Traced(tracer.depth, {part: sorted(files) for part, files in tracer.files.items()})
 
 
+def _swe_row(folder: Path) -> list[str]:
+    """Make a repository with one bug, and a row about it; return the settings of its run."""
+    repository, settings = folder / "repository", ["-c", "user.name=a", "-c", "user.email=a@localhost"]
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", *settings, *words], cwd=repository, check=True, capture_output=True, text=True
+        ).stdout
+
+    repository.mkdir()
+    git("init", "-q")
+    (repository / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+    test = "from calc import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n"
+    (repository / "test_calc.py").write_text(test)
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    commit = git("rev-parse", "HEAD").strip()
+    (repository / "calc.py").write_text("def add(a, b):\n    return a + b\n")
+    patch = git("diff")
+    git("checkout", "-q", ".")
+    (repository / "note.txt").write_text("a note\n")
+    git("add", "-AN")
+    row = {
+        "instance_id": "one",
+        "repo": "owner/name",
+        "base_commit": commit,
+        "problem_statement": "add subtracts",
+        "repo_path": str(repository),
+        "patch": patch,
+        "test_patch": git("diff"),
+        "FAIL_TO_PASS": ["test_calc.py::test_add"],
+        "PASS_TO_PASS": [],
+        "install": {"python_path": ["."], "requirements": PYTEST},
+    }
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    return ["--env.dataset_name", str(folder / "rows.jsonl"), "--env.cache_dir", str(folder / "cache")]
+
+
+async def message(url: str) -> Traced:
+    """Trace the second message of a conversation in a gateway."""
+    import palaestra
+    from palaestra.doors.chat.service import ChatService, ChatSettings
+    from palaestra.doors.chat.store import ConversationStore
+    from palaestra.doors.gateway.config import GatewayConfig
+    from palaestra.doors.gateway.mailbox import Mailbox
+    from palaestra.doors.gateway.platforms.loopback import Loopback
+    from palaestra.doors.gateway.service import Gateway
+    from palaestra.inference.config import APIServerConfig
+
+    tracer = Tracer(str(Path(palaestra.__file__).parent) + os.sep, ())
+    config = GatewayConfig.from_dict({"platforms": {"loopback": {"allowed_users": ["*"]}}})
+    async with contextlib.AsyncExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        platform, mailbox = Loopback(), Mailbox(home / "gateway.db")
+        stack.push_async_callback(mailbox.aclose)
+        store = stack.enter_context(contextlib.closing(ConversationStore(home / "conversations.db")))
+        server = APIServerConfig(base_url=f"{url}/v1", model_name="m")
+        chat = await stack.enter_async_context(ChatService(server, store, ChatSettings()))
+        await stack.enter_async_context(Gateway(config, [platform], mailbox, chat).running())
+
+        async def say(number: str) -> None:
+            await platform.say("hello", chat_id="anna", user_id="anna", message_id=number)
+            await platform.receive("anna")
+
+        await say("1")
+        with tracing(tracer):
+            await say("2")
+            await asyncio.sleep(0.1)  # the answer is recorded after it was sent
+    return Traced(tracer.depth, {MESSAGE: sorted(tracer.files[WHOLE])})
+
+
 def _token_server(url: str, folder: str) -> list[str]:
     from _exact import saved_tokenizer
 
@@ -240,26 +331,27 @@ def _token_server(url: str, folder: str) -> list[str]:
 async def model_server() -> None:
     """Serve the replies of the token-exact run, as tokens of the tiny model's tokenizer."""
     from _exact import said, saved_tokenizer, turn_counter
-    from _instant_server import serve
+    from _instant_server import chat_reply, serve
 
     from palaestra.inference.tokenizers import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(saved_tokenizer(folder))
-    await serve([], said(tokenizer, [UNKNOWN_CALL], LAST_REPLY), turn_counter(tokenizer))
+    await serve([chat_reply("Hello.")], said(tokenizer, [UNKNOWN_CALL], LAST_REPLY), turn_counter(tokenizer))
 
 
 def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
     """Return the table: the files of each part, and the deepest stacks."""
     counts = {part: found[run][part] for run, parts in RUNS.items() for part in parts}
+    table = [measure.Row(f"{name}: files", counts[part], "files") for part, name in NAMES.items()]
     table = [
-        measure.with_ceiling(measure.Row(f"{name}: files", counts[part], "files"), GOALS[part])
-        for part, name in NAMES.items()
+        measure.with_ceiling(row, GOALS[part]) if part in GOALS else row for row, part in zip(table, NAMES, strict=True)
     ]
+    lines = measure.with_ceiling(measure.Row(f"{NAMES[WHOLE]}: lines", found["run"]["lines"], "lines"), LINES_GOAL)
     deepest = measure.Row("deepest stack from main", found["run"]["depth"], "frames")
     exact = measure.Row("deepest stack from main, token-exact", found["tokens"]["depth"], "frames")
     stacks = {"run": deepest, "tokens": exact}
-    return [*table, *(measure.with_ceiling(row, DEPTH_GOALS[run]) for run, row in stacks.items())]
+    return [*table, lines, *(measure.with_ceiling(row, DEPTH_GOALS[run]) for run, row in stacks.items())]
 
 
 def traced(run: str, url: str) -> Traced:
@@ -281,7 +373,8 @@ def main() -> int:
     def counted(run: str) -> measure.Sample:
         found = traced(run, url)
         listed.update({part: found.files[part] for part in RUNS[run]})
-        return {"depth": found.depth, **{part: len(found.files[part]) for part in RUNS[run]}}
+        lines = sum((PACKAGE / file).read_text().count("\n") for file in found.files[RUNS[run][0]])
+        return {"depth": found.depth, "lines": lines, **{part: len(found.files[part]) for part in RUNS[run]}}
 
     with measure.serving(__file__, "--serve") as url:
         found = measure.interleaved({run: partial(counted, run) for run in RUNS}, rounds)
@@ -297,6 +390,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         asyncio.run(model_server())
     elif sys.argv[1:2] == ["--sample"]:
-        print(json.dumps(asdict(sample(*sys.argv[2:]))))
+        run, url = sys.argv[2:]
+        print(json.dumps(asdict(asyncio.run(message(url)) if run == MESSAGE else sample(run, url))))
     else:
         sys.exit(main())

@@ -33,8 +33,8 @@ from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.export.formats import exporter_named
 from palaestra.rollouts.records import Group
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra.trainers.advantages import UNSCORED, Batch
 from palaestra.trainers.atropos.groups import fitting, scored_data
-from palaestra.trainers.batch import UNSCORED, Batch
 from programs import nap
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

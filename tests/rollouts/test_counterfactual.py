@@ -39,7 +39,7 @@ from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra.rollouts.records import Origin, Trajectory
 from palaestra.testing.fake_engine import toy_tokenizer
-from palaestra.trainers.batch import COUNTERFACTUAL, Batch
+from palaestra.trainers.advantages import COUNTERFACTUAL, Batch
 
 pytestmark = pytest.mark.slots
 

@@ -31,7 +31,7 @@ from palaestra.rollouts.records import Fork, Group, Trajectory, TurnRecord
 from palaestra.rollouts.trees import choose, credit, tree_advantages
 from palaestra.sandbox.slot import Rung
 from palaestra.testing.fake_engine import toy_tokenizer
-from palaestra.trainers.batch import Batch
+from palaestra.trainers.advantages import Batch
 
 pytestmark = pytest.mark.slots
 

@@ -197,7 +197,7 @@ class AgentLoop:
     async def _turn(self, result: AgentResult) -> _End | None:
         """Make one model call and run its tool calls. Returns why the rollout ended, or None if it continues."""
         asked_s = self.clock.monotonic()
-        reply = await self._ask(result)
+        reply = read_reply(await self.server.chat_completion(**self._request(result)), result.turns_used + 1)
         turn = self._record(result, reply, self.clock.monotonic() - asked_s)
         any_valid = await self._answer(result, reply, turn) if reply.calls else False
         self._measure_context(result, reply)
@@ -209,7 +209,7 @@ class AgentLoop:
             return _End(Outcome.BUDGET, used_up) if used_up else _End(Outcome.LENGTH, "the reply was cut off")
         return None if reply.calls else _End(Outcome.NATURAL)
 
-    async def _ask(self, result: AgentResult) -> Reply:
+    def _request(self, result: AgentResult) -> dict[str, JSON]:
         request: dict[str, JSON] = {"messages": result.messages, "n": 1, "temperature": self.settings.temperature}
         if self.definitions:
             request["tools"] = self.definitions
@@ -218,7 +218,7 @@ class AgentLoop:
             request["max_tokens"] = max_tokens
         if self.settings.extra_body:
             request["extra_body"] = self.settings.extra_body
-        return read_reply(await self.server.chat_completion(**request), result.turns_used + 1)
+        return request
 
     def _record(self, result: AgentResult, reply: Reply, model_s: float) -> Turn:
         result.turns_used += 1

@@ -62,8 +62,8 @@ class MiddlewareServer(ChatServer):
     async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
         return await self.server.completion(prompt=prompt, **request)
 
-    async def _ask_server(self, call: ChatCall) -> ChatCompletion:
-        return await self.server.chat_completion(messages=call.messages, **call.request)
+    def _ask_server(self, call: ChatCall) -> Awaitable[ChatCompletion]:
+        return self.server.chat_completion(messages=call.messages, **call.request)
 
     @property
     def ledger(self) -> Ledger | None:

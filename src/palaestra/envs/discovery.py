@@ -127,7 +127,7 @@ def load_environment(reference: str, start: Path) -> Form:
         return cast("Form", plugins.load(doors[path]))
     if (tasks := tasks_form(start / reference)) is not None:
         return tasks
-    known = [*local, *installed]
+    known = list(dict.fromkeys([*local, *installed]))
     files = [file for file in (f"{path}_env.py", f"{path}.py") if (start / file).is_file()]
     found = "".join(f" {file} exists here; to run it, use the name {file}." for file in files)
     if "@" in path:

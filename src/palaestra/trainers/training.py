@@ -28,7 +28,7 @@ from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.spec import RunSettings
-from palaestra.trainers.batch import EQUAL, Batch, Verdicts
+from palaestra.trainers.advantages import EQUAL, Batch, Verdicts
 from palaestra.trainers.checkpoints import (
     EVALUATION,
     FOLDER,

@@ -333,12 +333,6 @@ class RunIndex:
         with self._lock:
             return self._db.execute("SELECT group_id, task, asked, error, ended FROM groups ORDER BY number").fetchall()
 
-    def members(self, group_id: str) -> list[str]:
-        """Return the ids of a group's finished rollouts, in the order of their indices."""
-        with self._lock:
-            rows = self._db.execute("SELECT id FROM rollouts WHERE group_id = ? ORDER BY position", [group_id])
-            return [each for (each,) in rows]
-
     def neighbours(self, rollout_id: str) -> tuple[str | None, str | None]:
         """Return the ids of the rollouts before and after a rollout, in the order of tasks and indices."""
         with self._lock:

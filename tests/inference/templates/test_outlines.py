@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from palaestra.core.types import Message
 from palaestra.inference.templates.jinja import ChatTemplate
-from palaestra.inference.templates.outlines import BlankRecording, Opaque, Outlines, traced
+from palaestra.inference.templates.outlines import Blank, BlankRecording, Opaque, Outlines, traced
 
 CALLING: Message = {
     "role": "assistant",
@@ -65,7 +65,7 @@ class Case:
     def __init__(self, told: str) -> None:
         self.template, tracing = compiled(told)
         self.renderings = 0
-        self.outlines = Outlines(self.render, tracing.render)
+        self.outlines = Outlines(self.render, lambda: tracing.render)
 
     def render(self, messages: Sequence[Message]) -> str:
         self.renderings += 1
@@ -151,13 +151,13 @@ def test_other_roles_and_fields_are_another_form() -> None:
 
 def test_an_outline_that_upsetting_texts_upset_is_not_kept() -> None:
     case = Case("{{ (' ' ~ m.content) | trim }}")
-    case.outlines = Outlines(case.render, case.template.render)  # as if what joins texts were not watched
+    case.outlines = Outlines(case.render, lambda: case.template.render)  # as if what joins texts were not watched
     for text in ("one", " two ", "three"):
         assert case.measured(text) == case.rendered(text)
 
 
 def test_a_blank_refuses_what_would_show_its_letters() -> None:
-    blank = BlankRecording().blank("text")
+    blank = Blank(BlankRecording(), "text")
     for look in (
         hash,
         repr,
@@ -174,7 +174,7 @@ def test_a_blank_refuses_what_would_show_its_letters() -> None:
 
 def test_a_blank_answers_for_its_text() -> None:
     recording = BlankRecording()
-    blank = recording.blank(" text ")
+    blank = Blank(recording, " text ")
     assert len(blank) == 6
     assert " te" in blank
     assert blank == " text "

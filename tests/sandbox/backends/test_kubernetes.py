@@ -26,7 +26,7 @@ from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxErro
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.backends.kubectl import Kubectl
 from palaestra.sandbox.backends.kubernetes import KubernetesBackend
-from palaestra.sandbox.backends.kubernetes_pod import LABEL, PodOptions, manifest
+from palaestra.sandbox.backends.kubernetes_pod import LABEL, ExistingPods, PodOptions, manifest
 from palaestra.sandbox.backends.registry import make_backend
 from palaestra.sandbox.slot import Backend, Rung, Slot, SlotSpec
 from palaestra.testing.backend_conformance import BackendConformance
@@ -264,7 +264,7 @@ async def deleted(cluster: FakeKubernetes) -> None:
         (OLD_IMAGE, {}, SandboxError, r"python3 is 3\.\d+ in the image, but the slot server needs 3.11"),
         (
             {"memory": 1 << 30},
-            {"options": PodOptions(memory="2Gi"), "start_s": 1.5},
+            {"options": PodOptions(memory="2Gi", start_s=1.5)},
             SandboxError,
             r"not ready within 1.5 s \(kubernetes_start_s\): no node has room for it: 0/1 nodes.*Insufficient memory",
         ),
@@ -390,12 +390,12 @@ def test_existing_pods_are_used_and_left_and_their_replacements_are_found(home: 
 
 def test_existing_pods_that_cannot_be_used_are_named(home: pytest.MonkeyPatch) -> None:
     async def body(cluster: FakeKubernetes) -> None:
-        select = {"image": None, "selector": "app=slots"}
+        select = {"image": None, "existing": ExistingPods("app=slots")}
         with pytest.raises(ConfigError, match=r"namespace default that matches app=slots is ready \(none matches\)"):
             await backend(**select).start()
         await cluster.run_pod(deployed("one"))
         with pytest.raises(SandboxError, match="container other is not valid for pod one"):
-            await backend(container="other", **select).start()
+            await backend(image=None, existing=ExistingPods("app=slots", "other")).start()
 
     run(home, body)
 

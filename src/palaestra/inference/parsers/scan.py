@@ -173,7 +173,7 @@ class Member(NamedTuple):
 def decode_members(text: str) -> dict[str, Member]:
     """Return the members of the JSON object that `text` encodes. Raises `Malformed`."""
     members: dict[str, Member] = {}
-    at = _expect(text, skip(text, 0), "{")
+    at = skip(text, _past(text, skip(text, 0), "{"))
     if text.startswith("}", at):
         return members
     while True:
@@ -182,13 +182,13 @@ def decode_members(text: str) -> dict[str, Member]:
             raise Malformed(BrokenReason.MALFORMED_JSON, f"a key is not a string at character {at}", at)
         if key in members:
             raise Malformed(BrokenReason.DUPLICATE_KEY, f"the key {key[:80]!r} is a duplicate", at)
-        begin = _expect(text, skip(text, end), ":")
+        begin = skip(text, _past(text, skip(text, end), ":"))
         value, end = _decode_at(text, begin)
         members[key] = Member(value, text[begin:end])
         at = skip(text, end)
         if text.startswith("}", at):
             return members
-        at = _expect(text, at, ",")
+        at = skip(text, _past(text, at, ","))
 
 
 def _decode_at(text: str, at: int) -> tuple[JSON, int]:
@@ -203,10 +203,11 @@ def _decode_at(text: str, at: int) -> tuple[JSON, int]:
         raise Malformed(BrokenReason.NOT_FINITE, str(error), at) from None
 
 
-def _expect(text: str, at: int, sign: str) -> int:
+def _past(text: str, at: int, sign: str) -> int:
+    """Return the position after a sign, which must be at `at`. Raises `Malformed`."""
     if not text.startswith(sign, at):
         raise Malformed(BrokenReason.MALFORMED_JSON, f"not JSON: expecting {sign!r} at character {at}", at)
-    return skip(text, at + 1)
+    return at + 1
 
 
 _PRINTED: Mapping[str, tuple[str, JSON]] = {

@@ -115,15 +115,16 @@ def _split(found: re.Match[str]) -> str:
 
 
 def _texts(value: JSON) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
+    """Yield the strings and keys in a value, in order."""
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            pending += reversed([part for pair in each.items() for part in pair])
+        elif isinstance(each, list | tuple):
+            pending += reversed(each)
 
 
 def _control_texts(tokenizer: Tokenizer) -> tuple[set[str], set[str]]:

@@ -55,11 +55,12 @@ RenderMessages: TypeAlias = Callable[[Sequence[Message]], str]
 
 
 class Outlines:
-    """The outlines of one renderer. `traced` renders like `render`, but supports blanks."""
+    """The outlines of one renderer. `trace` returns a function that renders like `render`, but supports blanks; it is
+    called when a text must be outlined."""
 
-    def __init__(self, render: RenderMessages, traced: RenderMessages) -> None:
+    def __init__(self, render: RenderMessages, trace: Callable[[], RenderMessages]) -> None:
         self._render = render
-        self._traced = traced
+        self._traced = functools.cache(trace)
         self._known: dict[Hashable, list[Outline]] = {}
         self._opaque: set[Hashable] = set()
 
@@ -84,9 +85,9 @@ class Outlines:
 
     def _outline(self, head: Sequence[Message], ready: Sequence[Message], look: Look) -> Outline | None:
         recording = BlankRecording()
-        blanks = [recording.blank(text) for text in _texts(ready)]
+        blanks = [Blank(recording, text) for text in _texts(ready)]
         try:
-            tail, rewrites = look(recording.spelled(self._traced([*head, *_written(ready, blanks)])))
+            tail, rewrites = look(recording.spelled(self._traced()([*head, *_written(ready, blanks)])))
         except (Opaque, ConfigError):
             return None
         return None if tail is None or rewrites else recording.outline(tail)
@@ -145,6 +146,7 @@ def _written(ready: Sequence[Message], texts: Iterable[str]) -> list[Message]:
     return [reply, *({n: t if n == "role" else next(left) for n, t in message.items()} for message in after)]
 
 
+_MARK_OF = f"B{NONCE}%dz"
 _MARK = re.compile(rf"(B{NONCE}\d+z)")
 
 Part: TypeAlias = str | int
@@ -217,13 +219,9 @@ class BlankRecording:
         self._written: dict[int, tuple[Part, ...]] = {}
         self._asked: list[_Asked] = []
 
-    def blank(self, text: str) -> Blank:
-        self.texts.append(text)
-        return Blank(self, len(self.texts) - 1)
-
     def joined(self, parts: Sequence[str]) -> Blank:
         text = "".join([self.texts[part.number] if isinstance(part, Blank) else part for part in parts])
-        blank = self.blank(text)
+        blank = Blank(self, text)
         written = tuple(part.number if isinstance(part, Blank) else part for part in parts)
         self._made.append(_Made(blank.number, parts=written))
         self._written[blank.number] = written
@@ -239,7 +237,7 @@ class BlankRecording:
         except (LookupError, ValueError) as error:
             raise Opaque(str(error)) from None
         if isinstance(answer, str):
-            changed = self.blank(answer)
+            changed = Blank(self, answer)
             self._made.append(_Made(changed.number, function=function, of=blank.number, arguments=arguments))
             return changed
         if not isinstance(answer, bool | int) and answer is not NotImplemented:
@@ -257,7 +255,7 @@ class BlankRecording:
             if isinstance(part, str):
                 texts.append(part)
             elif (parts := self._written.get(part)) is None:
-                texts.append(_mark(part))
+                texts.append(_MARK_OF % part)
             else:
                 pending += reversed(parts)
         return "".join(texts)
@@ -274,14 +272,17 @@ class BlankRecording:
 
 
 class Blank(str):
-    """A stand-in for a text in a template. Its actual characters are a meaningless mark."""
+    """A stand-in for a text in a template, which becomes the next value of the recording. Its actual characters are a
+    meaningless mark."""
 
     __slots__ = ("number", "recording")
     recording: BlankRecording
     number: int
 
-    def __new__(cls, recording: BlankRecording, number: int) -> Blank:
-        blank = super().__new__(cls, _mark(number))
+    def __new__(cls, recording: BlankRecording, text: str) -> Blank:
+        number = len(recording.texts)
+        recording.texts.append(text)
+        blank = super().__new__(cls, _MARK_OF % number)
         blank.recording, blank.number = recording, number
         return blank
 
@@ -336,10 +337,6 @@ def _plain(value: JSON) -> bool:
     if isinstance(value, tuple):
         return all(map(_plain, value))
     return value is None or type(value) in (str, int, bool)
-
-
-def _mark(number: int) -> str:
-    return f"B{NONCE}{number}z"
 
 
 def _number(mark: str) -> int:

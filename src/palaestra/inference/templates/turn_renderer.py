@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import logging
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from palaestra.core.errors import ConfigError
@@ -126,7 +126,7 @@ class TurnRenderer:
         ends = (*self.traits.closers, *self.traits.openers)
         self._ends = [tokenizer.decode([number], skip_special_tokens=False) for number in ends]
         self._stand_ins: dict[object, tuple[list[Message], str]] = {}
-        self._outlines: Outlines | None = None
+        self._outlines = Outlines(self._render, lambda: functools.partial(self._render, template=traced(template)))
         self._proved: dict[object, int] = {}
         self._opened: dict[str, array[int]] = {}
         self._orders: dict[StepKind, bool] = {}
@@ -186,12 +186,14 @@ class TurnRenderer:
             return None, "a part of the assistant's reply is written after the messages that followed it"
         roles = _head_roles(history.prompt)
         case = roles, history.kinds, latest
+        shape = shape_of(history.reply)
         proved_at = self._proved.get(case, 0)
         if proved_at < 0:
             return self._in_full(history, new)
         try:
             head, before = self._stand_in(roles, history.kinds)
-            short = self._outlined(case, head, history.reply, new, before)
+            ready = self._ready([shape.message(), *new])
+            short = self._outlines.measured(case, head, ready, lambda after: self._look(after, before, shape.marks()))
         except ConfigError:  # the template refuses the stand-in, but may accept the conversation
             self._proved[case] = _NEVER
             return self._in_full(history, new)
@@ -230,16 +232,6 @@ class TurnRenderer:
         """Measure on the whole conversation, in which only the last reply is marked."""
         head = self._ready(history.prompt)
         return self._compare(head, history.reply, new, self._render(head))
-
-    def _outlined(
-        self, case: Hashable, head: list[Message], reply: Message, new: Sequence[Message], before: str
-    ) -> Measured:
-        """Measure as `_compare` does, but render only if no similar step has been rendered."""
-        if self._outlines is None:
-            self._outlines = Outlines(self._render, functools.partial(self._render, template=traced(self._template)))
-        shape = shape_of(reply)
-        ready = self._ready([shape.message(), *new])
-        return self._outlines.measured(case, head, ready, lambda after: self._look(after, before, shape.marks()))
 
     def _compare(self, head: list[Message], reply: Message, new: Sequence[Message], before: str) -> Measured:
         shape = shape_of(reply)

@@ -279,7 +279,10 @@ class ManagedChat(ChatServer):
                 settings.setdefault(key, value)
         stops = settings.get("stop_token_ids") or ()
         settings["stop_token_ids"] = list(dict.fromkeys([*stops, *renderer.stop_ids]))
-        replies = await self._replies(renderer, messages, settings, n, opens, in_thread)
+        if n == 1:
+            replies = [await self._reply(renderer, messages, settings, opens, in_thread)]
+        else:
+            replies = await self._replies(renderer, messages, settings, n, opens, in_thread)
         sampled = sum(reply.sampled_tokens for reply in replies)
         return ChatCompletion(
             id=f"{self._name}/{len(self.ledger.turns)}",
@@ -313,8 +316,6 @@ class ManagedChat(ChatServer):
         opens: SegmentReason | None,
         in_thread: InThread | None,
     ) -> list[_Reply]:
-        if n == 1:
-            return [await self._reply(renderer, messages, settings, opens, in_thread)]
         try:
             async with asyncio.TaskGroup() as group:
                 asked = [

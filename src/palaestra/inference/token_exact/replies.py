@@ -104,7 +104,19 @@ class ReplyReader:
     ) -> AssistantMessage:
         """Return the message. If `thinking` is true, the reply begins inside its thinking. `turn` is part of the ids of
         calls."""
-        reasoning, content, calls = self._parts(text, thinking, cut, tools, turn)
+        reasoning, rest = split_thinking(text, thinking)
+        content: str | None = rest
+        calls: Sequence[JSON] = ()  # without tools, calls stay in the content
+        if self._parser is not None and (tools or "thinking" in self._accepts):
+            known = {"tools": tools, "cut": cut, "thinking": thinking, "turn": turn}
+            options = {name: value for name, value in known.items() if name in self._accepts}
+            if "thinking" in options:  # a parser that knows its format's thinking, which may have other tags
+                parsed: JSON = self._parser.parse(text, **options)
+                reasoning, content = parsed.reasoning, parsed.content if tools else parsed.written(text)
+                calls = (parsed.all_tool_calls or ()) if tools else ()
+            else:
+                content, found = self._parser.parse(rest, **options)
+                calls = found or ()
         return AssistantMessage(
             content=content,
             reasoning_content=reasoning,
@@ -114,24 +126,6 @@ class ReplyReader:
             ]
             or None,
         )
-
-    def _parts(
-        self, text: str, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
-    ) -> tuple[str | None, str | None, Sequence[JSON]]:
-        """Return thinking, content and calls. If there are no tools, calls stay in the content."""
-        reasoning, rest = split_thinking(text, thinking)
-        if self._parser is None or not (tools or "thinking" in self._accepts):
-            return reasoning, rest, ()
-        known = {"tools": tools, "cut": cut, "thinking": thinking, "turn": turn}
-        parsed: JSON = None
-        options = {name: value for name, value in known.items() if name in self._accepts}
-        if "thinking" in options:  # a parser that knows its format's thinking, which may have other tags
-            parsed = self._parser.parse(text, **options)
-            if not tools:
-                return parsed.reasoning, parsed.written(text), ()
-            return parsed.reasoning, parsed.content, parsed.all_tool_calls or ()
-        content, calls = self._parser.parse(rest, **options)
-        return reasoning, content, calls or ()
 
 
 def split_thinking(text: str, inside: bool) -> tuple[str | None, str]:

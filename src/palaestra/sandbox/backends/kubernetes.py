@@ -1,7 +1,7 @@
 """Runs slots in pods of a Kubernetes cluster, which it reaches with the user's kubectl.
 
 Each pod runs one slot server for as long as a `kubectl exec` lasts. With `image`, the backend makes pods of this image
-and deletes them; tasks may have images of their own. With `selector`, it uses pods that exist, such as those of a
+and deletes them; tasks may have images of their own. With a selector, it uses pods that exist, such as those of a
 Deployment, and never deletes one; an image of a task is then refused.
 
 What isolates what: an ordinary pod has the rights of root in a container (`kubernetes_pod.py` has its spec), and its
@@ -40,6 +40,7 @@ from palaestra.sandbox.backends.kubernetes_pod import (
     LABEL,
     NO_ROOM,
     RUN,
+    ExistingPods,
     PodOptions,
     end_reason,
     is_ready,
@@ -269,9 +270,8 @@ class PodPlace(Place):
 
 
 class KubernetesBackend(RemoteBackend):
-    """Slots in pods: in those that `selector` matches, or in at most `pods` new pods of `image` and of the images of
-    tasks. `container` is the container of existing pods; None means their default one. Raises `ConfigError` unless
-    exactly one of `image` and `selector` is given."""
+    """Slots in pods: in `existing` ones, or in at most `pods` new pods of `image` and of the images of tasks. Raises
+    `ConfigError` if both `image` and `existing` are given."""
 
     name = "kubernetes"
     relist_s = 15.0
@@ -282,39 +282,37 @@ class KubernetesBackend(RemoteBackend):
         kubectl: Kubectl,
         *,
         image: str | None = None,
-        selector: str | None = None,
-        container: str | None = None,
+        existing: ExistingPods | None = None,
         pods: int = 1,
         slots_per_pod: int = 10,
-        start_s: float = 600.0,
         options: PodOptions | None = None,
         rung: Rung | None = None,
         require: Rung | None = None,
     ) -> None:
-        if image is not None and selector is not None:
+        if image is not None and existing is not None:
             raise ConfigError("kubernetes_image makes pods and kubernetes_selector uses existing ones: set one of them")
         super().__init__(image=image, places=pods, slots_per_place=slots_per_pod, rung=rung, require=require)
         self.deleting = asyncio.Semaphore(_DELETIONS)
         self._kubectl, self._options = kubectl, options or PodOptions()
-        self._selector, self._container, self._start_s = selector, container, start_s
+        self._existing = existing
         self.run, self._count, self._listed_at = secrets.token_hex(5), 0, 0.0
 
     @classmethod
     def from_config(cls, config: JSON) -> KubernetesBackend:
         """Return the backend for the settings of a run."""
         rung, require = levels(config.isolation, config.require_sandbox)
+        selector = config.kubernetes_selector
         return cls(
             Kubectl(config.kubernetes_context, config.kubernetes_namespace),
             image=config.kubernetes_image,
-            selector=config.kubernetes_selector,
-            container=config.kubernetes_container,
+            existing=None if selector is None else ExistingPods(selector, config.kubernetes_container),
             pods=config.kubernetes_pods,
             slots_per_pod=config.kubernetes_slots_per_pod,
-            start_s=config.kubernetes_start_s,
             options=PodOptions(
                 cpus=config.kubernetes_cpus,
                 memory=config.kubernetes_memory,
                 disk=config.kubernetes_disk,
+                start_s=config.kubernetes_start_s,
                 deadline_s=config.kubernetes_deadline_s,
                 spec=config.kubernetes_pod_spec,
             ),
@@ -325,7 +323,7 @@ class KubernetesBackend(RemoteBackend):
     @property
     def uses_existing(self) -> bool:
         """Whether the slots are in pods that somebody else made."""
-        return self._selector is not None
+        return self._existing is not None
 
     @property
     def credentials(self) -> str:
@@ -346,8 +344,8 @@ class KubernetesBackend(RemoteBackend):
         Raises `ConfigError`."""
         try:
             await self._kubectl.find_namespace()
-            if self.uses_existing:
-                await self._list()
+            if self._existing is not None:
+                await self._list(self._existing.selector)
             else:
                 await self._delete_leftovers()
         except KubernetesRefused as error:
@@ -356,19 +354,19 @@ class KubernetesBackend(RemoteBackend):
     async def check(self, host: str) -> None:
         await self.check_hosts()
 
-    async def _list(self) -> None:
-        """List the ready pods that match the selector. Raises `ConfigError` if there is none."""
+    async def _list(self, selector: str) -> None:
+        """List the ready pods that `selector` matches. Raises `ConfigError` if there is none."""
         self._listed_at = time.monotonic()
-        found = await self._kubectl.list_pods(self._selector or "")
+        found = await self._kubectl.list_pods(selector)
         ready = [pod["metadata"]["name"] for pod in found if is_ready(pod)]
         if not ready:
             states = "; ".join(
                 f"{pod['metadata']['name']}: {end_reason(pod) or pending_reason(pod)}" for pod in found[:3]
             )
             raise ConfigError(
-                f"no pod in the namespace {self._kubectl.namespace} that matches {self._selector} is ready "
+                f"no pod in the namespace {self._kubectl.namespace} that matches {selector} is ready "
                 f"({states or 'none matches'}). Try it: kubectl get pods --namespace={self._kubectl.namespace} "
-                f"--selector={self._selector}"
+                f"--selector={selector}"
             )
         self.hosts.replace(ready)
         self._most = len(ready)
@@ -383,11 +381,11 @@ class KubernetesBackend(RemoteBackend):
                 await self._kubectl.delete(name)
 
     async def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
-        if self.uses_existing and self._started and time.monotonic() > self._listed_at + self.relist_s:
+        if self._existing is not None and self._started and time.monotonic() > self._listed_at + self.relist_s:
             up = {place.spec.host for place in self._places.by_number.values() if place.is_up}
             if not up.issuperset(self.hosts.names):  # a pod may have been replaced by another
                 try:
-                    await self._list()
+                    await self._list(self._existing.selector)
                 except (ConfigError, SandboxError) as error:
                     _log.warning("the pods could not be listed again: %s", error)
         return await super()._choose(spec, without)
@@ -425,7 +423,7 @@ class KubernetesBackend(RemoteBackend):
             owner=f"{this_host()}/{process_name(os.getpid())}",
             user_ns=needs_user_namespace(self._wanted, self._required),
         )
-        return OwnPod(self._kubectl, pod, self._start_s)
+        return OwnPod(self._kubectl, pod, self._options.start_s)
 
     def explain(self, text: str) -> tuple[str, str]:
         """Return a message for an error of kubectl, with what to do next, and the reason in the API's Status."""
@@ -436,7 +434,7 @@ class KubernetesBackend(RemoteBackend):
         input."""
         python, (source, *arguments) = call[:4], call[4:]
         size = str(len(source.encode()))
-        container = self._container if self.uses_existing else CONTAINER
+        container = CONTAINER if self._existing is None else self._existing.container
         return self._kubectl.exec_command(pod, container, [*python, _RECEIVE, size, *arguments])
 
 

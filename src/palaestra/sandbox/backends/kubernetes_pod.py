@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
@@ -56,8 +57,9 @@ while signal.sigtimedwait(ends, most_s / 20) is None:
 @dataclass(frozen=True, slots=True)
 class PodOptions:
     """How pods are made. `cpus`, `memory` and `disk` (in the notation of Kubernetes: `8Gi`) are the requests and the
-    limits of one pod with all its slots; None means neither. `deadline_s` ends a pod in any case. `spec` holds
-    additional fields of the pod's spec, such as `nodeSelector`.
+    limits of one pod with all its slots; None means neither. A pod that is not ready after `start_s` seconds is an
+    error, and `deadline_s` ends a pod in any case. `spec` holds additional fields of the pod's spec, such as
+    `nodeSelector`.
 
     Raises `ConfigError` if `spec` has a field on which the isolation or the lifetime of pods depends.
     """
@@ -65,6 +67,7 @@ class PodOptions:
     cpus: float | None = None
     memory: str | None = None
     disk: str | None = None
+    start_s: float = 600.0
     deadline_s: float = 86400.0
     spec: Mapping[str, JSON] = field(default_factory=dict)
 
@@ -74,6 +77,13 @@ class PodOptions:
             raise ConfigError(
                 f"kubernetes_pod_spec cannot set {', '.join(refused)}: Palaestra sets them. Leave them out"
             )
+
+
+class ExistingPods(NamedTuple):
+    """The pods that a label selector matches, and the name of the container to use; None means their default one."""
+
+    selector: str
+    container: str | None = None
 
 
 def needs_user_namespace(wanted: Rung | None, required: Rung | None) -> bool:

@@ -21,10 +21,10 @@ from palaestra.core.errors import ConfigError, TrainerError, TrainerRefused, Tra
 from palaestra.core.io.durable_files import replaced, writing
 from palaestra.inference.ledger import UNTRAINED
 from palaestra.rollouts.export.token_rows import ExportedRow
+from palaestra.trainers.advantages import EQUAL, TOO_LONG, WITHOUT_TOKENS, Batch, advantages
 from palaestra.trainers.atropos.connection import TrajectoryClient
 from palaestra.trainers.atropos.groups import VERSIONS
 from palaestra.trainers.atropos.wire import RequestRefusal, ScoredData, checked
-from palaestra.trainers.batch import EQUAL, TOO_LONG, WITHOUT_TOKENS, Batch, advantages
 from palaestra.trainers.checkpoints import STEP, TrainingFiles, TrainingState
 from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.importance import SamplerMismatch
@@ -230,7 +230,7 @@ def scored_batch(
     """Return the rows of a batch. Rows of more than `most_tokens` tokens, groups without log-probabilities, and groups
     with equal scores and no advantages are left out, and so are groups that weights more than `most_behind` versions
     older than `version` sampled. The advantages are those that a group contains or, if it contains none, those that
-    `trainers.batch.advantages` computes. Raises `TrainerRefused` if `most_behind` is set and a group has no versions.
+    `trainers.advantages` computes. Raises `TrainerRefused` if `most_behind` is set and a group has no versions.
     """
     batch = Batch()
     for number, group in enumerate(groups):

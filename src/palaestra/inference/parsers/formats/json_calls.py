@@ -16,7 +16,7 @@ ignored; in an output that was cut, the last call of a list counts only if a com
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -26,6 +26,7 @@ from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCa
 from palaestra.inference.parsers.scan import (
     Closing,
     Mark,
+    Member,
     Scan,
     closing,
     decode_members,
@@ -146,9 +147,8 @@ class NamedCall(NamedTuple):
     id: str
 
 
-def named_call(text: str, keys: Sequence[str] = ("arguments",)) -> NamedCall:
+def named_call(members: Mapping[str, Member], keys: Sequence[str] = ("arguments",)) -> NamedCall:
     """Read the name, the arguments and their text from an object with `name` and one of `keys`. Raises `Malformed`."""
-    members = decode_members(text)
     name = members.get("name")
     if name is None or not isinstance(name.value, str) or not name.value:
         raise Malformed(BrokenReason.NO_NAME, "the call has no name")
@@ -180,7 +180,7 @@ def add_named(
     problem = body.problem
     if problem is None:
         try:
-            call = named_call(body.text, keys)
+            call = named_call(decode_members(body.text), keys)
         except Malformed as malformed:
             problem = malformed
         else:

@@ -33,7 +33,7 @@ from palaestra.inference.parsers.formats.json_calls import (
 )
 from palaestra.inference.parsers.output_reader import FoundCall, Grammar, OutputReader
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, named_object
-from palaestra.inference.parsers.scan import Mark, Scan, scan_value, skip
+from palaestra.inference.parsers.scan import Mark, Scan, decode_members, scan_value, skip
 
 _TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")
@@ -93,7 +93,7 @@ def _is_call(text: str, complete: bool) -> bool:
     if not complete:
         return named
     try:
-        named_call(text, _KEYS)
+        named_call(decode_members(text), _KEYS)
     except Malformed as problem:
         return named and problem.reason not in (BrokenReason.NO_NAME, BrokenReason.NO_ARGUMENTS)
     return True

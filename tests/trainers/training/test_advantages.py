@@ -13,8 +13,8 @@ from msgspec import structs
 from recorded import one_segment, rollout, two_segments
 
 from palaestra import ConfigError, Group, Label, TrainerError, TrainingConfig, Trajectory
-from palaestra.trainers import batch as batches
-from palaestra.trainers.batch import Batch, advantages
+from palaestra.trainers import advantages as batches
+from palaestra.trainers.advantages import Batch, advantages
 from palaestra.trainers.importance import SamplerMismatch
 from palaestra.trainers.trainer import TrainedRow
 
