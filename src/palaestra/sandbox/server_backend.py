@@ -212,6 +212,8 @@ class ServerBackend(StartedBackend):
         }
         if snapshot is not None and snapshot.continued:
             fields["continued"] = True
+        if spec.on_demand:
+            fields["on_demand"] = list(spec.on_demand)
         if spec.group is not None:
             fields["group"] = [spec.group.group, spec.group.number, spec.group.members]
         server = await self._living()

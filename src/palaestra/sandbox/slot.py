@@ -182,8 +182,9 @@ class SlotSpec:
     layout. Some backends accept an image's name instead. None selects the backend's own image or, without one, the
     host's system directories. `env` holds variables for commands; they are added to PATH, HOME, LANG and TERM, which
     the backend sets, and may override these four. `group` joins the slot to others by a network of their own, at the
-    levels `userns` and `full` of the backend `local`. Raises ValueError for an unknown `network`, for an `image` that
-    is neither a path nor the name of an image, and for variables that no process can have.
+    levels `userns` and `full` of the backend `local`. With `on_demand`, a backend may make the slot only once a request
+    does more than read files below these absolute paths. Raises ValueError for an unknown `network`, for an `image`
+    that is neither a path nor the name of an image, and for variables that no process can have.
     """
 
     image: str | None = None
@@ -192,6 +193,7 @@ class SlotSpec:
     mounts: tuple[Mount, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     group: GroupAddress | None = None
+    on_demand: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "network", network(self.network))

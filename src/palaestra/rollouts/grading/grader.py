@@ -13,6 +13,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from enum import StrEnum
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
@@ -252,8 +253,9 @@ class Grading:
                     return await self._live_slot()
                 if self._slot is None:
                     base = await self._base(view)
+                    spec = replace(self.spec, on_demand=(WORKSPACE, CARRIED))  # many scores read only a file
                     self._slot = self._shown = await self.rollout.workspace.lease_slot(
-                        f"{self.rollout.rollout_id}:grade", self.spec, base
+                        f"{self.rollout.rollout_id}:grade", spec, base
                     )
                     if self._libraries is not None:
                         await link(self._slot, self._libraries)

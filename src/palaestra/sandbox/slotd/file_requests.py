@@ -1,4 +1,4 @@
-"""Serves the requests about files of a slot: read, write, stat, list, mkdir, link, remove."""
+"""Serves the requests about files of a slot: read, write, stat, list, mkdir, link, remove, changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FileRequests:
         self._slots, self._driver, self._replies = slots, driver, replies
         self.operations: dict[str, Callable[[Frame], Job | None]] = {
             "read": self._read, "write": self._write, "stat": self._stat, "list": self._list_directory,
-            "mkdir": self._mkdir, "link": self._make_link, "remove": self._remove,
+            "mkdir": self._mkdir, "link": self._make_link, "remove": self._remove, "changes": self._changes,
         }  # fmt: skip
 
     def _read(self, frame: Frame) -> None:
@@ -53,6 +53,9 @@ class FileRequests:
         writing.put(frame.data)
         replies.send(frame)
         writing.close()
+
+    def _changes(self, frame: Frame) -> Job:
+        yield from self._replies.send_list(frame, self._driver.slot_changes(self._slots.leased(frame).files))
 
     def _stat(self, frame: Frame) -> None:
         with self._at(self._slots.leased(frame), frame.fields["path"]) as place:

@@ -167,6 +167,11 @@ class RungDriver(Protocol[F, L]):
     def make(self, name: str, fields: Fields, layers: tuple[L, ...]) -> NewSlot:
         """Lay out a slot for a `create` request. Raises `CannotMake` or OSError, and then leaves nothing behind."""
 
+    def show(self, fields: Fields, layers: tuple[L, ...]) -> SlotPath:
+        """Mount, read-only and nowhere, the files that a slot for this `create` request would have at its start, as far
+        as they are below the paths of `on_demand`. The caller closes the root of the result. Raises OSError if that is
+        not possible."""
+
     def seal(self, files: F) -> L:
         """Turn a dead slot's files into a layer."""
 

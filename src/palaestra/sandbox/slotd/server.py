@@ -3,8 +3,10 @@ of `server_slot.OPERATIONS`, it serves:
 
     op                  fields                                      RESULT
     create              image, layers, network, allow, limits,      slot, epoch, exposed: why it shares the
-                        mounts, env, continued: the topmost layer   host's network
-                        is copied into the slot's own changes
+                        mounts, env, continued: the topmost layer   host's network, deferred: whether `start`
+                        is copied into the slot's own changes,      makes it
+                        on_demand: paths; it may be deferred
+    start               the lease of a deferred slot                slot, epoch, exposed
     renew, destroy      the lease                                   epoch; nothing
     oom, hung           the lease                                   oom; nothing. For a client that starts commands
     read                path, offset, max_bytes, holes              the file's bytes
@@ -58,7 +60,7 @@ from .protocol import frames
 from .protocol.frames import Fields, Frame, FrameConnection, FrameKind
 from .protocol.init_messages import EnvBlock, env_block
 from .rung import AnyDriver, CannotMake, NetworkScope
-from .server_slot import LifeStage, Replies, RequestError, ServerSlot, SlotTable
+from .server_slot import Deferred, LifeStage, Replies, RequestError, ServerSlot, SlotTable
 
 _log = logging.getLogger("slotd")
 
@@ -92,9 +94,9 @@ class SlotServer:
         self._gates = EgressGates(self.loop)
         self._groups = GroupNetworks()
         self._operations: dict[str, Callable[[Frame], Job | None]] = {
-            "create": self._create, "renew": self._renew, "destroy": self._destroy, "oom": self._oom,
-            "hung": self._hung, "arguments": self._arguments, "ask": self._ask, "changes": self._changes,
-            "freeze": self._frozen.freeze, "checkpoint": self._checkpoint, "seal": self._seal, "stats": self._stats,
+            "create": self._create, "start": self._start_deferred, "renew": self._renew, "destroy": self._destroy,
+            "ask": self._ask, "freeze": self._frozen.freeze, "checkpoint": self._checkpoint, "seal": self._seal,
+            "stats": self._stats, **dict.fromkeys(server_slot.ANSWERS, self._answer),
             **dict.fromkeys(server_slot.OPERATIONS, self._in_slot),
         }  # fmt: skip
 
@@ -155,6 +157,46 @@ class SlotServer:
             raise OSError(errno.EINVAL, f"invalid environment of a slot: {error}") from None
         change = layers[0] if frame.fields.get("continued") else None
         epoch = next(self._epochs)
+        if change is None and frame.fields.get("on_demand") and self._defer(frame, layers, epoch):
+            return None
+        return self._make(frame, layers, change, variables, epoch)
+
+    def _defer(self, frame: Frame, layers: tuple[Any, ...], epoch: int) -> bool:
+        """Give the client the files that the slot would show, and make the slot when `start` asks for it. Returns False
+        if that is not possible."""
+        fields = frame.fields
+        if self._handover is None or fields["network"] or fields.get("allow") is not None or "group" in fields:
+            return False
+        try:
+            shown = self._driver.show(fields, layers)
+        except OSError:
+            return False
+        try:
+            socket.send_fds(self._handover, [frames.HANDOVER.pack(epoch, shown.owner)], [shown.root])
+        except OSError:
+            return False
+        finally:
+            os.close(shown.root)
+        for layer in layers:
+            layer.keep()
+        name = f"slot-{epoch}"
+        self._slots.deferred[epoch] = Deferred(fields, layers)
+        self._replies.send(frame, {"slot": name, "epoch": epoch, "exposed": "", "deferred": True})
+        return True
+
+    def _start_deferred(self, frame: Frame) -> Job | None:
+        """Make a deferred slot."""
+        epoch = frame.fields["epoch"]
+        deferred = self._slots.deferred.pop(epoch, None)
+        if deferred is None:
+            raise RequestError("stale", f"the lease of {frame.fields['slot']} (epoch {epoch}) has ended")
+        try:
+            create = frames.new(Frame, (frame.kind, frame.request, deferred.fields, b""))
+            return self._make(create, deferred.layers, None, env_block(deferred.fields["env"]), epoch)
+        finally:
+            deferred.release()
+
+    def _make(self, frame: Frame, layers: tuple[Any, ...], change: Any, variables: EnvBlock, epoch: int) -> Job | None:
         new = self._driver.make(f"{epoch}", frame.fields, layers if change is None else layers[1:])
         slot = ServerSlot(
             f"slot-{epoch}", epoch, new, self.loop,
@@ -235,6 +277,10 @@ class SlotServer:
         self._replies.send(frame, {"epoch": slot.epoch})
 
     def _destroy(self, frame: Frame) -> None:
+        if (deferred := self._slots.deferred.pop(frame.fields["epoch"], None)) is not None:
+            deferred.release()
+            self._replies.send(frame)
+            return
         slot = self._slots.leased(frame, alive=False)
 
         def ended() -> None:
@@ -263,16 +309,8 @@ class SlotServer:
     def _in_slot(self, frame: Frame) -> None:
         server_slot.OPERATIONS[frame.fields["op"]](self._slots.leased(frame), frame)
 
-    def _oom(self, frame: Frame) -> None:
-        self._replies.send(frame, {"oom": self._slots.leased(frame).ran_out_of_memory()})
-
-    def _hung(self, frame: Frame) -> None:
-        self._slots.leased(frame).end_hung()
-        self._replies.send(frame)
-
-    def _arguments(self, frame: Frame) -> None:
-        found = server_slot.arguments(self._slots.leased(frame).root, int(frame.fields["pid"]))
-        self._replies.send(frame, {"arguments": found})
+    def _answer(self, frame: Frame) -> None:
+        self._replies.send(frame, server_slot.ANSWERS[frame.fields["op"]](self._slots.leased(frame), frame.fields))
 
     def _ask(self, frame: Frame) -> None:
         def answered(data: bytes, error: OSError | None) -> None:
@@ -304,9 +342,6 @@ class SlotServer:
 
     # Layers
 
-    def _changes(self, frame: Frame) -> Job:
-        yield from self._replies.send_list(frame, self._driver.slot_changes(self._slots.leased(frame).files))
-
     def _seal(self, frame: Frame) -> None:
         slot = self._slots.leased(frame, alive=False)
         if slot.state is not LifeStage.LIVE and slot.loss == "lost":
@@ -324,7 +359,8 @@ class SlotServer:
 
     def _stats(self, frame: Frame) -> None:
         live = sum(slot.state is LifeStage.LIVE for slot in self._slots.by_name.values())
-        self._replies.send(frame, {"slots": len(self._slots.by_name), "live": live, "layers": len(self._layers)})
+        slots = len(self._slots.by_name) + len(self._slots.deferred)
+        self._replies.send(frame, {"slots": slots, "live": live, "layers": len(self._layers)})
 
 
 def _require_descriptors() -> None:

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from typing import Any, NamedTuple
 
 from . import files, syscalls
 from .event_loop import READ, WRITE, EpollLoop, Job
@@ -244,7 +245,15 @@ OPERATIONS: dict[str, Callable[[ServerSlot, Frame], None]] = {
 }
 
 
-def arguments(root: int, pid: int) -> list[str] | None:
+# The requests that are answered at once.
+ANSWERS: dict[str, Callable[[ServerSlot, Fields], Fields | None]] = {
+    "oom": lambda slot, fields: {"oom": slot.ran_out_of_memory()},
+    "hung": lambda slot, fields: slot.end_hung(),
+    "arguments": lambda slot, fields: {"arguments": _arguments(slot.root, int(fields["pid"]))},
+}
+
+
+def _arguments(root: int, pid: int) -> list[str] | None:
     """Return the arguments of the live process whose number in the slot is `pid`, read from the kernel; None if there
     is no such process."""
     try:
@@ -360,11 +369,23 @@ class Replies:
             listing.close()
 
 
+class Deferred(NamedTuple):
+    """A leased slot that is not made yet: the `create` request, and the layers that it keeps until then."""
+
+    fields: Fields
+    layers: tuple[Any, ...]
+
+    def release(self) -> None:
+        for layer in self.layers:
+            layer.release()
+
+
 class SlotTable:
-    """The slots of the server, by name."""
+    """The slots of the server: those that were made by name, and the deferred ones by epoch."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, ServerSlot] = {}
+        self.deferred: dict[int, Deferred] = {}
 
     def leased(self, frame: Frame, alive: bool = True) -> ServerSlot:
         """Return the slot that a request names. Raises `RequestError` if the request's lease is not the current one, or

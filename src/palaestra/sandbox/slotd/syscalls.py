@@ -27,7 +27,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE, MS_SLAVE = 4096, 8192, 16384, 1 << 18, 1 << 19
 MNT_DETACH = 2
 
-RESOLVE_NO_MAGICLINKS, RESOLVE_IN_ROOT = 0x02, 0x10
+RESOLVE_NO_XDEV, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, RESOLVE_IN_ROOT = 0x01, 0x02, 0x04, 0x10
 
 _HOW, _LONG = struct.Struct("=QQQ"), struct.Struct("@l")
 _StatFs = ctypes.c_char * 256
@@ -154,13 +154,23 @@ def move_mount(tree: int, target: str) -> None:
 def detached_tmpfs(options: str) -> int:
     """Return a descriptor of a new tmpfs with nosuid and nodev that is mounted nowhere. `options` are those of
     mount(8)."""
-    context = check(_libc.syscall(_FSOPEN, b"tmpfs", 1), "fsopen tmpfs")
+    return _detached(b"tmpfs", options, MS_NOSUID | MS_NODEV)
+
+
+def _detached(kind: bytes, options: str, flags: int) -> int:
+    context = check(_libc.syscall(_FSOPEN, kind, 1), f"fsopen {kind.decode()}")
     try:
         _configure(context, options)
-        check(_libc.syscall(_FSCONFIG, context, _FSCONFIG_CREATE, None, None, 0), "fsconfig tmpfs")
-        return check(_libc.syscall(_FSMOUNT, context, 1, MS_NOSUID | MS_NODEV), "fsmount tmpfs")
+        check(_libc.syscall(_FSCONFIG, context, _FSCONFIG_CREATE, None, None, 0), f"fsconfig {kind.decode()}")
+        return check(_libc.syscall(_FSMOUNT, context, 1, flags), f"fsmount {kind.decode()}")
     finally:
         os.close(context)
+
+
+def detached_overlay(options: str) -> int:
+    """Return a descriptor of a new read-only overlay with nosuid and nodev that is mounted nowhere. Raises OSError; the
+    kernel also refuses an option of more than 256 bytes."""
+    return _detached(b"overlay", options, MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
 def reconfigure(mount: int, options: str) -> None:

@@ -155,6 +155,19 @@ class NamespaceDriver:
             stores=tuple(store.fd for store in files.stores() if store.fd is not None),
         )
 
+    def show(self, fields: Fields, layers: tuple[OverlayLayer, ...]) -> SlotPath:
+        image = fields["image"]
+        if not layers or layers[0].image != image:
+            raise OSError(errno.EINVAL, "there are no layers to show")
+        trees, binds = self._host.trees(image, fields["network"]), self._host.binds(fields["mounts"], image)
+        targets = [*(tree.target for tree in trees if tree.target != "/"), *(bind.target for bind in binds)]
+        if any(f"{target}/".startswith(f"{place}/") for target in targets for place in fields["on_demand"]):
+            raise OSError(errno.EOPNOTSUPP, "something else is mounted there")
+        (tree,) = (tree for tree in trees if tree.target == "/")
+        lowers = [layer.trees[tree.name] for layer in layers if tree.name in layer.trees]
+        options = rootfs.overlay_options((*lowers, *tree.lowers), self._host.user_xattrs)
+        return SlotPath(syscalls.detached_overlay(",".join(options)), "/", self._host.owner)
+
     def seal(self, files: OverlayFiles) -> OverlayLayer:
         """Return a dead slot's changes as a layer, which takes over the slot's store."""
         trees = {tree.name: files.upper(tree) for tree in files.trees}

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .. import syscalls
@@ -224,10 +224,16 @@ def build(plan: RootPlan, place: int) -> Iterator[BuildStep | bytes]:
     yield BuildStep(Do.BECOME_ROOT)
 
 
-def _overlay(overlay: Overlay, plan: RootPlan) -> BuildStep:
-    options = [f"lowerdir={':'.join(overlay.lowers)}", f"upperdir={overlay.upper}", f"workdir={overlay.work}"]
+def overlay_options(lowers: Sequence[str], user_xattrs: bool) -> list[str]:
+    """Return the options for an overlay of these directories, the topmost first."""
     # With the kernel's defaults, a layer could refer to the layers below it, and could then not be cut to a view.
-    options += ["userxattr"] if plan.user_xattrs else ["redirect_dir=nofollow", "metacopy=off", "index=off", "volatile"]
+    own = ["userxattr"] if user_xattrs else ["redirect_dir=nofollow", "metacopy=off", "index=off"]
+    return [f"lowerdir={':'.join(lowers)}", *own]
+
+
+def _overlay(overlay: Overlay, plan: RootPlan) -> BuildStep:
+    options = overlay_options(overlay.lowers, plan.user_xattrs)
+    options += [f"upperdir={overlay.upper}", f"workdir={overlay.work}", *([] if plan.user_xattrs else ["volatile"])]
     target = plan.stage + overlay.target.rstrip("/")
     return native_init.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
 

@@ -216,6 +216,9 @@ class UnprivilegedDriver:
     def slot_changes(self, files: CopiedFiles) -> Iterator[Fields | None]:
         return self._changes(files.path, files.layers)
 
+    def show(self, fields: Fields, layers: tuple[CopiedLayer, ...]) -> SlotPath:
+        raise OSError(errno.EOPNOTSUPP, "without mounts, only a slot shows its files")
+
     def layer_changes(self, layer: CopiedLayer) -> Iterator[Fields | None]:
         return self._changes(layer.path, layer.below)
 
