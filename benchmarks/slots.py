@@ -28,7 +28,7 @@ import _slot_peers as peers
 
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Rung, Shell, Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slot import WORKSPACE, Rung, Shell, Slot, SlotSpec, Snapshot, View
 
 FEW, MANY = peers.PREPARED_FILES
 
@@ -81,6 +81,7 @@ class Slots:
             f"fork of {FEW} files": lambda: self._fork(self._few),
             f"fork of {MANY} files": lambda: self._fork(self._many),
             "sealed grading view": self._grade,
+            "file of sealed work": self._read_sealed,
             "read of 4 KiB": lambda: timed(self._slot.read_bytes("small")),
             "write of 4 KiB": lambda: timed(self._slot.write_bytes("other", b"y" * 4096)),
         }
@@ -125,6 +126,14 @@ class Slots:
         await self._backend.destroy(grading)
         await self._backend.forget(sealed)
         return elapsed
+
+    async def _read_sealed(self) -> float:
+        """Measure the time for a score that only reads a file: from asking for a slot to the end of that slot."""
+        started = time.perf_counter()
+        slot = await self._backend.create(SlotSpec(on_demand=(WORKSPACE,)), "read", self._few)
+        assert await slot.read_bytes("tests/t") == b"1\n"
+        await self._backend.destroy(slot)
+        return time.perf_counter() - started
 
     async def bulk(self) -> dict[str, float]:
         """Measure MB/s of one large file, written and read back."""
@@ -178,6 +187,7 @@ TARGETS_F = {
     f"fork of {FEW} files": 5.0,
     f"fork of {MANY} files": 5.0,
     "sealed grading view": 10.0,
+    "file of sealed work": 1.0,
     "read of 4 KiB": 0.15,
     "write of 4 KiB": 0.15,
 }
