@@ -10,6 +10,8 @@
 - `driver`: the CPU of the driver per rollout, with workers that answer at once, as a multiple of the CPU that writing
   the same events to a journal takes, with as many commits.
 - `throughput`: rollouts per second on two nodes, beside one process on the same cores.
+- `new slots`: slots made and ended per second on one node for a loop in another process (`--backend ray`), while 500
+  slots live there, beside the same in one process.
 
 Needs the extra `ray`, except with `--processes`. Each Ray node takes about 0.3 GB of memory.
 """
@@ -23,6 +25,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -389,6 +392,42 @@ def driver_rows(recorded: Path, cluster: Processes | RayNodes, nodes: int, rollo
         yield measure.Row(f"driver, {in_flight} in flight", found["rollouts_per_s"], "rollouts/s")
 
 
+async def slot_rates(address: str, live: int, rounds: int) -> measure.Sample:
+    """Measure slots made and ended per second, by a backend of this process and on the nodes of a cluster, in turns."""
+    from palaestra.cluster.ray_slots import RayBackend
+    from palaestra.sandbox.backends.local import LocalBackend
+    from palaestra.sandbox.slot import SlotSpec
+
+    async def makes(backend: Any, count: int) -> None:
+        for _ in range(count):
+            await backend.destroy(await backend.create(SlotSpec(), "new"))
+
+    found: dict[str, list[float]] = {}
+    async with LocalBackend() as here, RayBackend(address, slots_per_node=live + 64) as there:
+        for backend in (here, there):
+            for _ in range(live):
+                await backend.create(SlotSpec(), "live")
+        for _ in range(rounds):
+            for backend in (here, there):
+                started = time.perf_counter()
+                await asyncio.gather(*(makes(backend, 10) for _ in range(8)))
+                found.setdefault(backend.name, []).append(80 / (time.perf_counter() - started))
+    return {name: statistics.median(rates) for name, rates in found.items()}
+
+
+def slot_rows(live: int, rounds: int) -> Iterator[measure.Row]:
+    """Yield the rates of new slots, on a cluster of one node."""
+    cluster = RayNodes(1)
+    try:
+        found = measure.fresh_process(__file__, "--slot-rates", cluster.address, str(live), str(rounds))
+    finally:
+        cluster.close()
+    yield measure.Row(f"new slots with {live} live, one process", found["local"], "slots/s", 1.0)
+    ratio = found["ray"] / found["local"]
+    row = measure.Row(f"new slots with {live} live, one Ray node", found["ray"], "slots/s", ratio)
+    yield measure.judged(row, THROUGHPUT_TARGET, ratio >= THROUGHPUT_TARGET)
+
+
 def main() -> int:
     """Measure and print the table."""
     parser = measure.options_parser(__doc__)
@@ -398,6 +437,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=None, help="runs in which a node is killed (20, --quick 1)")
     parser.add_argument("--driver-kills", type=int, default=None, help="runs with a killed driver (20, --quick 1)")
     parser.add_argument("--instant-rollouts", type=int, default=None, help="rollouts for the driver (20000, 2000)")
+    parser.add_argument("--slots-only", action="store_true", help="measure only new slots")
     options = parser.parse_args()
     quick = options.quick
     rollouts = options.rollouts or (40 if quick else 500)
@@ -405,7 +445,9 @@ def main() -> int:
     driver_kills = options.driver_kills if options.driver_kills is not None else (1 if quick else 20)
     many = options.instant_rollouts or (2000 if quick else 20000)
     os.environ[MARK] = str(os.getpid())
-    rows: list[measure.Row] = []
+    rows = [] if options.processes else list(slot_rows(50 if quick else 500, 3 if quick else 9))
+    if options.slots_only:
+        return measure.report("New slots on a Ray node", rows, options.json)
     words = ["run", "lines_env.py", "--policy", "oracle", "--group", str(GROUP), "--slots", "16"]
     words += ["--env.n", str(rollouts // GROUP)]
     with tempfile.TemporaryDirectory() as place:
@@ -431,6 +473,8 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--instant"]:
         asyncio.run(instant(Path(sys.argv[2]), int(sys.argv[3])))
+    elif sys.argv[1:2] == ["--slot-rates"]:
+        print(json.dumps(asyncio.run(slot_rates(sys.argv[2], *map(int, sys.argv[3:])))))
     elif sys.argv[1:2] == ["--driver"]:
         _, _, where, file, *counts = sys.argv
         groups_, in_flight_, nodes_ = map(int, counts)
