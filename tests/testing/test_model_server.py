@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def with_server(engine: Toy, scenario: Callable[[str], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with ModelServer(engine) as server:
+        async with ModelServer(engine, load=engine.load_weights) as server:
             await scenario(server.url)
 
     asyncio.run(main())

@@ -141,7 +141,7 @@ async def _serve_model(
     engine = TransformersEngine(config, device=device, seed=seed)
     await engine.start()
     try:
-        async with ModelServer(engine, host=host, port=port, token=token) as server:
+        async with ModelServer(engine, host=host, port=port, token=token, load=engine.load_weights) as server:
             print_url(server.url)
             click.echo(f"use it with palaestra run or chat: --base-url {server.url}/v1 --model {model}", err=True)
             await stop.wait()

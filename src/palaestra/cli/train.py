@@ -108,7 +108,7 @@ _OPTIONS: dict[str, type] = {
                         --most-tokens 16384; weights are served at --port 8001
     --out FOLDER        the run's folder, which must not exist; default: a new one below runs/
 
-    Further settings (--group N, --concurrency N, --env.FIELD V, --json) work as in `palaestra run`.
+    Further settings (--group N, --concurrency N, --on ray, --env.FIELD V, --json) work as in `palaestra run`.
     """,
 )
 @click.option("--trainer", type=click.Choice(["trl", "tinker"]), hidden=True)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from aiohttp import web
 
@@ -31,6 +32,10 @@ _REQUEST_ONLY = frozenset({"model", "stream", "stream_options", "user", "store",
 """Fields of a chat request that are not sampling settings."""
 
 
+Load: TypeAlias = Callable[[str, str], Awaitable[None]]
+"""Loads the weights of a folder as a policy version. Raises `ConfigError` and `EngineError`."""
+
+
 class ChattingEngine(TokenEngine, Protocol):
     """A token engine with a tokenizer and token-exact chat, as in `engines/token_engine.py`."""
 
@@ -39,16 +44,14 @@ class ChattingEngine(TokenEngine, Protocol):
 
     def managed_server(self) -> ManagedChat: ...
 
-    async def load_weights(self, folder: str, version: str) -> None: ...
-
 
 class ModelServer(TokenLoopback):
     """Serves one started engine. An async context manager; `url` is its address. `kind` is the owner of its models.
 
     Routes: `/v1/chat/completions` (with tools; a streamed reply has one chunk per choice), `/v1/completions` and
     `/tokenize` as in stock vLLM, `/generate` as in SGLang or Atropos' vLLM, `/v1/models`, and `/health`.
-    `/update_weights_from_disk` loads the weights of a folder, as SGLang does, for trainers that save weights after each
-    step.
+    With `load`, such as the engine's `load_weights`, `/update_weights_from_disk` loads the weights of a folder, as
+    SGLang does, for trainers that save weights after each step.
     """
 
     def __init__(
@@ -59,8 +62,10 @@ class ModelServer(TokenLoopback):
         port: int = 0,
         kind: str = "palaestra",
         token: str | None = None,
+        load: Load | None = None,
     ) -> None:
         super().__init__(engine, engine.tokenizer, kind=kind, token=token)
+        self._load = load
         self.host, self.port, self.keeps_requests = host, port, False
         self._chat_engine = engine
         self._loads = itertools.count(1)
@@ -68,9 +73,10 @@ class ModelServer(TokenLoopback):
     def routes(self, app: web.Application) -> None:
         super().routes(app)
         app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/update_weights_from_disk", self._load_weights)
-        for path in ("/pause_generation", "/continue_generation"):
-            app.router.add_post(path, self._paused)
+        if self._load is not None:
+            app.router.add_post("/update_weights_from_disk", partial(self._load_weights, self._load))
+            for path in ("/pause_generation", "/continue_generation"):
+                app.router.add_post(path, self._paused)
         app.router.add_get("/health", self._health)
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -80,7 +86,7 @@ class ModelServer(TokenLoopback):
         """Answer as SGLang. Nothing needs a pause, because loading weights itself ends the requests in progress."""
         return web.json_response({"message": "Generation paused or continued.", "status": "ok"})
 
-    async def _load_weights(self, request: web.Request) -> web.Response:
+    async def _load_weights(self, load: Load, request: web.Request) -> web.Response:
         """Load weights. Request and reply are SGLang's: `model_path` names the folder, and `weight_version` is recorded
         with the tokens that follow (default: the number of the update). Only a folder on this machine is loaded;
         nothing is downloaded."""
@@ -90,7 +96,7 @@ class ModelServer(TokenLoopback):
         try:
             if not folder.is_dir():
                 raise ConfigError(f"{folder} is not a folder on the server's machine")
-            await self._chat_engine.load_weights(str(folder), version)
+            await load(str(folder), version)
         except (ConfigError, EngineError) as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
         reply = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}

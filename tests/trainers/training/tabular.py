@@ -20,6 +20,7 @@ from palaestra import ConfigError, Rollout, Task, environment
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.token_engine import TokenChat
+from palaestra.inference.tokenizers import Tokenizer
 from palaestra.testing.fake_engine import toy_tokenizer
 from palaestra.trainers.busy import BusyClock
 from palaestra.trainers.trainer import TrainedRow
@@ -41,8 +42,8 @@ async def score(rollout: Rollout) -> float:
 
 
 class TabularEngine(TokenChat):
-    def __init__(self, trainer: TabularTrainer) -> None:
-        super().__init__(APIServerConfig(model_name=trainer.model), tokenizer=toy_tokenizer())
+    def __init__(self, trainer: TabularTrainer, tokenizer: Tokenizer | None) -> None:
+        super().__init__(APIServerConfig(model_name=trainer.model), tokenizer=tokenizer or toy_tokenizer())
         self.trainer = trainer
         self.requests = 0
         self.rng = random.Random(0)
@@ -64,8 +65,9 @@ class TabularTrainer:
     overlaps = True
 
     def __init__(
-        self, *, model: str = "table", error: float = 0.0, loss: float = 0.5, sampling_s: float = 0.0, rate: float = 0.5
-    ) -> None:
+        self, *, model: str = "table", error: float = 0.0, loss: float = 0.5, sampling_s: float = 0.0,
+        rate: float = 0.5, tokenizer: Tokenizer | None = None,
+    ) -> None:  # fmt: skip
         self.model = model
         self.busy = BusyClock()
         self.error = error
@@ -74,7 +76,7 @@ class TabularTrainer:
         self.weights = [0.0] * len(REPLIES)
         self.version = "0"
         self.steps: list[list[str]] = []
-        self.engine = TabularEngine(self)
+        self.engine = TabularEngine(self, tokenizer)
         self.rate = rate
         self.gone = False
 

@@ -16,7 +16,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Drive: TypeAlias = Callable[[Runner], Awaitable[Totals]]
+ServeNodes: TypeAlias = Callable[[], AbstractAsyncContextManager[Sequence[APIServerConfig]]]
 
 _COUNTS = ("groups", "groups_failed", "rollouts", "rollouts_planned", "scored")
 
@@ -119,13 +120,15 @@ class Steering:
 
     `subscribers` get the run's events. `gate` is awaited before each task; it may wait, and the run ends if it returns
     False. `drive` decides which tasks the runner rolls out; without it, the runner takes the tasks from the
-    environment. `resumed_by` is the command that resumes the run; the message about an unfinished run appends the run's
-    folder to it.
+    environment. `serve_nodes` opens servers by which the nodes of a cluster reach the run's engines; without it, a run
+    with engines of this process cannot use a cluster. `resumed_by` is the command that resumes the run; the message
+    about an unfinished run appends the run's folder to it.
     """
 
     subscribers: Sequence[Subscriber] = ()
     gate: Gate | None = None
     drive: Drive | None = None
+    serve_nodes: ServeNodes | None = None
     resumed_by: str = "palaestra resume"
 
 
@@ -151,13 +154,14 @@ async def run(
         engine = await assembly.engine(engines)
         pool, prepared = make_pool(parsed.env_config), None
         if parsed.env_config.on_cluster:
-            check_elsewhere(parsed.env_config, in_process=bool(engines), begins=begins)
+            served = steering is not None and steering.serve_nodes is not None
+            check_elsewhere(parsed.env_config, in_process=bool(engines) and not served, begins=begins)
         else:
             await stack.enter_async_context(pool)
             _check_isolation(parsed.env_config, pool)
             prepared = make_prepared(parsed.env_config, pool.backend, _unkept(assembly.console))
         environment = await assembly.environment(engine)
-        capacity = await assembly.capacity(pool)
+        capacity = await assembly.capacity(pool, None if steering is None else steering.serve_nodes)
         begins = None if begins is None else _continued(begins, environment, engine)
         recorded_tools = make_recorded_tools(parsed.env_config)
         stack.callback(recorded_tools.close)
@@ -250,11 +254,14 @@ class Assembly:
         self.stack.callback(output.discard_unless_begun)
         return output
 
-    async def capacity(self, pool: SlotPool) -> Capacity:
+    async def capacity(self, pool: SlotPool, serve_nodes: ServeNodes | None) -> Capacity:
         """Return the capacity of the pool or, if the settings name a cluster, that of its nodes, which are opened."""
         config, cluster, limit = self.parsed.env_config, None, pool.limit
         if config.on_cluster:
-            request = ClusterRequest(self.form, config, self._servers, self.stream)
+            servers = self._servers
+            if serve_nodes is not None:
+                servers = server_settings(config, await self.stack.enter_async_context(serve_nodes()))
+            request = ClusterRequest(self.form, config, servers, self.stream)
             cluster = await self.stack.enter_async_context(open_cluster(request))
             limit = SlotLimit(cluster.slots, "the slots of all nodes")
         slots = limit.slots if are_elsewhere(config, pool) else None

@@ -8,9 +8,12 @@ checkpoints.
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
@@ -28,6 +31,7 @@ from palaestra.envs.run.library import environment_form
 from palaestra.envs.run.run import RunReport, Steering, run
 from palaestra.envs.run.run_folder import RunLine
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engines.token_engine import TokenChat
 from palaestra.rollouts.journal.reader import RUNS
 from palaestra.rollouts.limits import RunStopped
 from palaestra.trainers.config import TrainerName, TrainingConfig
@@ -35,6 +39,9 @@ from palaestra.trainers.training import Training, TrainingResult
 
 if TYPE_CHECKING:
     from palaestra.trainers.trainer import Trainer
+
+_ELSEWHERE = "192.0.2.1"
+"""An address that is nowhere. Source: RFC 5737."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,7 @@ async def train_line(
             steering=Steering(
                 [chosen.busy],
                 drive=training.drive,
+                serve_nodes=lambda: _served(chosen, parsed),
                 resumed_by=f"palaestra train{f' --tinker-url {tinker_url}' if tinker_url else ''} --resume",
             ),
         )
@@ -139,6 +147,38 @@ async def train_line(
     if training.result is None:
         raise RunStopped(f"the training run in {report.folder} stopped ({report.reason}) and can be resumed")
     return TrainingReport(report, training.result)
+
+
+@asynccontextmanager
+async def _served(trainer: Trainer, parsed: RunLine) -> AsyncIterator[Sequence[APIServerConfig]]:
+    """Serve the trainer's engine to the nodes of a cluster, and yield the settings with which they reach it.
+
+    The server speaks plain HTTP, and only the nodes get its token. Raises `ConfigError` for an engine that cannot be
+    served.
+    """
+    from palaestra.testing.model_server import ModelServer  # imported here, because most training runs use one machine
+
+    engine = trainer.engine
+    if not isinstance(engine, TokenChat):
+        raise ConfigError(f"the model of the trainer {trainer.name} cannot be served to nodes: leave out --on")
+    token, address = secrets.token_urlsafe(24), _address_for(parsed.env_config.on or "")
+    async with ModelServer(engine, host=address, token=token) as server:
+        model = parsed.server_configs[0] if parsed.server_configs else APIServerConfig(model_name=engine.name)
+        reached = {"server_type": "sglang", "base_url": server.url, "api_key": token}
+        yield [model.model_copy(update={**reached, "history": "append", "health_check": False})]
+
+
+def _address_for(cluster: str) -> str:
+    """Return the address at which the nodes of a cluster reach this machine."""
+    kind, _, words = cluster.partition(":")
+    if kind == "processes":
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((words.rpartition(":")[0] or _ELSEWHERE, 9))  # sends nothing, but chooses a network device
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
 
 
 def make_trainer(
