@@ -17,6 +17,8 @@ from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.images.task_images import TaskImages
 from palaestra.suites.images.task_root import FROM, TaskRoots
+from palaestra.suites.swe.row_image import RowImages
+from palaestra.suites.swe.swe_row import parse_row
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs the Debian package docker-registry")
 
@@ -81,5 +83,29 @@ def test_tasks_find_pulled_images(registry: Registry, tmp_path: Path) -> None:
         forced = TaskRoots(ImageBuilder(tmp_path / "roots", tool="no-such-tool", force=True), {}, pulled=never)
         with pytest.raises(TaskError, match="container tool"):
             await forced.of("task", recipe)
+
+    asyncio.run(main())
+
+
+def test_rows_run_in_pulled_images(registry: Registry, tmp_path: Path) -> None:
+    name = f"127.0.0.1:{registry.port}/team/tool:1"
+    store, given = tmp_path / "store", tmp_path / "root"
+    given.mkdir()
+    row = {"instance_id": "one", "repo": "o/n", "base_commit": "0" * 40, "problem_statement": "p"}
+    named = parse_row({**row, "FAIL_TO_PASS": ["t.py::t"], "image_name": name})
+    other = parse_row({**row, "FAIL_TO_PASS": ["t.py::t"], "image_name": f"127.0.0.1:{registry.port}/team/missing"})
+
+    async def main() -> None:
+        never, missing = TaskImages(folder=store), TaskImages("missing", store)
+        assert (never.may_have(name), missing.may_have(name), missing.may_have("")) == (False, True, False)
+        assert await RowImages({}, None, never).find(named) is None
+        found = await RowImages({}, None, missing).find(named)
+        assert found is not None
+        assert (Path(found) / "oci-layout").is_file()
+        assert await RowImages({}, None, never).find(named) == found
+        assert never.may_have(name)
+        assert await RowImages({"one": str(given)}, None, missing).find(other) == str(given)
+        with pytest.raises(TaskError, match=r"one: .*is not in the registry"):
+            await RowImages({}, None, missing).find(other)
 
     asyncio.run(main())

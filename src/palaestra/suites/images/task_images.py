@@ -44,6 +44,10 @@ class TaskImages:
     policy: PullPolicy = "never"
     folder: Path | None = None
 
+    def may_have(self, name: str) -> bool:
+        """Return whether an image was pulled, or may be."""
+        return bool(name) and (self.policy == "missing" or pulled_layout(name, self.folder) is not None)
+
     async def find(self, name: str) -> Path | None:
         """Return the OCI layout of an image, or None if it was not pulled. Raises `ImageError`."""
         found = pulled_layout(name, self.folder)

@@ -42,6 +42,7 @@ from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
 from palaestra.suites.grading.harness import Status, TestRun, enough_time
 from palaestra.suites.grading.repository_tests import run_django, run_files
+from palaestra.suites.images.task_images import PullPolicy, TaskImages
 from palaestra.suites.swe.apply_diff import apply, solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
 from palaestra.suites.swe.baseline import PreparedRow, check_row, load_prepared
@@ -145,6 +146,11 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
     images: dict[str, str] = Field(
         default={}, description="Prebuilt root file systems for images or rows, as NAME=PATH."
     )
+    pull: PullPolicy = Field(
+        default="never",
+        description="Whether the images that rows name are pulled: `never`, or if they are `missing` here. Images that "
+        "`palaestra images pull` stored are used in any case.",
+    )
     python: str = Field(
         default="",
         description="The interpreter of public rows: a path or a version of this machine. By default this Python or, "
@@ -233,7 +239,7 @@ class SweEnvironment(ContractEnvironment):
         timeout_s = self.settings.install_timeout_s
         self.repositories = RepositoryCache(cache / "repositories", self.settings.repo_base_url, timeout_s=timeout_s)
         self.dependencies = DependencyCache(cache / "dependencies", timeout_s=timeout_s)
-        self.images = RowImages(self.settings.images, self.settings.image_dir)
+        self.images = RowImages(self.settings.images, self.settings.image_dir, TaskImages(self.settings.pull))
         self._prepared_runs: dict[str, TestRun] = {}
 
     async def open(self) -> None:
@@ -242,7 +248,7 @@ class SweEnvironment(ContractEnvironment):
 
     async def resolve(self, task: Task) -> Task:
         row: SweRow = task.data
-        image, python = self.images.of(row), None
+        image, python = await self.images.find(row), None
         if row.recipe is not None:
             toolchain = language_toolchain(row.recipe.language, image=image is not None)
         elif image is not None:
@@ -656,6 +662,8 @@ class SweSmithOracleEnv(ListedEnv):
             return row
         language, config = row.recipe.language, self.config
         if language.name in config.roots or config.image_dir or config.images:
+            return row
+        if TaskImages(config.pull).may_have(row.image_name):
             return row
         missing = language.missing_programs()
         return TaskError(missing_programs(language, missing, row.instance_id)) if missing else row
