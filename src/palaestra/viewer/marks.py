@@ -38,13 +38,14 @@ class Marks:
         stamp = tuple(_stamp(self._folder / name) for name in (ANNOTATIONS_NAME, GRADES_NAME))
         if stamp == self._stamp:
             return False
-        self._stamp, self.problem = stamp, ""
+        self.problem = ""
         try:
             self._judgements, self._grades = read_annotations(self._folder), read_grades(self._folder)
         except ConfigError as error:
             self.problem = str(error)
             self._judgements, self._grades = Judgements(), {}
         self.index.put_marks(self._rows())
+        self._stamp = stamp  # last, because another thread that finds this stamp relies on what was read
         return True
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:

@@ -112,8 +112,9 @@ class OpenRuns:
         another name."""
         index = self[name]
         if name not in self._marks or self._marks[name].index is not index:
-            self._marks[name] = Marks(index)
-            self._marks[name].update()
+            marks = Marks(index)
+            marks.update()  # before another thread can find it
+            self._marks[name] = marks
         return self._marks[name]
 
     def close(self) -> None:
