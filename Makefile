@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
 # ones, which wait more).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch ray learn check check-style check-types check-docs spine snapshots interop official e2b faces agents constraints setup venv
+.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch ray learn check check-style check-types check-docs spine snapshots interop official e2b faces faces-ci agents constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
@@ -90,6 +90,7 @@ official: venv ## compare official verdicts with those of SWE-bench's and Harbor
 
 FAULTS = tests/integrations/test_faults_are_dropped.py
 FACES = -m pytest -q -o filterwarnings=default --disable-warnings
+FACES_CI = test ! -d .venv-faces || .venv-faces/bin/python $(FACES) $(addprefix tests/integrations/test_,verifiers.py verifiers_tasks.py agent_lightning.py) $(FAULTS)
 agents: venv ## install every agent that --agent knows by name, and let each fix a bug in a slot (minutes, 5 GB)
 	@.venv/bin/python -m pytest -q -m "slow and network" tests/rollouts/test_installed_agents.py
 
@@ -97,9 +98,13 @@ e2b: venv ## run the E2B SDKs for Python and JavaScript against our server, in a
 	@scripts/e2b_env
 	@.venv/bin/python -m pytest -q -m interop tests/doors/e2b
 
+faces-ci: venv ## run the tests of the integrations with verifiers and Agent-Lightning with their packages (3 minutes)
+	@scripts/faces_env .venv-faces
+	@$(FACES_CI)
+
 faces: venv ## run the tests of the trainers' integrations with the trainers' own packages (large; Python 3.12 and 3.11)
 	@scripts/faces_env
-	@test ! -d .venv-faces || .venv-faces/bin/python $(FACES) $(addprefix tests/integrations/test_,verifiers.py verifiers_tasks.py agent_lightning.py) $(FAULTS)
+	@$(FACES_CI)
 	@test ! -d .venv-faces-harbor || .venv-faces-harbor/bin/python $(FACES) tests/integrations/test_harbor.py
 	@test ! -d .venv-faces-openenv || .venv-faces-openenv/bin/python $(FACES) tests/integrations/test_openenv.py $(FAULTS)
 	@test ! -d .venv-faces-nemo || .venv-faces-nemo/bin/python $(FACES) tests/integrations/test_nemo_gym.py tests/integrations/test_nemo_gym_rows.py $(FAULTS)
