@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import tempfile
 import time
 import uuid
@@ -160,8 +161,9 @@ class FakeNomad:
     """The agent. An async context manager; `url` is its address.
 
     `images` are the images of its docker driver; `memory` is the node's memory in MB. If `token` is set, every request
-    but those below `/v1/status/` must carry it. If `quota` is set, a quota blocks every job, and `quota` is the reason
-    given. `requests` holds `METHOD /path` of all requests.
+    but those below `/v1/status/` must carry it. There is one namespace and one region. With `tls`, the agent speaks
+    HTTPS. If `quota` is set, a quota blocks every job, and `quota` is the reason given. `requests` holds `METHOD /path`
+    of all requests.
     """
 
     def __init__(
@@ -172,8 +174,12 @@ class FakeNomad:
         memory: int = 16384,
         token: str | None = None,
         quota: str | None = None,
+        namespace: str = "default",
+        region: str = "global",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.images, self.drivers, self.memory, self.token = set(images), drivers, memory, token
+        self.namespace, self.region, self._tls = namespace, region, tls
         self.quota = quota
         self.pull_s = 0.05
         self.crashing = False
@@ -209,7 +215,7 @@ class FakeNomad:
                 web.get("/v1/client/fs/logs/{allocation}", self._logs),
             ]
         )
-        self._listening = listening(app, "127.0.0.1", 0, shutdown_s=0.01)
+        self._listening = listening(app, "127.0.0.1", 0, shutdown_s=0.01, tls=self._tls)
         self.url = await self._listening.__aenter__()
         return self
 
@@ -277,6 +283,10 @@ class FakeNomad:
         open_to_all = request.path.startswith("/v1/status/")
         if self.token is not None and not open_to_all and request.headers.get("X-Nomad-Token") != self.token:
             return web.Response(status=403, text="Permission denied")
+        if request.query.get("region", self.region) != self.region:
+            return web.Response(status=500, text="No path to region")
+        if not open_to_all and request.query.get("namespace", "default") != self.namespace:
+            return web.Response(status=404, text="namespace not found")
         try:
             return await handler(request)
         except _Answer as answer:
@@ -328,6 +338,8 @@ class FakeNomad:
         job = body.get("Job")
         if not job:
             raise _Answer(400, "Job must be specified")
+        if (job.get("Namespace", "default"), job.get("Region", self.region)) != (self.namespace, self.region):
+            raise _Answer(400, "mismatched request namespace or region")
         _validate(job)
         old = self.jobs.get(job["ID"])
         if body.get("EnforceIndex"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,6 +19,7 @@ from palaestra.contract.pools import NomadToolBackend
 from palaestra.core.errors import AcquireTimeout, ConfigError, SandboxError, SlotLost
 from palaestra.core.types import Blame
 from palaestra.sandbox.backends.nomad import OWNER, NomadBackend, NomadBackendConfig, job_specification
+from palaestra.sandbox.backends.nomad_api import NomadAccess
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.remote.port_client import ask
 from palaestra.sandbox.slot import Backend, Slot, SlotSpec
@@ -269,13 +272,61 @@ def test_an_overloaded_or_failing_agent_is_asked_again() -> None:
 def test_an_agent_that_is_away_or_refuses_the_token_is_named(tmp_path: Path) -> None:
     async def body(nomad: FakeNomad) -> None:
         with pytest.raises(ConfigError, match="nomad_token"):
-            await NomadBackend(config(nomad, token="wrong")).start()
-        async with NomadBackend(config(nomad, token="right")):
+            await NomadBackend(config(nomad, access=NomadAccess("wrong"))).start()
+        async with NomadBackend(config(nomad, access=NomadAccess("right"))):
             pass
         with pytest.raises(ConfigError, match="nomad_address"):
             await NomadBackend(config(nomad, nomad_address="http://127.0.0.1:9")).start()
 
     run(body, token="right")
+
+
+def test_a_namespace_and_a_region_are_in_every_request_and_in_the_job() -> None:
+    async def body(nomad: FakeNomad) -> None:
+        for wrong, told in ((NomadAccess(namespace="other"), "namespace"), (NomadAccess(region="eu"), "region")):
+            with pytest.raises(ConfigError, match=f"{told}.*nomad_namespace or nomad_region"):
+                await NomadBackend(config(nomad, access=wrong)).start()
+        assert not nomad.jobs
+        async with NomadBackend(config(nomad, access=NomadAccess(namespace="team", region="us"))) as backend:
+            slot = await backend.create(SlotSpec(), "t")
+            assert await lives(slot)
+            await backend.destroy(slot)
+
+    run(body, namespace="team", region="us")
+
+
+def test_an_agent_with_tls_asks_for_the_clients_certificate(tmp_path: Path) -> None:
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=tmp_path, check=True, capture_output=True)
+
+    new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj")
+    openssl(*new, "/CN=authority", "-x509", "-keyout", "ca.key", "-out", "ca.pem")
+    for name in ("server.global.nomad", "client"):
+        (tmp_path / "names").write_text(f"subjectAltName=DNS:{name}")
+        openssl(*new, f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
+        openssl("x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.pem")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(tmp_path / "ca.pem"))
+    tls.load_cert_chain(tmp_path / "server.global.nomad.pem", tmp_path / "server.global.nomad.key")
+    tls.verify_mode = ssl.CERT_REQUIRED
+    files = {name: str(tmp_path / file) for name, file in
+             (("ca_cert", "ca.pem"), ("client_cert", "client.pem"), ("client_key", "client.key"))}  # fmt: skip
+    whole = {**files, "tls_server_name": "server.global.nomad"}
+
+    async def body(nomad: FakeNomad) -> None:
+        assert nomad.url.startswith("https://")
+        for missing in ("ca_cert", "tls_server_name", "client_cert"):
+            access = NomadAccess(**{name: each for name, each in whole.items() if name != missing})
+            with pytest.raises(ConfigError, match="does not answer"):
+                await NomadBackend(config(nomad, access=access)).start()
+        with pytest.raises(ConfigError, match=r"the certificates for Nomad \(/nowhere\) cannot be used"):
+            NomadBackend(config(nomad, access=NomadAccess(ca_cert="/nowhere")))
+        async with NomadBackend(config(nomad, access=NomadAccess(**whole))) as backend:
+            slot = await backend.create(SlotSpec(), "t")
+            assert await lives(slot)
+            await backend.destroy(slot)
+
+    run(body, tls=tls)
 
 
 def test_a_pool_with_the_contracts_settings() -> None:

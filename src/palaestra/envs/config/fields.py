@@ -471,6 +471,14 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     nomad_token: str | None = setting(
         None, "Nomad: an ACL token that may submit, scale, stop and read jobs, and read logs."
     )
+    nomad_namespace: str | None = setting(None, "Nomad: the namespace of the job. Default: that of Nomad.")
+    nomad_region: str | None = setting(None, "Nomad: the region of the job. Default: that of the agent.")
+    nomad_ca_cert: str | None = host_path(None, "Nomad: the certificate of the authority of an agent with TLS.")
+    nomad_client_cert: str | None = host_path(None, "Nomad: the certificate of this client, for an agent that asks.")
+    nomad_client_key: str | None = host_path(None, "Nomad: the key of that certificate.")
+    nomad_tls_server_name: str | None = setting(
+        None, "Nomad: the name in the agent's certificate, if it is not that of the address."
+    )
     nomad_datacenter: str = setting("dc1", "Nomad: the datacenter of the job.")
     nomad_cpu: int = setting(1000, "Nomad: CPU of one container in MHz, shared by all its slots.", ge=1)
     nomad_memory: int = setting(2048, "Nomad: memory of one container in megabytes, shared by all its slots.", ge=10)

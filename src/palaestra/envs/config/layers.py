@@ -80,6 +80,12 @@ _SLOT_VARIABLES = {
     "TERMINAL_NOMAD_MIN": "min_containers",
     "TERMINAL_NOMAD_MAX": "max_containers",
     "NOMAD_TOKEN": "nomad_token",
+    "NOMAD_NAMESPACE": "nomad_namespace",
+    "NOMAD_REGION": "nomad_region",
+    "NOMAD_CACERT": "nomad_ca_cert",
+    "NOMAD_CLIENT_CERT": "nomad_client_cert",
+    "NOMAD_CLIENT_KEY": "nomad_client_key",
+    "NOMAD_TLS_SERVER_NAME": "nomad_tls_server_name",
     "TERMINAL_NOMAD_JOB_ID": "sandbox_job_id",
     "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "allow_placeholder_tokens",
 }

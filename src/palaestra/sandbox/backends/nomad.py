@@ -27,7 +27,14 @@ from dataclasses import dataclass, field
 from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import JSON
-from palaestra.sandbox.backends.nomad_api import NomadAPI, NomadRefused, log_tail, placement_problem, task_problem
+from palaestra.sandbox.backends.nomad_api import (
+    NomadAccess,
+    NomadAPI,
+    NomadRefused,
+    log_tail,
+    placement_problem,
+    task_problem,
+)
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
 from palaestra.sandbox.images.reference import is_path
 from palaestra.sandbox.remote.port_client import PortClient, ask, deliver, program
@@ -71,7 +78,7 @@ class NomadBackendConfig:
     """The maximum number of seconds that one request for the job's allocations waits for a change."""
     unattended_s: float = 60.0
     """Seconds without an open stream after which the Palaestra run that started a job is considered dead."""
-    token: str | None = field(default=None, repr=False)
+    access: NomadAccess = NomadAccess()
 
     def __post_init__(self) -> None:
         if self.driver not in DRIVERS:
@@ -100,7 +107,15 @@ class NomadBackendConfig:
             cpu=config.nomad_cpu,
             memory=config.nomad_memory,
             scale_cooldown_s=config.nomad_scale_cooldown,
-            token=config.nomad_token,
+            access=NomadAccess(
+                token=config.nomad_token,
+                namespace=config.nomad_namespace,
+                region=config.nomad_region,
+                ca_cert=config.nomad_ca_cert,
+                client_cert=config.nomad_client_cert,
+                client_key=config.nomad_client_key,
+                tls_server_name=config.nomad_tls_server_name,
+            ),
         )
 
 
@@ -161,6 +176,8 @@ def job_specification(config: NomadBackendConfig, name: str, image: str | None, 
         "Name": name,
         "Type": "service",
         "Datacenters": [config.datacenter],
+        **({"Namespace": config.access.namespace} if config.access.namespace else {}),
+        **({"Region": config.access.region} if config.access.region else {}),
         "Meta": meta,
         "Update": {"MaxParallel": 0},  # no deployments, which would forbid scaling while they last
         "TaskGroups": [group],
@@ -527,7 +544,7 @@ class NomadBackend(RemoteBackend):
         )
         self.image_kinds = () if image is None else ("name",)
         self.owner = secrets.token_hex(16)
-        self._api = NomadAPI(self.config.nomad_address, self.config.token, throttled=self.gate.throttled)
+        self._api = NomadAPI(self.config.nomad_address, self.config.access, throttled=self.gate.throttled)
         self._jobs: dict[str | None, asyncio.Task[NomadJob]] = {}
 
     @classmethod
@@ -538,7 +555,7 @@ class NomadBackend(RemoteBackend):
 
     @property
     def credentials(self) -> str:
-        return "no token" if self.config.token is None else "a token"
+        return "no token" if self.config.access.token is None else "a token"
 
     async def check(self, host: str) -> None:
         await self._api.check()

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import aiohttp
@@ -34,17 +36,50 @@ class NomadRefused(SandboxError):
         self.status = status
 
 
+@dataclass(frozen=True, slots=True)
+class NomadAccess:
+    """How to reach the jobs of a cluster: an ACL token, the namespace and the region of the jobs, and for an agent with
+    TLS the files of its authority (`ca_cert`), of the client's certificate and key, and the name in the agent's
+    certificate, such as `server.global.nomad`. None means Nomad's default."""
+
+    token: str | None = field(default=None, repr=False)
+    namespace: str | None = None
+    region: str | None = None
+    ca_cert: str | None = None
+    client_cert: str | None = None
+    client_key: str | None = None
+    tls_server_name: str | None = None
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The parameters of every request."""
+        return {name: each for name, each in (("namespace", self.namespace), ("region", self.region)) if each}
+
+    def tls(self) -> ssl.SSLContext:
+        """Return the context for HTTPS. Raises `ConfigError` for a file that cannot be used."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca_cert)
+            if self.client_cert is not None:
+                context.load_cert_chain(self.client_cert, self.client_key)
+        except (OSError, ssl.SSLError) as error:
+            files = ", ".join(each for each in (self.ca_cert, self.client_cert, self.client_key) if each)
+            raise ConfigError(f"the certificates for Nomad ({files}) cannot be used: {error}") from error
+        return context
+
+
 class NomadAPI:
     """A client of one Nomad agent. Requests are repeated while the agent is briefly unreachable or overloaded;
     `throttled` is called with the number of seconds for which an overloaded agent asks clients to wait, or None if it
-    names no time."""
+    names no time. Raises `ConfigError` for certificates that cannot be used."""
 
     def __init__(
-        self, address: str, token: str | None = None, *, throttled: Callable[[float | None], Awaitable[object]]
+        self, address: str, access: NomadAccess, *, throttled: Callable[[float | None], Awaitable[object]]
     ) -> None:
         self._throttled = throttled
         self.address = address.rstrip("/")
-        self._headers = {} if token is None else {"X-Nomad-Token": token}
+        self._access = access
+        self._tls = access.tls() if self.address.startswith("https://") else True
+        self._headers = {} if access.token is None else {"X-Nomad-Token": access.token}
         self._session: aiohttp.ClientSession | None = None
         self._rng = random.Random()
 
@@ -65,7 +100,9 @@ class NomadAPI:
                 "machine with --env.tool_pool_mode local"
             ) from None
         except NomadRefused as refused:
-            raise ConfigError(f"Nomad at {self.address} refuses requests: {refused}. Set nomad_token") from None
+            raise ConfigError(
+                f"Nomad at {self.address} refuses requests: {refused}. Set nomad_token, nomad_namespace or nomad_region"
+            ) from None
         if not leader:
             raise ConfigError(f"Nomad at {self.address} has no leader: wait for it, or set another nomad_address")
 
@@ -117,7 +154,13 @@ class NomadAPI:
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(
-                method, self.address + path, json=body, params=query, timeout=limit
+                method,
+                self.address + path,
+                json=body,
+                params={**self._access.query, **query},
+                timeout=limit,
+                ssl=self._tls,
+                server_hostname=self._access.tls_server_name if self._tls is not True else None,
             ) as answer:
                 text = await answer.text()
                 said = without_middle(text.strip(), 500)
