@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ import anyio
 import inspect_ai
 import inspect_ai.util._sandbox.self_check as self_check
 import inspect_examples
+import tiny_model_runs
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ModelOutput, ModelUsage, get_model
+from inspect_ai.model import ChatMessageAssistant, ModelOutput, ModelUsage, get_model
 from inspect_ai.scorer import includes
+from inspect_ai.tool import ToolCall
 from inspect_ai.util import (
     ComposeConfig,
     OutputLimitExceededError,
@@ -238,26 +240,32 @@ def test_an_image_is_the_root_of_the_slots(tmp_path: Path) -> None:
 
 def mock(*replies: str | dict[str, str]) -> Any:
     """A model of Inspect that gives these replies; a mapping is a call of `bash`."""
-    outputs = [
+    return saying(
         ModelOutput.from_content("mockllm/model", each)
         if isinstance(each, str)
         else ModelOutput.for_tool_call("mockllm/model", "bash", each)
         for each in replies
-    ]
+    )
+
+
+def saying(replies: Iterator[ModelOutput]) -> Any:
+    outputs = list(replies)
     for output in outputs:
         output.usage = ModelUsage()
     return get_model("mockllm/model", custom_outputs=outputs, memoize=False)
 
 
-def of_inspect(task: inspect_ai.Task, tmp_path: Path, replies: Sequence[str | dict[str, str]]) -> dict[str, float]:
-    """The scores of Inspect's own run, by sample, in our sandbox."""
-    log = inspect_ai.eval(
-        task, model=mock(*replies), sandbox="palaestra", display="none", log_dir=str(tmp_path), max_samples=1
-    )[0]
-    assert log.status == "success", log.error
+def of_inspect(task: inspect_ai.Task, tmp_path: Path, model: Any) -> dict[str, float]:
+    """The scores of Inspect's own run, by sample, in our sandbox. Where a file is missing, Inspect reports an error,
+    which counts as 0 here."""
+    where: dict[str, Any] = {"sandbox": "palaestra", "display": "none", "log_dir": str(tmp_path)}
+    log = inspect_ai.eval(task, model=model, max_samples=1, fail_on_error=False, **where)[0]
+    failed = {str(each.id): each.error.message for each in log.samples or () if each.error is not None}
+    assert all("No such file" in message for message in failed.values()), failed
     numbers = {"C": 1.0, "I": 0.0, "P": 0.5}
-    scores = {str(each.id): list((each.scores or {}).values()) for each in log.samples or ()}
-    return {name: sum(numbers[str(each.value)] for each in found) / len(found) for name, found in scores.items()}
+    scores = {str(each.id): list((each.scores or {}).values()) for each in log.samples or () if each.error is None}
+    means = {name: sum(numbers[str(each.value)] for each in found) / len(found) for name, found in scores.items()}
+    return means | dict.fromkeys(failed, 0.0)
 
 
 async def ours(name: str, tmp_path: Path, replies: Sequence[str | dict[str, str]], **settings: Any) -> dict[str, float]:
@@ -292,9 +300,48 @@ CASES: list[tuple[Callable[[], inspect_ai.Task], list[str | dict[str, str]]]] = 
 def test_scores_equal_those_of_inspect(
     task: Callable[[], inspect_ai.Task], replies: list[str | dict[str, str]], tmp_path: Path
 ) -> None:
-    expected = of_inspect(task(), tmp_path / "logs", replies)
+    expected = of_inspect(task(), tmp_path / "logs", mock(*replies))
     assert asyncio.run(ours(task.__name__, tmp_path / "runs", replies)) == expected
     assert 0.0 < sum(expected.values()) < len(expected)
+
+
+def as_inspect(message: Mapping[str, Any]) -> ModelOutput:
+    """A reply of our loop as Inspect's models give it."""
+    names = {"terminal": "bash"}
+    calls = [
+        ToolCall(
+            id=each["id"],
+            function=names.get(each["function"]["name"], each["function"]["name"]),
+            arguments=json.loads(each["function"]["arguments"]),
+        )
+        for each in message.get("tool_calls") or ()
+    ]
+    said = ChatMessageAssistant(content=message.get("content") or "", tool_calls=calls or None, source="generate")
+    return ModelOutput.from_message(said, stop_reason="tool_calls" if calls else "stop")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiny_model_runs.TinyModel]:
+    said = ["The answer is 2", "ANSWER: 4", "ANSWER: 6", "ANSWER: A", "ANSWER: B", "I think ANSWER: C", "2", "5"]
+    commands = ["wc -l < data.txt > answer.txt", "wc -l < data.txt > answer.txt; cat ready.txt", "echo 5 > answer.txt"]
+    called = [tiny_model_runs.call("terminal", command=each) for each in commands]
+    with tiny_model_runs.served(tmp_path_factory.mktemp("model"), [*said, *called * 3]) as model:
+        yield model
+
+
+@pytest.mark.parametrize("task", [case[0] for case in CASES], ids=["sums", "colours", "count"])
+def test_a_tiny_model_gets_the_scores_of_inspect(
+    task: Callable[[], inspect_ai.Task], tiny: tiny_model_runs.TinyModel, tmp_path: Path
+) -> None:
+    """Exact tokens in a run that is killed and resumed; its replies in Inspect's own runner."""
+    run = tiny_model_runs.killed_and_resumed(f"inspect:{EXAMPLES}@{task.__name__}", tmp_path / "ours", tiny)
+    rewards = []
+    for index in range(tiny_model_runs.GROUP):
+        rollouts = [group.trajectories[index] for group in run.groups]
+        rewards.append({each.task_id: each.reward for each in rollouts})
+        said = (as_inspect(message) for each in rollouts for message in tiny_model_runs.played(each))
+        assert of_inspect(task(), tmp_path / f"logs{index}", saying(said)) == rewards[-1]
+    tiny_model_runs.report(f"inspect {task.__name__}", run, [each for found in rewards for each in found.values()])
 
 
 def test_a_scorer_that_fails_on_the_work_scores_0(tmp_path: Path) -> None:
