@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from palaestra.core.errors import ConfigError, SandboxError, SlotEnded
 from palaestra.core.types import AllowList, Limits, Network
@@ -67,13 +68,19 @@ class CommandDefaults:
 class TaskSandbox:
     """The running sandbox of a task, with its services. `service` None or `main` stands for the task's own slot."""
 
-    def __init__(self, pool: SlotPool, slot: Slot, defaults: CommandDefaults) -> None:
+    def __init__(self, pool: SlotPool | None, slot: Slot, defaults: CommandDefaults) -> None:
         self.slot = slot
         self.group: ServiceGroup | None = None
         self.closers: list[Callable[[], Awaitable[None]]] = []
         self._pool = pool
         self._defaults = defaults
         self._homes: dict[tuple[str, str], str] = {}
+
+    @classmethod
+    def of_slot(cls, slot: Slot) -> Self:
+        """Return a running slot as a sandbox whose commands start in its workspace. `aclose` leaves the slot to its
+        owner."""
+        return cls(None, slot, CommandDefaults(slot.workspace_dir))
 
     @property
     def workdir(self) -> str:
@@ -165,7 +172,8 @@ class TaskSandbox:
 
     async def aclose(self) -> None:
         """End the sandbox with its processes, files and services. Idempotent."""
-        await self._pool.release(self.slot)
+        if self._pool is not None:
+            await self._pool.release(self.slot)
         while self.closers:
             await self.closers.pop()()
 
