@@ -25,13 +25,14 @@ import inspect_examples
 import tiny_model_runs
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageAssistant, ModelOutput, ModelUsage, get_model
-from inspect_ai.scorer import includes
+from inspect_ai.scorer import Score, includes, scorer
 from inspect_ai.tool import ToolCall
 from inspect_ai.util import (
     ComposeConfig,
     OutputLimitExceededError,
     SandboxUnavailableError,
     SandboxUserUnsupportedError,
+    sandbox,
 )
 from inspect_ai.util._sandbox.limits import override_max_exec_output_size
 
@@ -146,7 +147,7 @@ def test_huge_output_unknown_users_and_missing_directories_are_errors_of_the_com
     [
         ("Dockerfile", "docker export"),
         ("Dockerfile", "base_image: from"),
-        ("my/compose.yaml", "docker export"),
+        ("my/compose.yaml", "base_image: from"),
         (ComposeConfig(services={}), "docker export"),
         ("no-image.tar", "does not exist"),
         (PalaestraSandboxConfig(memory="many"), "not a size"),
@@ -214,6 +215,93 @@ def test_a_dockerfile_that_cannot_be_built_names_the_instruction(
         await PalaestraSandbox.sample_init("test", file, {})
 
     with pytest.raises(palaestra.PalaestraError, match="exit 3"):
+        asyncio.run(main())
+
+
+COMPOSE = """
+services:
+  web:
+    build: .
+    command: python3 -m http.server 8000 --directory /srv
+    environment: {SHAPE: round}
+    working_dir: /srv
+  work:
+    x-default: true
+    build: .
+    command: tail -f /dev/null
+    depends_on: [web]
+    environment: {COLOUR: "${SAMPLE_METADATA_COLOUR}"}
+    working_dir: /app
+"""
+
+
+@pytest.fixture
+def composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for a compose file, with a Dockerfile for its services."""
+    config = tmp_path / "palaestra-sandbox.yaml"
+    config.write_text("base_image: host")
+    monkeypatch.setenv("PALAESTRA_INSPECT_CONFIG", str(config))
+    monkeypatch.setenv("PALAESTRA_STATE", str(tmp_path / "state"))
+    return Path(dockerfile(tmp_path / "environment", "RUN mkdir -p /srv; echo built > /srv/page")).with_name(
+        "compose.yaml"
+    )
+
+
+def test_services_of_a_compose_file_have_a_sandbox_each(composed: Path, tmp_path: Path) -> None:
+    composed.write_text(COMPOSE)
+    fetch = (
+        "import time, urllib.request as r; time.sleep(0.5); print(r.urlopen('http://web:8000/page').read().decode())"
+    )
+
+    @scorer(metrics=[])
+    def seen() -> Any:
+        async def score(state: Any, target: Any) -> Score:
+            page = (await sandbox().exec(["python3", "-c", fetch])).stdout.strip()
+            here = (await sandbox("work").exec(["sh", "-c", "echo $(pwd) $COLOUR"])).stdout.strip()
+            there = (
+                await sandbox("web").exec(["sh", "-c", "echo $(pwd) $SHAPE$COLOUR; cat /app/a.txt"])
+            ).stdout.strip()
+            return Score(value=f"{page}, {here}, {there}")
+
+        return score
+
+    samples = [Sample(input="x", files={"a.txt": "1"}, metadata={"colour": name}) for name in ("red", "blue")]
+    task = inspect_ai.Task(dataset=samples, scorer=seen(), sandbox=("palaestra", str(composed)))
+    log = inspect_ai.eval(task, model=mock("a", "b"), display="none", log_dir=str(tmp_path / "logs"))[0]
+    assert log.status == "success", log.error
+    values = sorted(str((each.scores or {})["seen"].value) for each in log.samples or ())
+    assert values == [f"built, /app {colour}, /srv round" for colour in ("blue", "red")]
+
+
+def test_the_only_service_of_a_compose_file_may_ask_for_no_network(composed: Path, tmp_path: Path) -> None:
+    composed.write_text("services: {default: {build: ., init: true, network_mode: none, command: tail -f /dev/null}}")
+    sample = Sample(input="x", target="done", setup='test "$(cat /srv/page)" = built')
+    task = inspect_ai.Task(dataset=[sample], scorer=includes(), sandbox=("palaestra", str(composed)))
+    log = inspect_ai.eval(task, model=mock("done"), display="none", log_dir=str(tmp_path / "logs"))[0]
+    assert log.status == "success", log.error
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("services: {default: {image: x, privileged: true}}", "compose.yaml sets services.default.privileged"),
+        (
+            "services: {default: {image: x, network_mode: none}, web: {image: x}}",
+            "compose.yaml sets services.default.network_mode",
+        ),
+        ("services: {default: {image: x, volumes: ['/etc:/host']}}", "the path '/etc' of the host"),
+        ("services: {web: {image: x}}", "no service `default`, and none with `x-default"),
+        ("services: [web]", "cannot be read"),
+    ],
+)
+def test_what_slots_lack_in_a_compose_file_is_refused_by_name(composed: Path, text: str, problem: str) -> None:
+    composed.write_text(text)
+
+    async def main() -> None:
+        await PalaestraSandbox.task_init("test", str(composed))
+        await PalaestraSandbox.sample_init("test", str(composed), {})
+
+    with pytest.raises(palaestra.PalaestraError, match=problem):
         asyncio.run(main())
 
 
@@ -307,17 +395,17 @@ def test_scores_equal_those_of_inspect(
 
 def as_inspect(message: Mapping[str, Any]) -> ModelOutput:
     """A reply of our loop as Inspect's models give it."""
-    names = {"terminal": "bash"}
-    calls = [
-        ToolCall(
-            id=each["id"],
-            function=names.get(each["function"]["name"], each["function"]["name"]),
-            arguments=json.loads(each["function"]["arguments"]),
-        )
-        for each in message.get("tool_calls") or ()
-    ]
+    calls = [as_call(each["id"], **each["function"]) for each in message.get("tool_calls") or ()]
     said = ChatMessageAssistant(content=message.get("content") or "", tool_calls=calls or None, source="generate")
     return ModelOutput.from_message(said, stop_reason="tool_calls" if calls else "stop")
+
+
+def as_call(number: str, name: str, arguments: str) -> ToolCall:
+    function = {"terminal": "bash"}.get(name, name)
+    try:
+        return ToolCall(id=number, function=function, arguments=json.loads(arguments))
+    except ValueError as error:
+        return ToolCall(id=number, function=function, arguments={}, parse_error=str(error))
 
 
 @pytest.fixture(scope="module")

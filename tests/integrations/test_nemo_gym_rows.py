@@ -387,10 +387,10 @@ TINY_SETS = ("example_multi_step", "example_session_state_mgmt")
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiny_model_runs.TinyModel]:
     pytest.importorskip("nemo_gym.server_utils", reason="nemo-gym is not installed (make faces)")
-    (words, *_), (counter, other, *_) = (their_set(name)[1] for name in TINY_SETS)
-    add = [("increment_counter", {"count": row["expected_count"] - row["initial_count"]}) for row in (counter, other)]
-    called = [tiny_model_runs.call(name, **arguments) for name, arguments in [*[synonyms(words, False)[-2]] * 3, *add]]
-    with tiny_model_runs.served(tmp_path_factory.mktemp("model"), [*called, "Done.", "The count is 6."]) as model:
+    (words, *_), (counter, *_) = (their_set(name)[1] for name in TINY_SETS)
+    add = "increment_counter", {"count": counter["expected_count"] - counter["initial_count"]}
+    called = [tiny_model_runs.call(name, **arguments) for name, arguments in [synonyms(words, False)[-2], add]]
+    with tiny_model_runs.served(tmp_path_factory.mktemp("model"), [*called * 3, *["Done."] * 3, "Ready."]) as model:
         yield model
 
 
@@ -408,7 +408,8 @@ def test_a_tiny_model_gets_the_rewards_of_nemo_gym(
     theirs: list[Mapping[str, Any]] = []
     rewards = []
     with served(app) as port, their_agent(port, theirs) as address:
-        file = file_of(tmp_path, *rows[:2])
+        rows = rows[:1] * 2
+        file = file_of(tmp_path, *rows)
         resources = "--env.resources", f"http://127.0.0.1:{port}"
         run = tiny_model_runs.killed_and_resumed(f"nemo-gym:{file}", tmp_path / "ours", tiny, *resources)
         for rollout in run.trajectories:

@@ -53,10 +53,8 @@ class HarborAgent(HostedAgent):
     """An agent of Harbor that works in our slots."""
 
     def __init__(self, name: str, kind: type[BaseAgent]) -> None:
-        self._name, self._kind = (
-            name,
-            type(kind.__name__, (_WithoutOurVariables, kind), {"__module__": kind.__module__}),
-        )
+        self._name = name
+        self._kind: Any = type(kind.__name__, (_WithoutOurVariables, kind), {"__module__": kind.__module__})
 
     @property
     def name(self) -> str:
