@@ -140,7 +140,7 @@ def played(agent: str, folder: Path, env: object = fix_calc, engine: Fixer | Non
 
 @pytest.mark.parametrize(
     ("agent", "engine"),
-    [(named(Host), Fixer), (named(Installed), Fixer), ("harbor:terminus-2", Terminus)],
+    [(named(Host), Fixer), (named(Installed), Fixer), ("harbor:terminus-2?record_terminal_session=false", Terminus)],
     ids=["host", "installed", "terminus-2"],
 )
 def test_an_agent_fixes_a_bug_and_every_token_is_verified(agent: str, engine: type[Fixer], tmp_path: Path) -> None:
@@ -187,10 +187,8 @@ def test_tools_of_the_environment_are_a_server_of_the_agent(tmp_path: Path) -> N
     played(named(Host), tmp_path, repaired_by_tool, Repairer())
     (server,) = Host.seen["servers"]
     assert (server.name, server.headers) == ("environment", {"Authorization": "Bearer ${PALAESTRA_KEY}"})
-    run, _ = played("harbor:terminus-2", tmp_path / "b", repaired_by_tool, Terminus())
-    (rollout,) = run.trajectories
-    assert rollout.reward is None
-    assert "sends no headers to MCP servers" in rollout.error
+    with pytest.raises(ConfigError, match="harbor:terminus-2 sends no headers to MCP servers"):
+        played("harbor:terminus-2", tmp_path / "b", repaired_by_tool, Terminus())
 
 
 @pytest.mark.parametrize(
@@ -200,6 +198,8 @@ def test_tools_of_the_environment_are_a_server_of_the_agent(tmp_path: Path) -> N
         ("nop", "use --policy noop"),
         ("no-such-agent", "Harbor has no agent 'no-such-agent'"),
         ("json:JSONDecoder", "is not an agent of Harbor"),
+        ("terminus-2?colour=red", "Unknown option 'colour'"),
+        ("terminus-2?max_turns=many", "max_turns"),
     ],
 )
 def test_what_is_not_an_agent_is_refused_by_name(name: str, problem: str) -> None:

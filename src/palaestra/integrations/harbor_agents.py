@@ -13,10 +13,12 @@ Needs the package `harbor`. Source: `BaseAgent`, `BaseInstalledAgent` and `Agent
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import parse_qsl
 
 from harbor.agents.base import BaseAgent
 from harbor.agents.factory import AgentFactory
@@ -27,7 +29,7 @@ from harbor.models.task.config import EnvironmentConfig, MCPServerConfig
 from harbor.models.trial.config import AgentConfig
 from harbor.models.trial.paths import TrialPaths
 
-from palaestra import AgentAssignment, ConfigError, HostedAgent, Slot, TaskSandbox
+from palaestra import JSON, AgentAssignment, ConfigError, HostedAgent, Slot, TaskSandbox
 from palaestra.integrations.harbor import PalaestraEnvironment
 
 _POLICIES = {"oracle": "oracle", "nop": "noop"}
@@ -37,7 +39,9 @@ _MODEL, _TOOLS, _KEY = "policy", "environment", "PALAESTRA_KEY"
 
 
 def harbor_agent(name: str) -> HarborAgent:
-    """Return the agent of Harbor with this name, or of the class `MODULE:CLASS`. Raises `ConfigError`."""
+    """Return the agent of Harbor with this name, or of the class `MODULE:CLASS`. Its options may follow, as in
+    `terminus-2?max_turns=20&parser_name=xml`. Raises `ConfigError`."""
+    name, _, query = name.partition("?")
     if name in _POLICIES:
         raise ConfigError(f"Harbor's agent {name} calls no model: use --policy {_POLICIES[name]}")
     try:
@@ -46,14 +50,26 @@ def harbor_agent(name: str) -> HarborAgent:
         raise ConfigError(f"Harbor has no agent {name!r:.100}: {error}") from error
     if not issubclass(found, BaseAgent):
         raise ConfigError(f"{name} is not an agent of Harbor, which is a subclass of BaseAgent")
-    return HarborAgent(name, found)
+    options = {key: _value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
+    try:
+        found.parse_options(options)
+    except ValueError as error:
+        raise ConfigError(f"the options of Harbor's agent {name} are not valid: {error}") from error
+    return HarborAgent(name, found, options)
+
+
+def _value(text: str) -> JSON:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 class HarborAgent(HostedAgent):
     """An agent of Harbor that works in our slots."""
 
-    def __init__(self, name: str, kind: type[BaseAgent]) -> None:
-        self._name = name
+    def __init__(self, name: str, kind: type[BaseAgent], options: Mapping[str, JSON]) -> None:
+        self._name, self._options = name, options
         self._kind: Any = type(kind.__name__, (_WithoutOurVariables, kind), {"__module__": kind.__module__})
 
     @property
@@ -80,7 +96,7 @@ class HarborAgent(HostedAgent):
         spec = self._kind.MODEL_CONNECTION
         provider = (spec.default_provider if spec is not None else None) or "openai"
         url = assignment.url if provider == "anthropic" else assignment.openai_url
-        given = {} if spec is None else {"base_url": url}
+        given = {**self._options, **({} if spec is None else {"base_url": url})}
         servers = self._servers(assignment)
         try:
             return self._kind(
