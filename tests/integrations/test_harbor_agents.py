@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,14 @@ class Endless(Host):
         raise AssertionError("a limit must end it")
 
 
+class Stubborn(Endless):
+    async def run(self, instruction: str, environment: Any, context: Any) -> None:
+        try:
+            await super().run(instruction, environment, context)
+        except (asyncio.CancelledError, openai.APIError):
+            await asyncio.sleep(30)
+
+
 class Failing(Host):
     async def run(self, instruction: str, environment: Any, context: Any) -> None:
         await super().run(instruction, environment, context)
@@ -162,10 +171,13 @@ def test_variables_of_this_process_are_hidden(tmp_path: Path, monkeypatch: pytes
     assert Host.seen["secret"] is None
 
 
-def test_a_limit_ends_the_agent_and_its_work_is_graded(tmp_path: Path) -> None:
-    run, _ = played(named(Endless), tmp_path, max_agent_turns=3)
+@pytest.mark.parametrize("kind", [Endless, Stubborn])
+def test_a_limit_ends_the_agent_and_its_work_is_graded(kind: type[BaseAgent], tmp_path: Path) -> None:
+    began = time.monotonic()
+    run, _ = played(named(kind), tmp_path, max_agent_turns=3)
     (rollout,) = run.trajectories
     assert (rollout.reward, rollout.outcome, len(rollout.turns)) == (1.0, Outcome.MAX_TURNS, 3)
+    assert time.monotonic() - began < 25
 
 
 def test_an_error_of_the_agent_is_its_own(tmp_path: Path) -> None:
