@@ -390,7 +390,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiny_model_runs.T
     (words, *_), (counter, *_) = (their_set(name)[1] for name in TINY_SETS)
     add = "increment_counter", {"count": counter["expected_count"] - counter["initial_count"]}
     called = [tiny_model_runs.call(name, **arguments) for name, arguments in [synonyms(words, False)[-2], add]]
-    with tiny_model_runs.served(tmp_path_factory.mktemp("model"), [*called * 3, *["Done."] * 3, "Ready."]) as model:
+    said = [*called[:1] * 5, *called[1:] * 2, "Done.", "Ready."]
+    with tiny_model_runs.served(tmp_path_factory.mktemp("model"), said) as model:
         yield model
 
 
