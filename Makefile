@@ -104,8 +104,9 @@ faces-ci: venv ## run the tests of the integrations with verifiers and Agent-Lig
 
 faces: venv ## run the tests of the trainers' integrations with the trainers' own packages (large; Python 3.12 and 3.11)
 	@scripts/faces_env
+	@scripts/torch_env # a tiny model plays the tasks of Inspect, verifiers and NeMo Gym
 	@$(FACES_CI)
-	@test ! -d .venv-faces-harbor || .venv-faces-harbor/bin/python $(FACES) tests/integrations/test_harbor.py
+	@test ! -d .venv-faces-harbor || .venv-faces-harbor/bin/python $(FACES) tests/integrations/test_harbor.py tests/integrations/test_harbor_agents.py
 	@test ! -d .venv-faces-openenv || .venv-faces-openenv/bin/python $(FACES) tests/integrations/test_openenv.py $(FAULTS)
 	@test ! -d .venv-faces-nemo || .venv-faces-nemo/bin/python $(FACES) tests/integrations/test_nemo_gym.py tests/integrations/test_nemo_gym_rows.py $(FAULTS)
 	@test ! -d .venv-faces-logs || .venv-faces-logs/bin/python $(FACES) tests/rollouts/imports tests/integrations/test_inspect.py

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from palaestra.agent.budget import Budget
     from palaestra.agent.detached_subagents import Delegates
     from palaestra.agent.loop import LoopSettings
+    from palaestra.agent.programs import AgentAssignment, HostedAgent
     from palaestra.agent.result import AgentResult, AgentStep, SequenceData, ToolError
     from palaestra.contract.agent_env import AgentEnv, AgentEnvConfig
     from palaestra.contract.agent_loop import HermesAgentLoop
@@ -173,6 +174,7 @@ __all__ = [
     "APIServerConfig",
     "AcquireTimeout",
     "Agent",
+    "AgentAssignment",
     "AgentConfig",
     "AgentEnv",
     "AgentEnvConfig",
@@ -213,6 +215,7 @@ __all__ = [
     "HermesAgentEnvConfig",
     "HermesAgentLoop",
     "HermesSweEnv",
+    "HostedAgent",
     "ImageError",
     "InfraError",
     "IsolationUnavailable",
@@ -353,6 +356,7 @@ _MODULES = {
     "APIServerConfig": "inference.config",
     "AcquireTimeout": "core.errors",
     "Agent": "agent.agent",
+    "AgentAssignment": "agent.programs",
     "AgentConfig": "contract.atropos_agent",
     "AgentEnv": "contract.agent_env",
     "AgentEnvConfig": "contract.agent_env",
@@ -393,6 +397,7 @@ _MODULES = {
     "HermesAgentEnvConfig": "envs.config.fields",
     "HermesAgentLoop": "contract.agent_loop",
     "HermesSweEnv": "suites.hermes_swe.hermes_swe",
+    "HostedAgent": "agent.programs",
     "ImageError": "core.errors",
     "InfraError": "core.errors",
     "IsolationUnavailable": "core.errors",

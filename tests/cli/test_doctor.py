@@ -13,7 +13,7 @@ from palaestra.sandbox.slot import Rung, RungStatus
 
 def test_the_facts_are_all_there() -> None:
     facts = machine_facts()
-    assert set(facts) == {"python", "kernel", "user", "cpus", "cgroup", "git"}
+    assert set(facts) == {"python", "kernel", "user", "cpus", "cgroup", "git", "peers"}
     assert all(facts.values())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.extras import install_command
+from palaestra.core.extras import extra_version, install_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,3 +40,23 @@ def test_another_installation_is_named_by_its_origin(
 
 def test_torch_need_not_bring_cuda() -> None:
     assert "CPU build" in install_command("train")
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [
+        ("0.3.285", "inspect-ai 0.3.285"),
+        ("0.3.1000.dev1", "inspect-ai 0.3.1000.dev1"),
+        ("0.3.9", "inspect-ai 0.3.9 (needs <0.4,>=0.3.285)"),
+        ("0.4.0", "inspect-ai 0.4.0 (needs <0.4,>=0.3.285)"),
+    ],
+)
+def test_the_version_of_an_extras_package_is_compared_with_its_bounds(
+    version: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / f"inspect_ai-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: inspect-ai\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert extra_version("inspect") == found
+    assert extra_version("no-such-extra") == ""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,17 @@ import anyio
 import inspect_ai
 import inspect_ai.util._sandbox.self_check as self_check
 import inspect_examples
+import tiny_model_runs
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ModelOutput, ModelUsage, get_model
-from inspect_ai.scorer import includes
+from inspect_ai.model import ChatMessageAssistant, ModelOutput, ModelUsage, get_model
+from inspect_ai.scorer import Score, includes, scorer
+from inspect_ai.tool import ToolCall
 from inspect_ai.util import (
     ComposeConfig,
     OutputLimitExceededError,
     SandboxUnavailableError,
     SandboxUserUnsupportedError,
+    sandbox,
 )
 from inspect_ai.util._sandbox.limits import override_max_exec_output_size
 
@@ -144,7 +147,7 @@ def test_huge_output_unknown_users_and_missing_directories_are_errors_of_the_com
     [
         ("Dockerfile", "docker export"),
         ("Dockerfile", "base_image: from"),
-        ("my/compose.yaml", "docker export"),
+        ("my/compose.yaml", "base_image: from"),
         (ComposeConfig(services={}), "docker export"),
         ("no-image.tar", "does not exist"),
         (PalaestraSandboxConfig(memory="many"), "not a size"),
@@ -215,6 +218,93 @@ def test_a_dockerfile_that_cannot_be_built_names_the_instruction(
         asyncio.run(main())
 
 
+COMPOSE = """
+services:
+  web:
+    build: .
+    command: python3 -m http.server 8000 --directory /srv
+    environment: {SHAPE: round}
+    working_dir: /srv
+  work:
+    x-default: true
+    build: .
+    command: tail -f /dev/null
+    depends_on: [web]
+    environment: {COLOUR: "${SAMPLE_METADATA_COLOUR}"}
+    working_dir: /app
+"""
+
+
+@pytest.fixture
+def composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for a compose file, with a Dockerfile for its services."""
+    config = tmp_path / "palaestra-sandbox.yaml"
+    config.write_text("base_image: host")
+    monkeypatch.setenv("PALAESTRA_INSPECT_CONFIG", str(config))
+    monkeypatch.setenv("PALAESTRA_STATE", str(tmp_path / "state"))
+    return Path(dockerfile(tmp_path / "environment", "RUN mkdir -p /srv; echo built > /srv/page")).with_name(
+        "compose.yaml"
+    )
+
+
+def test_services_of_a_compose_file_have_a_sandbox_each(composed: Path, tmp_path: Path) -> None:
+    composed.write_text(COMPOSE)
+    fetch = (
+        "import time, urllib.request as r; time.sleep(0.5); print(r.urlopen('http://web:8000/page').read().decode())"
+    )
+
+    @scorer(metrics=[])
+    def seen() -> Any:
+        async def score(state: Any, target: Any) -> Score:
+            page = (await sandbox().exec(["python3", "-c", fetch])).stdout.strip()
+            here = (await sandbox("work").exec(["sh", "-c", "echo $(pwd) $COLOUR"])).stdout.strip()
+            there = (
+                await sandbox("web").exec(["sh", "-c", "echo $(pwd) $SHAPE$COLOUR; cat /app/a.txt"])
+            ).stdout.strip()
+            return Score(value=f"{page}, {here}, {there}")
+
+        return score
+
+    samples = [Sample(input="x", files={"a.txt": "1"}, metadata={"colour": name}) for name in ("red", "blue")]
+    task = inspect_ai.Task(dataset=samples, scorer=seen(), sandbox=("palaestra", str(composed)))
+    log = inspect_ai.eval(task, model=mock("a", "b"), display="none", log_dir=str(tmp_path / "logs"))[0]
+    assert log.status == "success", log.error
+    values = sorted(str((each.scores or {})["seen"].value) for each in log.samples or ())
+    assert values == [f"built, /app {colour}, /srv round" for colour in ("blue", "red")]
+
+
+def test_the_only_service_of_a_compose_file_may_ask_for_no_network(composed: Path, tmp_path: Path) -> None:
+    composed.write_text("services: {default: {build: ., init: true, network_mode: none, command: tail -f /dev/null}}")
+    sample = Sample(input="x", target="done", setup='test "$(cat /srv/page)" = built')
+    task = inspect_ai.Task(dataset=[sample], scorer=includes(), sandbox=("palaestra", str(composed)))
+    log = inspect_ai.eval(task, model=mock("done"), display="none", log_dir=str(tmp_path / "logs"))[0]
+    assert log.status == "success", log.error
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("services: {default: {image: x, privileged: true}}", "compose.yaml sets services.default.privileged"),
+        (
+            "services: {default: {image: x, network_mode: none}, web: {image: x}}",
+            "compose.yaml sets services.default.network_mode",
+        ),
+        ("services: {default: {image: x, volumes: ['/etc:/host']}}", "the path '/etc' of the host"),
+        ("services: {web: {image: x}}", "no service `default`, and none with `x-default"),
+        ("services: [web]", "cannot be read"),
+    ],
+)
+def test_what_slots_lack_in_a_compose_file_is_refused_by_name(composed: Path, text: str, problem: str) -> None:
+    composed.write_text(text)
+
+    async def main() -> None:
+        await PalaestraSandbox.task_init("test", str(composed))
+        await PalaestraSandbox.sample_init("test", str(composed), {})
+
+    with pytest.raises(palaestra.PalaestraError, match=problem):
+        asyncio.run(main())
+
+
 def test_an_image_is_the_root_of_the_slots(tmp_path: Path) -> None:
     """A tar file with bash alone, named by a configuration file beside it."""
     listed = subprocess.run(["ldd", "/bin/bash"], capture_output=True, text=True, check=True).stdout.split()
@@ -238,26 +328,32 @@ def test_an_image_is_the_root_of_the_slots(tmp_path: Path) -> None:
 
 def mock(*replies: str | dict[str, str]) -> Any:
     """A model of Inspect that gives these replies; a mapping is a call of `bash`."""
-    outputs = [
+    return saying(
         ModelOutput.from_content("mockllm/model", each)
         if isinstance(each, str)
         else ModelOutput.for_tool_call("mockllm/model", "bash", each)
         for each in replies
-    ]
+    )
+
+
+def saying(replies: Iterator[ModelOutput]) -> Any:
+    outputs = list(replies)
     for output in outputs:
         output.usage = ModelUsage()
     return get_model("mockllm/model", custom_outputs=outputs, memoize=False)
 
 
-def of_inspect(task: inspect_ai.Task, tmp_path: Path, replies: Sequence[str | dict[str, str]]) -> dict[str, float]:
-    """The scores of Inspect's own run, by sample, in our sandbox."""
-    log = inspect_ai.eval(
-        task, model=mock(*replies), sandbox="palaestra", display="none", log_dir=str(tmp_path), max_samples=1
-    )[0]
-    assert log.status == "success", log.error
+def of_inspect(task: inspect_ai.Task, tmp_path: Path, model: Any) -> dict[str, float]:
+    """The scores of Inspect's own run, by sample, in our sandbox. Where a file is missing, Inspect reports an error,
+    which counts as 0 here."""
+    where: dict[str, Any] = {"sandbox": "palaestra", "display": "none", "log_dir": str(tmp_path)}
+    log = inspect_ai.eval(task, model=model, max_samples=1, fail_on_error=False, **where)[0]
+    failed = {str(each.id): each.error.message for each in log.samples or () if each.error is not None}
+    assert all("No such file" in message for message in failed.values()), failed
     numbers = {"C": 1.0, "I": 0.0, "P": 0.5}
-    scores = {str(each.id): list((each.scores or {}).values()) for each in log.samples or ()}
-    return {name: sum(numbers[str(each.value)] for each in found) / len(found) for name, found in scores.items()}
+    scores = {str(each.id): list((each.scores or {}).values()) for each in log.samples or () if each.error is None}
+    means = {name: sum(numbers[str(each.value)] for each in found) / len(found) for name, found in scores.items()}
+    return means | dict.fromkeys(failed, 0.0)
 
 
 async def ours(name: str, tmp_path: Path, replies: Sequence[str | dict[str, str]], **settings: Any) -> dict[str, float]:
@@ -292,9 +388,48 @@ CASES: list[tuple[Callable[[], inspect_ai.Task], list[str | dict[str, str]]]] = 
 def test_scores_equal_those_of_inspect(
     task: Callable[[], inspect_ai.Task], replies: list[str | dict[str, str]], tmp_path: Path
 ) -> None:
-    expected = of_inspect(task(), tmp_path / "logs", replies)
+    expected = of_inspect(task(), tmp_path / "logs", mock(*replies))
     assert asyncio.run(ours(task.__name__, tmp_path / "runs", replies)) == expected
     assert 0.0 < sum(expected.values()) < len(expected)
+
+
+def as_inspect(message: Mapping[str, Any]) -> ModelOutput:
+    """A reply of our loop as Inspect's models give it."""
+    calls = [as_call(each["id"], **each["function"]) for each in message.get("tool_calls") or ()]
+    said = ChatMessageAssistant(content=message.get("content") or "", tool_calls=calls or None, source="generate")
+    return ModelOutput.from_message(said, stop_reason="tool_calls" if calls else "stop")
+
+
+def as_call(number: str, name: str, arguments: str) -> ToolCall:
+    function = {"terminal": "bash"}.get(name, name)
+    try:
+        return ToolCall(id=number, function=function, arguments=json.loads(arguments))
+    except ValueError as error:
+        return ToolCall(id=number, function=function, arguments={}, parse_error=str(error))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiny_model_runs.TinyModel]:
+    said = ["The answer is 2", "ANSWER: 4", "ANSWER: 6", "ANSWER: A", "ANSWER: B", "I think ANSWER: C", "2", "5"]
+    commands = ["wc -l < data.txt > answer.txt", "wc -l < data.txt > answer.txt; cat ready.txt", "echo 5 > answer.txt"]
+    called = [tiny_model_runs.call("terminal", command=each) for each in commands]
+    with tiny_model_runs.served(tmp_path_factory.mktemp("model"), [*said, *called * 3]) as model:
+        yield model
+
+
+@pytest.mark.parametrize("task", [case[0] for case in CASES], ids=["sums", "colours", "count"])
+def test_a_tiny_model_gets_the_scores_of_inspect(
+    task: Callable[[], inspect_ai.Task], tiny: tiny_model_runs.TinyModel, tmp_path: Path
+) -> None:
+    """Exact tokens in a run that is killed and resumed; its replies in Inspect's own runner."""
+    run = tiny_model_runs.killed_and_resumed(f"inspect:{EXAMPLES}@{task.__name__}", tmp_path / "ours", tiny)
+    rewards = []
+    for index in range(tiny_model_runs.GROUP):
+        rollouts = [group.trajectories[index] for group in run.groups]
+        rewards.append({each.task_id: each.reward for each in rollouts})
+        said = (as_inspect(message) for each in rollouts for message in tiny_model_runs.played(each))
+        assert of_inspect(task(), tmp_path / f"logs{index}", saying(said)) == rewards[-1]
+    tiny_model_runs.report(f"inspect {task.__name__}", run, [each for found in rewards for each in found.values()])
 
 
 def test_a_scorer_that_fails_on_the_work_scores_0(tmp_path: Path) -> None:

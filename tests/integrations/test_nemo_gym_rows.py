@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_model_runs
 from aiohttp import web
 
 import palaestra
@@ -28,6 +29,8 @@ from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, compl
 
 Reply = tuple[str, dict[str, Any]] | str
 """What the model says: a call of a tool with its arguments, or a text."""
+Replies = list[Reply] | list[Mapping[str, Any]]
+"""Replies, or those of a rollout in OpenAI's format."""
 
 
 def function(name: str, **properties: str) -> dict[str, Any]:
@@ -260,7 +263,21 @@ def served(app: Any, port: int = 0) -> Iterator[int]:
         thread.join()
 
 
-def responses_app(replies: list[Reply]) -> Any:
+def output_items(reply: Reply | Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A reply as the Responses API has it."""
+    if isinstance(reply, Mapping):
+        text, calls = reply.get("content") or "", [each["function"] for each in reply.get("tool_calls") or ()]
+    elif isinstance(reply, str):
+        text, calls = reply, []
+    else:
+        text, calls = "", [{"name": reply[0], "arguments": json.dumps(reply[1])}]
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    message = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": content}
+    called = [{"type": "function_call", "call_id": f"c{number}", **each} for number, each in enumerate(calls)]
+    return [*([message] if text or not called else ()), *called]
+
+
+def responses_app(replies: Replies) -> Any:
     """A model server with the Responses API that says these replies, and forgets them."""
     from fastapi import FastAPI
 
@@ -268,21 +285,14 @@ def responses_app(replies: list[Reply]) -> Any:
 
     @app.post("/v1/responses")
     async def responses() -> dict[str, Any]:
-        reply = replies.pop(0)
-        if isinstance(reply, str):
-            text = {"type": "output_text", "text": reply, "annotations": []}
-            item: dict[str, Any] = {"type": "message", "id": "m", "role": "assistant", "status": "completed"}
-            item["content"] = [text]
-        else:
-            item = {"type": "function_call", "call_id": "c", "name": reply[0], "arguments": json.dumps(reply[1])}
         about = {"id": "r", "created_at": 1.0, "model": "m", "object": "response", "parallel_tool_calls": True}
-        return {**about, "tool_choice": "auto", "tools": [], "output": [item]}
+        return {**about, "tool_choice": "auto", "tools": [], "output": output_items(replies.pop(0))}
 
     return app
 
 
 @contextmanager
-def their_agent(resources: int, replies: list[Reply]) -> Iterator[str]:
+def their_agent(resources: int, replies: Replies) -> Iterator[str]:
     """Serve NeMo Gym's own agent, and yield the address of its `/run`."""
     from nemo_gym.config_types import BaseServerConfig, ModelServerRef, ResourcesServerRef
     from nemo_gym.server_utils import ServerClient
@@ -369,3 +379,46 @@ def test_rewards_are_those_of_nemo_gym(
                 assert rollout.reward == expected["reward"] == float(not wrong)
                 figures = {key: expected[key] for key in rollout.metrics if key in expected}
                 assert {key: rollout.metrics[key] for key in figures} == figures
+
+
+TINY_SETS = ("example_multi_step", "example_session_state_mgmt")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiny_model_runs.TinyModel]:
+    pytest.importorskip("nemo_gym.server_utils", reason="nemo-gym is not installed (make faces)")
+    (words, *_), (counter, *_) = (their_set(name)[1] for name in TINY_SETS)
+    add = "increment_counter", {"count": counter["expected_count"] - counter["initial_count"]}
+    called = [tiny_model_runs.call(name, **arguments) for name, arguments in [synonyms(words, False)[-2], add]]
+    said = [*called[:1] * 5, *called[1:] * 2, "Done.", "Ready."]
+    with tiny_model_runs.served(tmp_path_factory.mktemp("model"), said) as model:
+        yield model
+
+
+@pytest.mark.parametrize("name", TINY_SETS)
+def test_a_tiny_model_gets_the_rewards_of_nemo_gym(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: tiny_model_runs.TinyModel, name: str
+) -> None:
+    """Exact tokens in a run that is killed and resumed; its replies in the agent of NeMo Gym."""
+    import httpx
+    from nemo_gym import server_utils
+
+    monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", "{}")
+    monkeypatch.setattr(server_utils, "_GLOBAL_AIOHTTP_CLIENT", None)  # it belongs to the event loop of an agent
+    app, rows = their_set(name)
+    theirs: list[Mapping[str, Any]] = []
+    rewards = []
+    with served(app) as port, their_agent(port, theirs) as address:
+        rows = rows[:1] * 2
+        file = file_of(tmp_path, *rows)
+        resources = "--env.resources", f"http://127.0.0.1:{port}"
+        run = tiny_model_runs.killed_and_resumed(f"nemo-gym:{file}", tmp_path / "ours", tiny, *resources)
+        for rollout in run.trajectories:
+            theirs[:] = tiny_model_runs.played(rollout)
+            answered = httpx.post(address, json=rows[int(rollout.task_id)], timeout=60).raise_for_status().json()
+            assert not theirs
+            assert rollout.reward == answered["reward"]
+            figures = {key: answered[key] for key in rollout.metrics if key in answered}
+            assert {key: rollout.metrics[key] for key in figures} == figures
+            rewards.append(rollout.reward)
+    tiny_model_runs.report(f"nemo-gym {name}", run, rewards)

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("verifiers.v1", reason="the package verifiers is not installed (make faces)")
 
 import aiohttp
+import tiny_model_runs
 import verifiers.v1 as vf
 from mcp import Client
 from verifiers.v1.configs.env import EnvConfig
@@ -155,19 +156,24 @@ class Loop(vf.Harness[vf.HarnessConfig]):
                 if not message.get("tool_calls"):
                     return ProgramResult(0, "", "")
                 for each in message["tool_calls"]:
-                    name, arguments = each["function"]["name"], json.loads(each["function"]["arguments"])
+                    name, written = each["function"]["name"], each["function"]["arguments"]
+                    try:
+                        arguments = json.loads(written)
+                    except ValueError:
+                        name = ""
                     if name == "terminal":
                         text = (await runtime.run(["sh", "-c", arguments["command"]], {})).stdout
+                    elif (server := next((key for key in mcp_urls if name.startswith(f"{key}_")), None)) is None:
+                        text = f"unknown tool {name}"
                     else:
-                        server = next(key for key in mcp_urls if name.startswith(key))
                         async with Client(mcp_urls[server]) as client:
                             done = await client.call_tool(name.removeprefix(f"{server}_"), arguments)
                             text = done.content[0].text
                     messages.append({"role": "tool", "tool_call_id": each["id"], "content": text})
 
 
-def theirs(monkeypatch: pytest.MonkeyPatch, package: str, answers: Sequence[FakeAnswer]) -> Any:
-    """The trace of verifiers' own run of the first task."""
+def theirs(monkeypatch: pytest.MonkeyPatch, package: str, answers: Sequence[FakeAnswer], number: int = 0) -> Any:
+    """The trace of verifiers' own run of one task."""
     module = ModuleType("loop_harness")
     module.__all__, module.Loop, module.__spec__ = ["Loop"], Loop, sys.modules[__name__].__spec__  # type: ignore
     monkeypatch.setitem(sys.modules, "loop_harness", module)
@@ -185,7 +191,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch, package: str, answers: Sequence[Fake
                 }
             )
             env = load_theirs(config)
-            task = next(iter(env.taskset))
+            task = list(env.taskset)[number]
             async with env.serving():
                 client = vf.EvalClientConfig(base_url=f"{server.url}/v1", api_key_var="NO_KEY")
                 episode = await env.run_episode(
@@ -235,6 +241,45 @@ def test_rewards_are_those_of_verifiers(
     assert rollout.reward == pytest.approx(trace.reward)
     expected = {each: value.score for each, value in trace.rewards.items()} | trace.metrics
     assert {each: rollout.metrics[each] for each in expected} == expected
+
+
+def as_answer(message: Mapping[str, Any]) -> FakeAnswer:
+    calls = message.get("tool_calls")
+    if not calls:
+        return said(message.get("content") or "")
+    return FakeAnswer({**completion(message.get("content"), "tool_calls", tool_calls=calls), "created": 1})
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiny_model_runs.TinyModel]:
+    buys = [tiny_model_runs.call("shop_buy", count=each) for each in (1, 2, 3)]
+    commands = ["sort names.txt > sorted.txt", "cat names.txt > sorted.txt"]
+    called = [*buys, *(tiny_model_runs.call("terminal", command=each) for each in commands)]
+    with tiny_model_runs.served(
+        tmp_path_factory.mktemp("model"), ["Paris", "Lima", "Suva", "It is Paris.", "Done.", *called]
+    ) as model:
+        yield model
+
+
+@pytest.mark.parametrize(("name", "text"), [("capitals", CAPITALS), ("shop", SHOP), ("files", FILES)])
+def test_a_tiny_model_gets_the_rewards_of_verifiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: tiny_model_runs.TinyModel, name: str, text: str
+) -> None:
+    """Exact tokens in a run that is killed and resumed; its replies in verifiers' own runner."""
+    file = tmp_path / f"{name}_tiny.py"
+    file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for the tool servers of verifiers
+    run = tiny_model_runs.killed_and_resumed(f"verifiers:{file}", tmp_path / "ours", tiny)
+    rewards = []
+    for number, group in enumerate(run.groups):
+        for rollout in group.trajectories:
+            trace = theirs(monkeypatch, file.stem, list(map(as_answer, tiny_model_runs.played(rollout))), number)
+            assert rollout.reward == pytest.approx(trace.reward)
+            expected = {each: value.score for each, value in trace.rewards.items()} | trace.metrics
+            assert {each: rollout.metrics[each] for each in expected} == expected
+            rewards.append(rollout.reward)
+    tiny_model_runs.report(f"verifiers {name}", run, rewards)
 
 
 def test_a_run_that_is_killed_resumes(tmp_path: Path) -> None:

@@ -106,6 +106,10 @@ def test_without_torch_the_error_names_the_extra(tmp_path: Path) -> None:
 @pytest.mark.torch
 @needs_torch
 class TestTheModel:
+    def test_it_learns_only_short_replies(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="72 tokens or more"):
+            make_tiny(tmp_path / "model", replies=["yes", "1 2 3 4 " * 20])
+
     def test_it_is_the_same_for_the_same_seed(self, tmp_path: Path) -> None:
         one, two, other = (
             make_tiny(tmp_path / name, seed=seed, hidden=64, layers=1).path

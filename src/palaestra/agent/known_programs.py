@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.resources
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import cast
 
 from palaestra.agent.programs import (
     HOME,
@@ -20,11 +21,13 @@ from palaestra.agent.programs import (
     AgentAssignment,
     AgentProgram,
     CommandProgram,
+    HostedAgent,
     NpmProgram,
     PipProgram,
     mcp_file,
 )
 from palaestra.core.errors import ConfigError
+from palaestra.core.io import plugins
 from palaestra.core.types import JSON
 
 CONTEXT_TOKENS, OUTPUT_TOKENS = 128_000, 16_000
@@ -444,11 +447,20 @@ PROGRAMS: Mapping[str, AgentProgram] = {
 }
 
 
-def program_named(name: str) -> AgentProgram:
-    """Return the program with this name; any other text is taken as a command line. Raises `ConfigError` if the text is
-    empty or is not a valid command line."""
+LIBRARIES = "palaestra.agents"
+"""The group of entry points for agents of other libraries. The name of an entry point is the KIND of an agent
+`KIND:NAME`; its function takes NAME and returns a `HostedAgent`, or raises `ConfigError`."""
+
+
+def program_named(name: str) -> AgentProgram | HostedAgent:
+    """Return the program with this name, or the agent `KIND:NAME` of another library; any other text is taken as a
+    command line. Raises `ConfigError` if the text is empty or is not a valid command line, or if the library is not
+    installed."""
     if name in PROGRAMS:
         return PROGRAMS[name]
+    kind, colon, named = name.partition(":")
+    if colon and kind in (libraries := plugins.installed(LIBRARIES)):
+        return cast("Callable[[str], HostedAgent]", plugins.load_from_extra(libraries[kind], "agents"))(named)
     try:
         words = shlex.split(name)
     except ValueError as error:

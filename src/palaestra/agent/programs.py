@@ -3,7 +3,7 @@
 `known_programs.py` lists the known ones (`codex`, `aider`, …); any other text is a command line. A known program is
 installed once on this machine, and slots see it read-only. `launch` returns the command, the settings files and the
 environment variables of a program. The rollout starts the program, waits for it, ends it and keeps its output
-(`rollouts/program_agent.py`).
+(`rollouts/program_agent.py`). A `HostedAgent` of another library runs in this process instead.
 
 A command line gets the task on its standard input and in the file that `PALAESTRA_PROMPT_FILE` names. It gets the
 model's addresses, key and name in `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and
@@ -35,7 +35,7 @@ from palaestra.core.io.file_lock import file_lock
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
 from palaestra.sandbox.images.image_folders import default_folder
-from palaestra.sandbox.slot import Mount
+from palaestra.sandbox.slot import Mount, Slot
 
 HOME = "/tmp/agent"  # noqa: S108  inside the slot, outside the workspace that is graded
 PROMPT_FILE = f"{HOME}/prompt.txt"
@@ -77,7 +77,7 @@ class Launch:
 
 
 class AgentProgram(Protocol):
-    """One third-party agent. Implemented by `CommandProgram`, `NpmProgram` and `PipProgram`."""
+    """One third-party agent that runs in the slot. Implemented by `CommandProgram`, `NpmProgram` and `PipProgram`."""
 
     @property
     def name(self) -> str: ...
@@ -87,6 +87,26 @@ class AgentProgram(Protocol):
         `ConfigError` if the agent cannot be installed."""
 
     def launch(self, assignment: AgentAssignment) -> Launch: ...
+
+
+class HostedAgent(ABC):
+    """A third-party agent that runs in this process, and works in the slot by commands."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    async def install(self) -> Sequence[Mount]:
+        """Prepare the agent on this machine. Raises `ConfigError` if it cannot run."""
+        return ()
+
+    @abstractmethod
+    async def work(
+        self, slot: Slot, here: AgentAssignment, in_slot: AgentAssignment, log: Callable[[bytes], None]
+    ) -> None:
+        """Work on a task until its end; the rollout cancels the call when it reaches a limit. `here` has the addresses
+        for this process, and `in_slot` those for programs in the slot. `log` takes what the rollout's log keeps. An
+        error of the agent ends its work, which is graded; raises `InfraError` or `ConfigError` for any other."""
 
 
 def model_variables(assignment: AgentAssignment) -> dict[str, str]:

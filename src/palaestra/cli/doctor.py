@@ -24,6 +24,8 @@ import click
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable
 from palaestra.core.exits import FAILED, report
+from palaestra.core.extras import extra_version
+from palaestra.core.io import plugins
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Rung, RungStatus
@@ -249,8 +251,10 @@ def verdict(ladder: Sequence[RungStatus]) -> str:
 
 
 def machine_facts() -> dict[str, str]:
-    """Return facts about this machine as text, such as the kernel and the user, on which the isolation levels
-    depend."""
+    """Return facts about this machine as text, such as the kernel and the user, on which the isolation levels depend,
+    and the libraries whose environments can run."""
+    from palaestra.envs.discovery import PEERS  # a slow import
+
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -258,6 +262,7 @@ def machine_facts() -> dict[str, str]:
         "cpus": str(len(os.sched_getaffinity(0))),
         "cgroup": _cgroup(),
         "git": _version("git"),
+        "peers": ", ".join(filter(None, map(extra_version, plugins.installed(PEERS)))),
     }
 
 

@@ -1,8 +1,10 @@
-"""Determines the command that installs an extra of this package in this environment."""
+"""Determines the command that installs an extra of this package in this environment, and whether its package is there
+in a version that was tested."""
 
 from __future__ import annotations
 
 import json
+import re
 from importlib import metadata
 from urllib.parse import unquote, urlsplit
 
@@ -24,3 +26,30 @@ def install_command(extra: str) -> str:
     else:
         command = f"pip install '{name}'"
     return command + (_CPU_TORCH if extra == "train" else "")
+
+
+def extra_version(extra: str) -> str:
+    """Return the package of an extra with its installed version, and the required versions if it is not one of them;
+    empty for an unknown extra. Only the extra's first requirement counts."""
+    for each in metadata.requires("palaestra") or ():
+        requirement, _, marker = each.partition(";")
+        found = re.match(r"([\w.-]+)(\[.*\])?\s*(.*)", requirement)
+        if found is None or f"extra == '{extra}'" not in marker.replace('"', "'"):
+            continue
+        name, bounds = found[1], found[3].strip(" ()")
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return f"{name} not installed"
+        return f"{name} {version}" if _is_within(version, bounds) else f"{name} {version} (needs {bounds})"
+    return ""
+
+
+def _is_within(version: str, bounds: str) -> bool:
+    have = _numbers(version)
+    limits = re.findall(r"(>=|<)\s*([\d.]+)", bounds)
+    return all((have >= _numbers(limit)) == (sign == ">=") for sign, limit in limits)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:4]))

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, cast
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
-from palaestra.core.extras import install_command
 from palaestra.core.io import plugins
 from palaestra.core.types import JSON
 from palaestra.core.user_code import load_file
@@ -112,7 +111,7 @@ def load_environment(reference: str, start: Path) -> Form:
     lists the known names."""
     path, _, name = reference.partition(":")
     if name and path in (peers := plugins.installed(PEERS)):
-        return _peer(peers[path])(name)
+        return cast("Callable[[str], Form]", plugins.load_from_extra(peers[path], "environments"))(name)
     if path.endswith(".py") or "/" in path:
         return tasks_form(start / reference) or _pick(Path(path), name)
     local, installed = _local(start), plugins.installed(GROUP)
@@ -133,17 +132,6 @@ def load_environment(reference: str, start: Path) -> Form:
     if "@" in path:
         found += f" For a dataset of Harbor, write harbor:{path}."
     raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)} Available: {', '.join(known)}.{found}")
-
-
-def _peer(point: EntryPoint) -> Callable[[str], Form]:
-    """Return what makes the forms of another library. Raises `ConfigError`, which names the extra if it is missing."""
-    try:
-        return cast("Callable[[str], Form]", plugins.load(point))
-    except ConfigError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError) and point.module.startswith("palaestra."):
-            needed = f"environments of {point.name} need the extra {point.name!r}: {install_command(point.name)}"
-            raise ConfigError(needed) from error.__cause__
-        raise
 
 
 _TASK_FILES = {"task.toml": "terminalbench_2", "task.yaml": "terminalbench_2", "task.json": "endless_terminals"}

@@ -5,9 +5,10 @@ The event loop of an evaluation has one pool of slots, which ends with the last 
 system directories read-only, or with an image, and has no network unless the configuration allows one. Whatever a
 sample names (files, paths, commands, users) is looked up in its slot alone.
 
-A Dockerfile is built once, in a slot, if the configuration names a base for it. What slots do not offer is refused:
-compose files, other users below the isolation level `full`, a shell command to connect with, and Trio. A command that
-timed out is not repeated, whatever `timeout_retry` is, because a slot does not lose commands.
+A Dockerfile is built once, in a slot, if the configuration names a base for it. The services of a compose file have a
+slot each, built in the same way; a key of the file that slots do not support is refused by its name. So are other users
+below the isolation level `full`, a shell command to connect with, and Trio. A command that timed out is not repeated,
+whatever `timeout_retry` is, because a slot does not lose commands.
 
 Needs the package `inspect-ai`. Source: `inspect_ai.util.SandboxEnvironment` of Inspect 0.3.285.
 """
@@ -20,8 +21,9 @@ import logging
 import os
 import posixpath
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -36,6 +38,7 @@ from inspect_ai.util import (
     SandboxUnavailableError,
     SandboxUserUnsupportedError,
     concurrency,
+    is_compose_yaml,
     sandboxenv,
 )
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -81,12 +84,12 @@ class PalaestraSandboxConfig(BaseModel):
     image: str | None = None
     """A root file system on this machine: a directory, a tar file or an OCI layout. Default: the host's programs."""
     base_image: str | None = None
-    """What the Dockerfiles of samples are built over: a root file system, `host` (this machine's programs), or `from`
-    (the image that FROM names, from `palaestra images pull`)."""
+    """What the Dockerfiles of samples and the services of their compose files are built over: a root file system,
+    `host` (this machine's programs), or `from` (the image that is named there, from `palaestra images pull`)."""
     pull: Literal["never", "missing"] = "never"
-    """Whether images that Dockerfiles name are pulled if they are missing."""
-    dockerfile: str | None = None
-    """The Dockerfile of a sample, which Inspect names."""
+    """Whether images that these files name are pulled if they are missing."""
+    definition: str | None = None
+    """The Dockerfile or compose file of a sample, which Inspect names."""
     network: bool | list[str] = False
     """Whether the slot has a network, or the only hosts that it may reach."""
     memory: str | int | None = None
@@ -144,13 +147,19 @@ _POOLS = _Pools()
 @sandboxenv(name="palaestra")
 class PalaestraSandbox(SandboxEnvironment):  # type: ignore[misc]
     """A slot as a sandbox of Inspect. Commands start in `workdir`, and those without a user run as `user`, by default
-    root. `box`, if it is given, ends with the sample."""
+    root. `env` has the variables of all commands that the slot does not set. `box`, if it is given, ends with the
+    sample."""
 
     def __init__(
-        self, slot: Slot, workdir: str = _WORKDIR, box: Sandbox | TaskSandbox | None = None, user: str = ""
+        self,
+        slot: Slot,
+        workdir: str = _WORKDIR,
+        box: Sandbox | TaskSandbox | None = None,
+        user: str = "",
+        env: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        self.slot, self.workdir, self.box, self.user = slot, workdir, box, user
+        self.slot, self.workdir, self.box, self.user, self.env = slot, workdir, box, user, env or {}
 
     # The life of tasks and samples
 
@@ -164,19 +173,27 @@ class PalaestraSandbox(SandboxEnvironment):  # type: ignore[misc]
                 f"an OCI layout on this machine"
             )
         _box(settings)
-        if settings.dockerfile is None:
+        if settings.definition is None:
             await _POOLS.open()
+        elif is_compose_yaml(settings.definition):
+            _default_service(Path(settings.definition))
 
     @classmethod
     async def sample_init(
         cls, task_name: str, config: BaseModel | str | None, metadata: dict[str, str]
     ) -> dict[str, SandboxEnvironment]:
-        """Lease a slot for a sample. The first sample with a Dockerfile waits until it is built."""
+        """Lease a slot for a sample, and one for each further service of its compose file. The first sample with a
+        Dockerfile waits until it is built."""
         settings = settings_of(config)
-        if settings.dockerfile is not None:
-            built = await _built(settings, settings.dockerfile)
-            workdir = settings.workdir or built.workdir
-            return {"default": cls(built.slot, workdir, built, built.user)}
+        if settings.definition is not None:
+            file = Path(settings.definition)
+            default = _default_service(file) if is_compose_yaml(settings.definition) else "default"
+            built = await _built(settings, file, metadata)
+            found = {default: cls(built.slot, settings.workdir or built.workdir, built, built.user)}
+            for name in built.services:
+                own = built.defaults(name)
+                found[name] = cls(built.slot_of(name), own.workdir, None, own.user, own.env)
+            return found
         workdir = settings.workdir or _WORKDIR
         box = await _box(settings, _POOLS.running()).__aenter__()
         try:
@@ -207,7 +224,7 @@ class PalaestraSandbox(SandboxEnvironment):  # type: ignore[misc]
         """Close the pool when its last task ends. Slots end with the evaluation even if `cleanup` is false."""
         if not cleanup:
             _log.warning("the sandbox palaestra keeps no slots: they end with the evaluation (--no-sandbox-cleanup)")
-        if settings_of(config).dockerfile is None:
+        if settings_of(config).definition is None:
             await _POOLS.close()
 
     @classmethod
@@ -221,8 +238,8 @@ class PalaestraSandbox(SandboxEnvironment):  # type: ignore[misc]
 
     @classmethod
     def is_docker_compatible(cls) -> bool:
-        """Return true, so that Inspect passes the Dockerfiles and compose files of tasks on, which are then refused. It
-        would otherwise run such a task without its image."""
+        """Return true, so that Inspect passes the Dockerfiles and compose files of tasks on. Otherwise it would run
+        such a task without its image."""
         return True
 
     @classmethod
@@ -261,7 +278,7 @@ class PalaestraSandbox(SandboxEnvironment):  # type: ignore[misc]
                     result = await self.slot.execute(
                         argv,
                         cwd=self._path(cwd or "."),
-                        env={**extra, **(env or {})},
+                        env={**self.env, **extra, **(env or {})},
                         stdin=stdin,
                         timeout_s=_LONGEST_S if timeout is None else max(timeout, 0.001),
                         max_output_bytes=min(limit, _MOST_OUTPUT),
@@ -339,10 +356,10 @@ def settings_of(config: BaseModel | str | None) -> PalaestraSandboxConfig:
     if path is None or "dockerfile" in path.name.lower() or path.stem.endswith("compose"):
         if instead := os.environ.get(INSTEAD):
             return _instead(config, instead)
-        builds = path is not None and path.name == "Dockerfile"
-        way = f" with `base_image: host` or `base_image: from`, over which slots build it (see {_PAGE})"
+        builds = path is not None and _builds(path)
+        way = f" with `base_image: host` or `base_image: from`, over which slots run it (see {_PAGE})"
         raise ConfigError(
-            f"the sandbox palaestra does not build {config if path is not None else type(config).__name__} without "
+            f"the sandbox palaestra does not run {config if path is not None else type(config).__name__} without "
             f"being told how: set {INSTEAD} to a {CONFIG_FILE}{way if builds else ''}, or to a root file system of its "
             "image (`docker build`, `docker create`, `docker export`)"
         )
@@ -356,30 +373,58 @@ def settings_of(config: BaseModel | str | None) -> PalaestraSandboxConfig:
     folder = path.parent.absolute()
     image = found.image and str(folder / found.image)
     base = found.base_image if found.base_image in (None, "host", "from") else str(folder / found.base_image)
-    return found.model_copy(update={"image": image, "base_image": base, "dockerfile": None})
+    return found.model_copy(update={"image": image, "base_image": base, "definition": None})
 
 
 def _instead(config: BaseModel | str, instead: str) -> PalaestraSandboxConfig:
-    """Return the settings in the place of a Dockerfile or a compose file, or those by which the Dockerfile is built."""
+    """Return the settings in the place of a Dockerfile or a compose file, or those by which it is built."""
     if Path(instead).stem.endswith("compose") or "dockerfile" in Path(instead).name.lower():
         raise ConfigError(f"{INSTEAD} must be the path of an image or of a {CONFIG_FILE}, not {instead}")
     settings = settings_of(instead)
-    if settings.base_image is not None and isinstance(config, str) and Path(config).name == "Dockerfile":
-        return settings.model_copy(update={"dockerfile": str(Path(config).absolute())})
+    if settings.base_image is not None and isinstance(config, str) and _builds(Path(config)):
+        return settings.model_copy(update={"definition": str(Path(config).absolute())})
     _log.info("the sandbox palaestra uses %s instead of %.100r", instead, config)
     return settings
 
 
-async def _built(settings: PalaestraSandboxConfig, dockerfile: str) -> TaskSandbox:
-    """Return a sandbox of the image that a Dockerfile builds. Raises `ImageError`, `TaskError` or `PrepareError` with
-    the instruction that fails."""
-    folder, spec = Path(dockerfile).parent, _box(settings).spec
+def _builds(path: Path) -> bool:
+    """Whether slots can run a file: a Dockerfile of the usual name, or a compose file."""
+    return path.name == "Dockerfile" or bool(is_compose_yaml(str(path)))
+
+
+def _default_service(file: Path) -> str:
+    """Return the service of a compose file in which a sample's commands run by default: the one with `x-default`, or
+    the one named `default`. Raises `ConfigError` if there is neither."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        services = dict(content["services"])
+    except (OSError, yaml.YAMLError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"the compose file {file} cannot be read: {error!r:.300}") from None
+    chosen = [name for name, fields in services.items() if isinstance(fields, dict) and fields.get("x-default")]
+    if not chosen and "default" not in services:
+        raise ConfigError(f"the compose file {file} has no service `default`, and none with `x-default: true`")
+    return str(chosen[0]) if chosen else "default"
+
+
+async def _built(settings: PalaestraSandboxConfig, file: Path, metadata: Mapping[str, str]) -> TaskSandbox:
+    """Return a sandbox of the image that a Dockerfile builds, or of the services of a compose file. Raises
+    `ImageError`, `TaskError` or `PrepareError` with the instruction that fails, or the key that slots do not
+    support."""
+    folder, spec = file.parent, _box(settings).spec
     sandboxes = await TaskSandboxes.of_loop(
         TaskSandboxSettings(base_image=settings.base_image, pull=settings.pull, isolation=settings.isolation)
     )
     wanted = TaskSandboxSpec(
-        folder.name, folder, network=spec.network, limits=spec.limits, env=dict(spec.env), build_timeout_s=_BUILD_S
+        folder.name,
+        folder,
+        network=spec.network,
+        limits=spec.limits,
+        env=dict(spec.env),
+        variables={f"SAMPLE_METADATA_{key.replace(' ', '_').upper()}": str(value) for key, value in metadata.items()},
+        build_timeout_s=_BUILD_S,
     )
+    if is_compose_yaml(str(file)):
+        wanted = replace(wanted, compose=file.name, agents=_default_service(file))
     return await sandboxes.open(wanted)
 
 

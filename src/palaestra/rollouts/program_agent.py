@@ -20,16 +20,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from palaestra.agent.budget import Used, WallClock
 from palaestra.agent.middleware import MiddlewareServer
-from palaestra.agent.programs import HOME, PROMPT_FILE, AgentAssignment, AgentProgram
+from palaestra.agent.programs import HOME, PROMPT_FILE, AgentAssignment, AgentProgram, HostedAgent
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import AgentResult, Subagent, ToolError, Turn
 from palaestra.agent.tool_calls import MAX_PARALLEL_CALLS, ToolCalls
@@ -85,7 +85,7 @@ class ProgramAgent:
     """A program as the agent of a run. It is an async context manager that installs the program and opens the endpoint.
     `logs` is a folder for the programs' output."""
 
-    def __init__(self, program: AgentProgram, engine: Engine, logs: Path | None = None) -> None:
+    def __init__(self, program: AgentProgram | HostedAgent, engine: Engine, logs: Path | None = None) -> None:
         self.program = program
         self.mounts: tuple[Mount, ...] = ()
         self._engine, self._logs = engine, logs
@@ -205,45 +205,70 @@ class _Play:
         """Run the program in the slot. Returns its exit status, or None if it had to be ended."""
         host, _, port = address.url.split("/")[2].rpartition(":")
         async with forwarded_port(slot, host, int(port)) as slot_port:
-            here = address.at(f"http://127.0.0.1:{slot_port}")
-            prompt = _prompt(self._messages)
-            launch = self._agent.program.launch(_assignment(prompt, here))
+            prompt, program = _prompt(self._messages), self._agent.program
+            in_slot = _assignment(prompt, address.at(f"http://127.0.0.1:{slot_port}"))
+            if isinstance(program, HostedAgent):
+                try:
+                    return await self._wait(self._hosted(program, slot, _assignment(prompt, address), in_slot))
+                finally:
+                    self._conversations.end()
+            launch = program.launch(in_slot)
             await slot.make_dir(HOME)
             for path, text in {PROMPT_FILE: prompt, **launch.files}.items():
                 await slot.write_text(path, text)
             process = await slot.spawn(launch.command, env=launch.env, stdin=False)
             try:
-                return await self._wait(process)
+                return await self._wait(self._exit_code(process), self._follow(process))
             finally:
                 with contextlib.suppress(ProcessLookupError, SandboxError):
                     await asyncio.shield(process.kill(END_S if self._stop.is_set() else 0.0))
                 self._conversations.end()
 
-    async def _wait(self, process: Process) -> int | None:
+    async def _exit_code(self, process: Process) -> int | None:
+        return (await process.wait()).exit_code
+
+    async def _follow(self, process: Process) -> None:
+        async for piece in process.output():
+            self.log.add(piece.data)
+
+    async def _hosted(
+        self, agent: HostedAgent, slot: Slot, here: AgentAssignment, in_slot: AgentAssignment
+    ) -> int | None:
+        """Let an agent in this process work. Its errors are its own: they stand for an exit status other than 0."""
+        try:
+            await agent.work(slot, here, in_slot, self.log.add)
+        except (InfraError, ConfigError):
+            raise
+        except Exception as error:
+            self.log.add(f"{type(error).__name__}: {error}\n".encode(errors="replace"))
+            logger.info("agent %s failed", agent.name, exc_info=True)
+            return 1
+        return 0
+
+    async def _wait(
+        self, work: Coroutine[None, None, int | None], output: Coroutine[None, None, None] | None = None
+    ) -> int | None:
         """Wait until the program ends, a limit is reached, or a tool or the model server fails. Returns the exit status
         of a program that ended by itself, otherwise None. Processes that the program left running can make no more
         calls; after a limit, only calls already under way are still answered."""
-
-        async def follow() -> None:
-            async for piece in process.output():
-                self.log.add(piece.data)
-
-        ended, following = asyncio.create_task(process.wait()), asyncio.create_task(follow())
-        events = self._stop, self._conversations.failed
-        ends = [ended, following, *(asyncio.create_task(event.wait()) for event in events)]
+        ended = asyncio.create_task(work)
+        following = [] if output is None else [asyncio.create_task(output)]
+        stops = [asyncio.create_task(event.wait()) for event in (self._stop, self._conversations.failed)]
+        ends: list[asyncio.Task[Any]] = [ended, *following, *stops]
         try:
-            await asyncio.wait([ended, *ends[2:]], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ended, *stops], return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
                 return None
             self._conversations.end()
-            await following
-            return ended.result().exit_code
+            await asyncio.gather(*following)
+            return ended.result()
         finally:
             if not self._stop.is_set():
                 self._conversations.end()
             for task in ends:
                 task.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
+            # An agent of others in this process may not end when it is cancelled.
+            await asyncio.wait([asyncio.gather(*ends, return_exceptions=True)], timeout=END_S)
 
     def _admit(self, replies: int) -> None:
         """Refuse a call once the rollout has reached a limit, and end the program. Also refuse a call for more replies

@@ -114,8 +114,11 @@ _CALLS = (
 _ANSWERS = ("Done.", "The answer is in the file.", "There are 3 lines.")
 
 
-def practise(model: PreTrainedModel, tokenizer: Tokenizer, *, steps: int, seed: int) -> float:
-    """Train `model` in place and return the last step's loss in nats per token.
+def practise(
+    model: PreTrainedModel, tokenizer: Tokenizer, *, steps: int, seed: int, replies: Sequence[str] = ()
+) -> float:
+    """Train `model` in place on `replies`, by default calls of built-in tools and answers, and return the last step's
+    loss in nats per token.
 
     The model learns replies at random places after random text, so that it also replies to longer prompts than it has
     seen in training.
@@ -128,7 +131,8 @@ def practise(model: PreTrainedModel, tokenizer: Tokenizer, *, steps: int, seed: 
     loss_value = float("nan")
     model.train()
     for _ in range(steps):
-        rows = [_row(tokenizer, texts, rng) for _ in range(BATCH)]
+        said = [rng.choice(replies) if replies else _reply(rng) for _ in range(BATCH)]
+        rows = [_row(tokenizer, texts, reply, rng) for reply in said]
         ids = torch.tensor([row[0] for row in rows])
         labels = torch.tensor([row[1] for row in rows])
         loss = model(input_ids=ids, labels=labels).loss
@@ -142,22 +146,22 @@ def practise(model: PreTrainedModel, tokenizer: Tokenizer, *, steps: int, seed: 
     return loss_value
 
 
-def _row(tokenizer: Tokenizer, texts: Sequence[str], rng: random.Random) -> tuple[list[int], list[int]]:
+def _row(tokenizer: Tokenizer, texts: Sequence[str], reply: str, rng: random.Random) -> tuple[list[int], list[int]]:
     """Return `ids[LENGTH]` and `labels[LENGTH]`: some text, the start of a reply, a reply, and padding. Only the reply
     is learned.
 
     The amount of text must not depend on the reply, because otherwise the distance to the start would reveal the
     reply's length.
     """
-    reply = tokenizer.encode(_reply(rng) + TURN_END, add_special_tokens=False).ids
+    said = tokenizer.encode(reply + TURN_END, add_special_tokens=False).ids
     start = tokenizer.encode(f"{TURN_END}\n{TURN_START}assistant\n", add_special_tokens=False).ids
     ids: list[int] = []
     while len(ids) < LENGTH:
         ids += tokenizer.encode(rng.choice(texts), add_special_tokens=False).ids
     ids = ids[: rng.randrange(LENGTH - LONGEST_REPLY - len(start))] + start
-    labels = [_UNTRAINED] * len(ids) + reply
+    labels = [_UNTRAINED] * len(ids) + said
     room = LENGTH - len(labels)
-    return ids + reply + [0] * room, labels + [_UNTRAINED] * room
+    return ids + said + [0] * room, labels + [_UNTRAINED] * room
 
 
 def _reply(rng: random.Random) -> str:
@@ -183,11 +187,20 @@ class TinyModel:
 
 
 def make_tiny(
-    out: Path, *, seed: int = 0, hidden: int = 128, layers: int = 3, practice: int = 0, force: bool = False
+    out: Path,
+    *,
+    seed: int = 0,
+    hidden: int = 128,
+    layers: int = 3,
+    practice: int = 0,
+    replies: Sequence[str] = (),
+    force: bool = False,
 ) -> TinyModel:
     """Make the folder `out`. `practice` is the number of training steps, which take some hundredths of a second each.
+    They teach `replies`, in equal shares; by default, they teach calls of built-in tools and short answers.
 
-    Raises `ConfigError` if the extra is missing, a size is invalid, or `out` is not empty and `force` is not set.
+    Raises `ConfigError` if the extra is missing, a size is invalid, a reply has `LONGEST_REPLY` tokens or more, or
+    `out` is not empty and `force` is not set.
     """
     try:
         import torch
@@ -196,8 +209,11 @@ def make_tiny(
         raise ConfigError(f"Making a model needs the extra 'train' ({error}): {install_command('train')}") from None
     if hidden < 32 or hidden % 32 or not 1 <= layers <= 64:
         raise ConfigError(f"The hidden size ({hidden}) must be a multiple of 32, and the layers ({layers}) 1 to 64.")
-    _claim(out, force)
     tokenizer = train_tokenizer()
+    for each in replies:
+        if len(tokenizer.encode(each, add_special_tokens=False).ids) >= LONGEST_REPLY:
+            raise ConfigError(f"The reply {each!r:.60} has {LONGEST_REPLY} tokens or more.")
+    _claim(out, force)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=hidden,
@@ -218,7 +234,7 @@ def make_tiny(
         if practice:
             torch.set_num_threads(1)  # with a model of this size, more threads are slower
             try:
-                loss = practise(model, tokenizer, steps=practice, seed=seed)
+                loss = practise(model, tokenizer, steps=practice, seed=seed, replies=replies)
             finally:
                 torch.set_num_threads(threads)
     model.generation_config = GenerationConfig(

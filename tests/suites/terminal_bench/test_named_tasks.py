@@ -7,11 +7,13 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import palaestra
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.envs.discovery import load_environment
 from palaestra.suites.terminal_bench.named_tasks import Folders, _Named, named_folders
@@ -170,3 +172,41 @@ def test_a_run_of_a_registrys_dataset(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["rollouts"], result["mean_reward"]) == (2, 1.0)
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("reference", ["harbor:mini@1.0", "harbor:repository/tasks"])
+def test_a_killed_run_resumes_elsewhere(tmp_path: Path, reference: str) -> None:
+    """A dataset and a folder: the run is killed during a rollout, and resumed from another folder."""
+    names = ("greeting", "partial", "word-counts")
+    at = repository(tmp_path / "here/repository", *names)
+    registry(Path(), ("mini", "1.0", [task(name, **at) for name in names]))
+    settings = ["--policy", "oracle", "--group", "3", "--concurrency", "1", "--env.cache_dir", "cache"]
+    palaestra_command = [sys.executable, "-m", "palaestra"]
+    with subprocess.Popen(
+        [*palaestra_command, "run", reference, *settings, "--env.base_image", "host"], stderr=subprocess.DEVNULL
+    ) as running:
+        deadline = time.monotonic() + 60
+        while len(ended(tmp_path)) < 4:
+            assert running.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        running.kill()
+    before = ended(tmp_path)
+    assert len(before) < 9
+    (journal,) = (tmp_path / "here/runs").glob("*/*/journal.jsonl")
+    resume = [*palaestra_command, "resume", str(journal.parent)]
+    done = subprocess.run(resume, cwd="/", capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    run = palaestra.open_run(journal.parent)
+    assert {each.rollout_id for each in run.trajectories} >= set(before)
+    assert sorted(each.task_id for each in run.trajectories) == sorted([*names] * 3)
+    assert [each.reward for each in run.trajectories] == [1.0] * 9
+
+
+def ended(folder: Path) -> list[str]:
+    """The ids of the rollouts that have ended."""
+    journals = list((folder / "here/runs").glob("*/*/journal.jsonl"))
+    lines = [line for line in journals[0].read_text().splitlines() if line.endswith("}")] if journals else []
+    events = [event for event in map(json.loads, lines) if event["event"] == "rollout"]
+    return [event["trajectory"]["rollout_id"] for event in events]

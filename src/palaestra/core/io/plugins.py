@@ -53,6 +53,20 @@ def load(point: EntryPoint) -> object:
         raise _broken(point, f"{type(error).__name__}: {error}") from error
 
 
+def load_from_extra(point: EntryPoint, what: str) -> object:
+    """Return `load(point)`. If a package is missing that an extra of Palaestra with the entry point's name installs,
+    the error names the extra. `what` is the plural noun for objects of this kind."""
+    from palaestra.core.extras import install_command  # a slow import, too
+
+    try:
+        return load(point)
+    except ConfigError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError) and point.module.startswith(f"{_OWN}."):
+            needed = f"{what} of {point.name} need the extra {point.name!r}: {install_command(point.name)}"
+            raise ConfigError(needed) from error.__cause__
+        raise
+
+
 def source_file(point: EntryPoint) -> Path:
     """Return the file of an entry point's module. The module is not imported, but its parent packages are. Raises
     `ConfigError` if they cannot be imported or there is no such Python module."""

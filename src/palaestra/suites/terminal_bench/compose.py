@@ -101,18 +101,39 @@ def read_services(
     *,
     task: Path | None = None,
     agents: str = MAIN,
+    file: str = COMPOSE_NAME,
+    offline: bool = False,
 ) -> dict[str, Service]:
     """Return the services of the compose file in a folder by name; empty without such a file. With one, `main` is
     always among them: the service that the file calls `agents`. `task` is the task's folder, by default the one above.
+    `file` is the file's name. If `offline`, slots have no network, so that the only service may ask for none.
 
     `variables` are all that the file may refer to, besides those that Harbor sets. `own` is the recipe of the task's
     image, if it has one, and `limits` are those of `main`. Raises `Unsupported` for a key that slots cannot carry, and
     `TaskError` for a file that cannot be read.
     """
-    path = folder / COMPOSE_NAME
+    path = folder / file
     if not path.is_file():
         return {}
     content = read_yaml_file(path)
+    try:
+        return _read_services(path, content, variables, own, limits, task or folder.parent, agents, offline=offline)
+    except (TaskError, Unsupported) as error:
+        text = str(error).replace(COMPOSE_NAME, file).replace(f"services.{MAIN}", f"services.{agents}")
+        raise type(error)(text) from error
+
+
+def _read_services(
+    path: Path,
+    content: JSON,
+    variables: Mapping[str, str],
+    own: ImageRecipe | None,
+    limits: Limits,
+    task: Path,
+    agents: str,
+    *,
+    offline: bool,
+) -> dict[str, Service]:
     check_values(content, path.name)
     found = _services_of(content, path.name)
     _check_top(content, path.name)
@@ -123,11 +144,16 @@ def read_services(
         "PREBUILT_IMAGE_NAME": OWN_IMAGE,
         **variables,
     }
-    reader = _Reader(folder, task or folder.parent, known, own, limits, content)
+    reader = _Reader(path.parent, task, known, own, limits, content)
     if agents != MAIN and MAIN in found:
         raise Unsupported(f"{path.name} has a service {MAIN} besides {agents}, in which the agent works")
     found = {MAIN if name == agents else name: fields for name, fields in found.items()}
     found = {name: fields for name, fields in found.items() if not fields.get("profiles")}
+    if offline and len(found) == 1:
+        found = {
+            name: {key: value for key, value in fields.items() if (key, value) != ("network_mode", "none")}
+            for name, fields in found.items()
+        }
     if len(found.keys() | {MAIN}) > MOST_SERVICES:
         raise Unsupported(f"{path.name} has {len(found)} services, but a group of slots has at most {MOST_SERVICES}")
     services = {name: reader.service(name, fields) for name, fields in found.items()}

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from palaestra.core.errors import ConfigError, SandboxError, SlotEnded
 from palaestra.core.types import AllowList, Limits, Network
@@ -22,6 +23,7 @@ from palaestra.sandbox import transfer
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import ExecutionResult, Mount, Slot
 from palaestra.suites.images.as_user import as_user, home_of, is_root
+from palaestra.suites.terminal_bench.compose import COMPOSE_NAME
 from palaestra.suites.terminal_bench.service import MAIN
 from palaestra.suites.terminal_bench.service_group import ServiceGroup
 
@@ -38,8 +40,9 @@ _log = logging.getLogger(__name__)
 class TaskSandboxSpec:
     """What the sandbox of a task is made of. Times are in seconds.
 
-    `folder` has the task's `Dockerfile`, its `docker-compose.yaml`, or both; `image` is the name of its image. `name`
-    finds a prebuilt root file system. `variables` are those that the compose file may refer to, and `env` those of
+    `folder` has the task's `Dockerfile`, its compose file, or both; `image` is the name of its image. `compose` is the
+    name of the compose file, and `agents` the service in which the agent works. `name` finds a prebuilt root file
+    system. `variables` are those that the compose file may refer to, and `env` those of
     every command. `force_build` ignores what was built before.
     """
 
@@ -53,6 +56,8 @@ class TaskSandboxSpec:
     mounts: tuple[Mount, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    compose: str = COMPOSE_NAME
+    agents: str = MAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +72,19 @@ class CommandDefaults:
 class TaskSandbox:
     """The running sandbox of a task, with its services. `service` None or `main` stands for the task's own slot."""
 
-    def __init__(self, pool: SlotPool, slot: Slot, defaults: CommandDefaults) -> None:
+    def __init__(self, pool: SlotPool | None, slot: Slot, defaults: CommandDefaults) -> None:
         self.slot = slot
         self.group: ServiceGroup | None = None
         self.closers: list[Callable[[], Awaitable[None]]] = []
         self._pool = pool
         self._defaults = defaults
         self._homes: dict[tuple[str, str], str] = {}
+
+    @classmethod
+    def of_slot(cls, slot: Slot) -> Self:
+        """Return a running slot as a sandbox whose commands start in its workspace. `aclose` leaves the slot to its
+        owner."""
+        return cls(None, slot, CommandDefaults(slot.workspace_dir))
 
     @property
     def workdir(self) -> str:
@@ -99,6 +110,15 @@ class TaskSandbox:
         assert self.group is not None
         return self.group.slots[str(service)]
 
+    def defaults(self, service: str | None = None) -> CommandDefaults:
+        """Return the directory, user and variables of a service's commands. The variables of `main` are those of its
+        slot, and are not repeated."""
+        if service in (None, MAIN):
+            return self._defaults
+        assert self.group is not None
+        each = self.group.plan.services[str(service)]
+        return CommandDefaults(each.workdir, each.user, each.env)
+
     async def execute(
         self,
         command: str,
@@ -112,7 +132,7 @@ class TaskSandbox:
     ) -> ExecutionResult:
         """Run a command line with bash. Standard error is in `metadata["stderr"]`, unless `on_output` gets both streams
         as one. `timeout_s` None means no limit. A missing `cwd` gives exit code 126, as a container runtime's does."""
-        slot, defaults = self.slot_of(service), self._of(service)
+        slot, defaults = self.slot_of(service), self.defaults(service)
         user = defaults.user if user is None else user
         variables = {**({} if service in (None, MAIN) else defaults.env), **(env or {})}
         if not is_root(user):
@@ -165,16 +185,10 @@ class TaskSandbox:
 
     async def aclose(self) -> None:
         """End the sandbox with its processes, files and services. Idempotent."""
-        await self._pool.release(self.slot)
+        if self._pool is not None:
+            await self._pool.release(self.slot)
         while self.closers:
             await self.closers.pop()()
-
-    def _of(self, service: str | None) -> CommandDefaults:
-        if service in (None, MAIN):
-            return self._defaults
-        assert self.group is not None
-        each = self.group.plan.services[str(service)]
-        return CommandDefaults(each.workdir, each.user, each.env)
 
     async def _home(self, slot: Slot, user: str) -> str:
         if (slot.slot_id, user) not in self._homes:

@@ -132,7 +132,15 @@ class TaskSandboxes:
         `PrepareError` if its build or a service fails."""
         roots = self._roots(force=spec.force_build)
         recipe = _recipe(spec)
-        services = read_services(spec.folder, {**spec.env, **spec.variables}, recipe, spec.limits)
+        services = read_services(
+            spec.folder,
+            {**spec.env, **spec.variables},
+            recipe,
+            spec.limits,
+            agents=spec.agents,
+            file=spec.compose,
+            offline=spec.network is Network.OFF,
+        )
         own = services[MAIN].recipe if services else recipe
         if own is None:
             raise ConfigError(f"{spec.folder.name}/Dockerfile is missing, and the task names no image")
