@@ -47,6 +47,7 @@ from palaestra.doors.gateway.platform import (
     Attachment,
     ChatAddress,
     Incoming,
+    KeepsFiles,
     KeepsNotes,
     Platform,
     session_key,
@@ -93,6 +94,8 @@ class Gateway:
         for platform in platforms:
             if isinstance(platform, KeepsNotes):
                 platform.notes = mailbox.notes(platform.name)
+            if isinstance(platform, KeepsFiles):
+                platform.folder = mailbox.path.parent / platform.name
         if config.limits.cost_per_day and chat.settings.prices is None:
             raise ConfigError("limits.cost_per_day needs the setting prices (the price of a million tokens)")
         self._clock = clock or SystemClock()
