@@ -21,8 +21,10 @@ from pathlib import Path
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Network, Prices
+from palaestra.doors.chat.config import named_models
 from palaestra.doors.chat.service import SYSTEM_PROMPT, ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.gateway.choices import offered_toolsets
 from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.mailbox import Mailbox
 from palaestra.doors.gateway.platforms.registry import make_platform
@@ -60,7 +62,7 @@ async def assembled(config: GatewayConfig, home: Path) -> AsyncIterator[Gateway]
             settings = _chat_settings(config)
             async with ChatService(config.server, store, settings, pool=pool, checkpoint=home / PROCESSES) as chat:
                 gateway = Gateway(config, platforms, mailbox, chat)
-                chat.registry(config.toolsets)  # raises for an unknown toolset now, not at the first message
+                chat.registry(list(offered_toolsets(config)))  # raises for an unknown toolset now, not at the first use
                 async with gateway.running():
                     yield gateway
         finally:
@@ -76,6 +78,7 @@ def _chat_settings(config: GatewayConfig) -> ChatSettings:
         max_turns=config.max_turns,
         context_tokens=config.context_tokens,
         prices=prices,
+        models=named_models(config.models, [] if config.server is None else [config.server]),
         spec=SlotSpec(config.image, Network(config.network)),
     )
 

@@ -84,6 +84,14 @@ class GatewayConfig(Settings):
     server: APIServerConfig | None = setting(
         None, "The model server: base_url, model_name, api_key and other settings."
     )
+    models: dict[str, dict[str, JSON]] = setting(
+        {},
+        "Further models that people can choose with /model: a name, and the settings of its server (base_url, "
+        "model_name, api_key, …). What a model does not set is as in `server`.",
+    )
+    more_toolsets: list[str] = Field(
+        default_factory=list, description="Toolsets that people can turn on with /toolsets, in addition to `toolsets`."
+    )
     toolsets: list[str] = Field(default=["terminal", "file", "todo", "clarify"], description="The agent's toolsets.")
     tools: ToolSettings = Field(
         default_factory=ToolSettings,

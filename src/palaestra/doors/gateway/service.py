@@ -31,7 +31,7 @@ from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import Conversation
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.turn_events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBegun, TurnEnded
-from palaestra.doors.gateway import commands, files
+from palaestra.doors.gateway import choices, commands, files
 from palaestra.doors.gateway.access import Access, megabytes
 from palaestra.doors.gateway.commands import ChatCommand
 from palaestra.doors.gateway.config import GatewayConfig
@@ -444,6 +444,10 @@ class Gateway:
             now = self._clock.wall()
             await self.mailbox.use_session(SessionRow(session.key, "", message.address, now))
             return _Answer(["A new session begins with your next message."])
+        if command.name == "model":
+            return _Answer([await choices.choose_model(self.chat, conversation, command.argument)])
+        if command.name == "toolsets":
+            return _Answer([await choices.choose_toolsets(self.config, conversation, command.argument)])
         if command.name == "undo":
             taken = await conversation.undo()
             return _Answer(["There is nothing to undo." if taken is None else "The last message was undone."])
