@@ -18,6 +18,7 @@ PLATFORMS: Mapping[str, str] = {
     "telegram": "palaestra.doors.gateway.platforms.telegram:Telegram",
     "discord": "palaestra.doors.gateway.platforms.discord:Discord",
     "email": "palaestra.doors.gateway.platforms.email:Email",
+    "mattermost": "palaestra.doors.gateway.platforms.mattermost:Mattermost",
     "matrix": "palaestra.doors.gateway.platforms.matrix:Matrix",
 }
 """The class of each platform, as module and name. The class is called with the platform's name and its
