@@ -49,7 +49,8 @@ class HttpApi:
         """Send a request (`options` are those of aiohttp), and return the body of the answer. Raises `PlatformError`,
         also if the body has more than `most_bytes`."""
         url = path if path.startswith(("http://", "https://")) else f"{self.url}{path}"
-        async with self.failures(), self.client.request(method, url, allow_redirects=False, **options) as reply:
+        options.setdefault("allow_redirects", False)
+        async with self.failures(), self.client.request(method, url, **options) as reply:
             body = bytearray()
             async for chunk in reply.content.iter_any():
                 body += chunk

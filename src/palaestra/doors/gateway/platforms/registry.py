@@ -19,6 +19,7 @@ PLATFORMS: Mapping[str, str] = {
     "discord": "palaestra.doors.gateway.platforms.discord:Discord",
     "email": "palaestra.doors.gateway.platforms.email:Email",
     "mattermost": "palaestra.doors.gateway.platforms.mattermost:Mattermost",
+    "signal": "palaestra.doors.gateway.platforms.signal_cli:SignalCli",
     "matrix": "palaestra.doors.gateway.platforms.matrix:Matrix",
 }
 """The class of each platform, as module and name. The class is called with the platform's name and its
