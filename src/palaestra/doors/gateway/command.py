@@ -54,6 +54,7 @@ platforms:
       openssl rand -hex 32 > ~/.palaestra/gateway/openai.token         # the key for chat programs
       palaestra gateway                                                # serve until Ctrl-C
       palaestra gateway pair K7QX2MPA                                  # allow the person with this code
+      palaestra gateway status                                         # platforms, queues, last errors
       palaestra gateway users
       palaestra gateway jobs                                           # what agents have scheduled
       palaestra gateway devices                                        # who reads encrypted rooms
@@ -114,6 +115,23 @@ def example() -> None:
     click.echo(EXAMPLE, nl=False)
 
 
+@command.command(
+    "status", help="Show the platforms, their queues and last errors, and the number of sessions and jobs."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@click.pass_obj
+def status(home: Path, as_json: bool) -> None:
+    from palaestra.doors.gateway.assembly import is_running
+    from palaestra.doors.gateway.observe.gateway_status import read_status, status_lines
+
+    found = _with_mailbox(home, lambda mailbox: read_status(mailbox, time.time()))
+    running = is_running(home)
+    if as_json:
+        click.echo(json.dumps({"running": running, **asdict(found)}, ensure_ascii=False))
+    else:
+        click.echo("\n".join(status_lines(found, running)))
+
+
 @command.command("pair", help="Allow the person to whom the gateway sent CODE.")
 @click.argument("code")
 @click.option("--json", "as_json", is_flag=True, help="Print the person as a JSON object.")
@@ -171,8 +189,9 @@ def devices(home: Path, as_json: bool) -> None:
 async def _all_devices(mailbox: Mailbox) -> list[tuple[str, KnownDevice]]:
     from palaestra.doors.gateway.platforms.devices import known_devices
 
-    names = await mailbox.platforms_with_notes()
-    return [(name, each) for name in names for each in (await known_devices(mailbox.notes(name))).values()]
+    query = "select distinct platform from notes order by platform"
+    names = await mailbox.do(lambda connection: connection.execute(query).fetchall())
+    return [(name, each) for (name,) in names for each in (await known_devices(mailbox.notes(name))).values()]
 
 
 @command.command(

@@ -129,6 +129,9 @@ class GatewayConfig(Settings):
     )
     group_sessions_per_user: bool = setting(True, "Whether each member of a group has their own session.")
     limits: UserLimits = Field(default_factory=UserLimits, description="The limits of one person.")
+    status_port: int | None = setting(
+        None, "The port of /metrics and /status, on the loopback address. Default: neither is served.", ge=0, le=65535
+    )
     max_message_bytes: int = setting(
         1 << 20, "Maximum length of a message in bytes. Longer messages are refused with a notice.", ge=1000
     )

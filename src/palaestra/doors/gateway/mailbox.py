@@ -324,10 +324,6 @@ class Mailbox:
         """Return the notes that a platform keeps from one start to the next."""
         return MailboxNotes(self, platform)
 
-    async def platforms_with_notes(self) -> list[str]:
-        query = "select distinct platform from notes order by platform"
-        return [name for (name,) in await self.do(lambda connection: connection.execute(query).fetchall())]
-
     # Sessions
 
     async def session(self, key: str) -> SessionRow | None:

@@ -41,6 +41,7 @@ from palaestra.doors.gateway.long_replies import split_reply
 from palaestra.doors.gateway.mailbox import Mailbox, Outgoing, SessionRow, Waiting
 from palaestra.doors.gateway.messaging import Messaging
 from palaestra.doors.gateway.notices import Notices
+from palaestra.doors.gateway.observe.gateway_status import StatusKeeper
 from palaestra.doors.gateway.outbox import Outbox
 from palaestra.doors.gateway.platform import (
     Answers,
@@ -107,6 +108,7 @@ class Gateway:
         )
         self._access = Access(config, mailbox, self._clock)
         self._sessions = GatewaySessions(config, mailbox, chat, self._notices, self._clock)
+        self._keeper = StatusKeeper(mailbox, self.platforms, lambda: self._outbox.connected, self._clock)
         messaging = Messaging(config, self.platforms, mailbox, self._notices.post)
         self.jobs = Jobs(
             mailbox, messaging, self._clock, enqueue=self._enqueue, wake=self._outbox.wake,
@@ -122,6 +124,12 @@ class Gateway:
         """
         await self.mailbox.prune(self._clock.wall())
         await self._sessions.recover()
+        with self._keeper.listening():
+            async with self._serving():
+                yield self
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
         async with self._tasks.running():
             try:
                 for row, key in await self.mailbox.waiting():  # before the platforms deliver messages after these
@@ -132,7 +140,8 @@ class Gateway:
                 self._tasks.start(self._report(), "notices")
                 self._tasks.start(self._tasks.retried(self._sessions.sweep, "the check of idle sessions"), "sweep")
                 self._tasks.start(self._tasks.retried(self.jobs.run_due, "the check of scheduled jobs"), "jobs")
-                yield self
+                self._tasks.start(self._tasks.retried(self._keeper.keep, "the storing of the status"), "status")
+                yield
             finally:
                 await asyncio.shield(self._connections.close())
                 self._tasks.cancel()
