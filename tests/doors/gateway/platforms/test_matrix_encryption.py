@@ -212,7 +212,7 @@ def test_a_message_without_its_key_gets_a_notice_and_is_read_when_the_key_comes(
                     arrived.append(message)
 
             await platform.start(deliver)
-            device = client.device_store[scene.bot.user_id][platform._client.device_id]
+            device = client.device_store[scene.bot.user_id][platform._server.client.device_id]
             content = {
                 "algorithm": "m.megolm.v1.aes-sha2", "room_id": scene.room, "session_id": session.id,
                 "session_key": key,

@@ -19,16 +19,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import aiohttp
 from nio import (
     AsyncClient,
     Event,
@@ -44,11 +41,9 @@ from nio import (
     SyncResponse,
 )
 from nio.exceptions import EncryptionError
-from nio.responses import ErrorResponse
 
 from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
-from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import (
@@ -66,13 +61,11 @@ from palaestra.doors.gateway.platforms.matrix_encryption import (
     TrustPolicy,
     decrypted_file,
     encrypted_file,
-    make_client,
 )
+from palaestra.doors.gateway.platforms.matrix_server import MatrixServer
 
 logger = logging.getLogger(__name__)
 
-SYNCED = "palaestra.synced"
-"""The type of the account data that holds the sync token."""
 ENCRYPTED = (
     "I cannot read this room, because it is encrypted. Please talk to me in a room without encryption, or ask my owner "
     "to install the extra gateway-e2ee."
@@ -82,10 +75,8 @@ _LONG_POLL_MS = 30_000
 _SHORT_POLL_MS = 2_000
 """The time to wait for events while a message waits for its key."""
 _TYPING_MS = 8_000
-_REQUEST_S = 30.0
 _PAGE = 100
 """The number of events to request at once from a room's history."""
-_FOR_LATER = frozenset({"M_LIMIT_EXCEEDED", "M_UNKNOWN", "M_RESOURCE_LIMIT_EXCEEDED"})
 _FILE = re.compile(r"mxc://([A-Za-z0-9\[][A-Za-z0-9.:\[\]-]*)/([A-Za-z0-9_-]+)")
 _MEDIA_TYPES = {"m.image": "image/png", "m.audio": "audio/ogg", "m.video": "video/mp4"}
 
@@ -100,43 +91,39 @@ class Matrix:
 
     def __init__(self, name: str, config: PlatformConfig) -> None:
         self.name = name
-        self._token = config.secret(name)
-        homeserver = config.extra.get("homeserver")
-        if not isinstance(homeserver, str) or not homeserver.startswith(("http://", "https://")) or not self._token:
+        token, homeserver = config.secret(name), config.extra.get("homeserver")
+        if not isinstance(homeserver, str) or not homeserver.startswith(("http://", "https://")) or not token:
             raise ConfigError(
                 f"platforms.{name} needs token, the bot's access token, and extra.homeserver, such as "
                 "https://matrix.example.org"
             )
-        self._homeserver = homeserver.rstrip("/")
+        self._largest = self.limits.max_file_bytes
+        self._server = MatrixServer(name, homeserver.rstrip("/"), token, self._largest + (1 << 20))
         policy = config.extra.get("device_trust", "first_use")
         if policy not in ("first_use", "verified"):
             raise ConfigError(f"platforms.{name}.extra.device_trust is {policy!r}; use first_use or verified")
         self._policy: TrustPolicy = policy
         self.notes: PlatformNotes | None = None
         self.folder: Path | None = None
-        self._client: AsyncClient | None = None
         self._encryption: RoomEncryption | None = None
         self._syncing: asyncio.Task[None] | None = None
-        self._largest = self.limits.max_file_bytes
 
     async def start(self, deliver: Deliver) -> None:
         await self.stop()
-        folder = None if self.notes is None else self.folder
-        self._client = client = make_client(self._homeserver, folder, timeout_s=_REQUEST_S)
-        assert self._token is not None  # checked above
-        client.access_token = self._token
+        client = self._server.open(None if self.notes is None else self.folder)
         try:
-            who = await self._asked(client.whoami())
+            who = await self._server.ask(client.whoami())
             client.user_id, client.device_id = who.user_id, who.device_id or ""
             await self._begin_encryption(client)
-            since = await self._read_position()
+            since = await self._server.read_position()
             first = await self._sync(client, since, full=True)
             if since is None:
                 await self._join(client, first.rooms.invite)
-                await self._write_position(first.next_batch)
+                await self._server.write_position(first.next_batch)
         except BaseException:
             await self.stop()
             raise
+        self._server.accepted = True
         self._syncing = asyncio.create_task(
             self._follow(client, deliver, since, first if since is not None else None, first.next_batch),
             name=f"sync {self.name}",
@@ -148,17 +135,14 @@ class Matrix:
         if not client.device_id:
             logger.warning("%s: the access token has no device, so encrypted rooms cannot be read", self.name)
             return
-        self._encryption = RoomEncryption(self.name, client, self.notes, self._policy, self._asked)
+        self._encryption = RoomEncryption(self.name, client, self.notes, self._policy, self._server.ask)
         await self._encryption.begin()
 
     async def stop(self) -> None:
         syncing, self._syncing = self._syncing, None
         await end_tasks(syncing)
-        client, self._client, self._encryption = self._client, None, None
-        if client is not None:
-            await client.close()
-            if client.store is not None:
-                client.store.database.close()
+        self._encryption = None
+        await self._server.aclose()
 
     # Incoming messages
 
@@ -176,7 +160,7 @@ class Matrix:
                 if self._encryption is not None:
                     await self._encryption.tend(response)
                 if await self._take(client, deliver, position, response):
-                    await self._write_position(response.next_batch)
+                    await self._server.write_position(response.next_batch)
                 if self._encryption is not None:
                     await self._deliver_late(client, deliver, self._encryption)
                     await self._encryption.tend(None)
@@ -194,7 +178,7 @@ class Matrix:
         waits = self._encryption is not None and self._encryption.waits
         wait_ms = 0 if full else _SHORT_POLL_MS if waits else _LONG_POLL_MS
         request = client.sync(timeout=wait_ms, since=since, full_state=full, set_presence="online")
-        response: SyncResponse = await self._asked(request)
+        response: SyncResponse = await self._server.ask(request)
         return response
 
     async def _take(self, client: AsyncClient, deliver: Deliver, since: str, response: SyncResponse) -> bool:
@@ -213,11 +197,11 @@ class Matrix:
 
     async def _join(self, client: AsyncClient, rooms: Iterable[str]) -> None:
         for room_id in rooms:
-            async with self._failures():
+            async with self._server.failures():
                 joined = await client.join(room_id)
             if isinstance(joined, JoinError):
                 if joined.status_code == "M_LIMIT_EXCEEDED":
-                    raise self._failure(joined)
+                    raise self._server.failure(joined)
                 logger.warning("%s: cannot join %s: %s", self.name, room_id, joined.message)
 
     async def _left_out(
@@ -227,7 +211,7 @@ class Matrix:
         end at the position `until` or, if the homeserver ignores that, at an event in `newer`."""
         start: str | None = since
         while start is not None:
-            page = await self._asked(client.room_messages(room_id, start, until, MessageDirection.front, _PAGE))
+            page = await self._server.ask(client.room_messages(room_id, start, until, MessageDirection.front, _PAGE))
             known = [number for number, event in enumerate(page.chunk) if _id(event) in newer]
             yield page.chunk[: known[0]] if known else page.chunk
             start = None if known or page.end == start else page.end
@@ -303,7 +287,7 @@ class Matrix:
         if place is None:  # not a media address; a request to it would send the bot's token elsewhere
             return None, f"{name} has no usable address, so it cannot be read."
         try:
-            status, data = await self._request("GET", f"/_matrix/client/v1/media/download/{place[1]}/{place[2]}")
+            status, data = await self._server.request("GET", f"/_matrix/client/v1/media/download/{place[1]}/{place[2]}")
         except PlatformRefused:
             return None, f"{name} is larger than its message states; at most {self._largest >> 20} MB are accepted."
         if status != 200:
@@ -329,13 +313,13 @@ class Matrix:
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
     ) -> str:
-        room = self._running().rooms.get(address.chat_id)
+        room = self._server.running().rooms.get(address.chat_id)
         place: dict[str, JSON]
         if room is not None and room.encrypted and self._encryption is not None:
             data, keys = await asyncio.to_thread(encrypted_file, file.data)
-            place = {"file": {**keys, "url": await self._upload("", "application/octet-stream", data)}}
+            place = {"file": {**keys, "url": await self._server.upload("", "application/octet-stream", data)}}
         else:
-            place = {"url": await self._upload(file.name, file.media_type, file.data)}
+            place = {"url": await self._server.upload(file.name, file.media_type, file.data)}
         content: dict[str, JSON] = {
             "msgtype": "m.image" if file.is_image else "m.file",
             "body": file.name,
@@ -345,24 +329,16 @@ class Matrix:
         }
         return await self._send(address, content, key)
 
-    async def _upload(self, name: str, media_type: str, data: bytes) -> str:
-        path = f"/_matrix/media/v3/upload?filename={quote(name)}" if name else "/_matrix/media/v3/upload"
-        status, reply = await self._request("POST", path, data, {"Content-Type": media_type})
-        if status != 200:
-            raise self._status_failure(status, reply)
-        return str(json.loads(reply)["content_uri"])
-
     async def stream_text(self, message: Incoming, text: str) -> None:
         raise NotImplementedError("this platform cannot stream answers")
 
     async def set_typing(self, address: ChatAddress, typing: bool) -> None:
-        if self._client is not None:
-            with contextlib.suppress(PlatformError):
-                async with self._failures():
-                    await self._client.room_typing(address.chat_id, typing, timeout=_TYPING_MS)
+        with contextlib.suppress(PlatformError):
+            client = self._server.running()
+            await self._server.ask(client.room_typing(address.chat_id, typing, timeout=_TYPING_MS))
 
     async def _send(self, address: ChatAddress, content: dict[str, JSON], key: str | None) -> str:
-        client = self._running()
+        client = self._server.running()
         room = client.rooms.get(address.chat_id)
         encryption = self._encryption if room is not None and room.encrypted else None
         if room is None and self._encryption is not None:
@@ -372,78 +348,8 @@ class Matrix:
         if address.thread_id and "m.relates_to" not in content:
             content = {**content, "m.relates_to": {"rel_type": "m.thread", "event_id": address.thread_id}}
         async with contextlib.nullcontext() if encryption is None else encryption.sending(room):
-            sent = await self._asked(client.room_send(address.chat_id, "m.room.message", content, tx_id=key))
+            sent = await self._server.ask(client.room_send(address.chat_id, "m.room.message", content, tx_id=key))
         return str(sent.event_id)
-
-    # The homeserver
-
-    def _running(self) -> AsyncClient:
-        if self._client is None:
-            raise PlatformUnavailable(f"{self.name} is not connected")
-        return self._client
-
-    async def _read_position(self) -> str | None:
-        status, data = await self._request("GET", self._position_path())
-        if status == 404:
-            return None
-        if status != 200:
-            raise self._status_failure(status, data)
-        return str(json.loads(data).get("since") or "") or None
-
-    async def _write_position(self, since: str) -> None:
-        status, data = await self._request("PUT", self._position_path(), json.dumps({"since": since}).encode())
-        if status != 200:
-            raise self._status_failure(status, data)
-
-    def _position_path(self) -> str:
-        return f"/_matrix/client/v3/user/{quote(self._running().user_id)}/account_data/{SYNCED}"
-
-    async def _request(
-        self, method: str, path: str, data: bytes | None = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, bytes]:
-        client = self._running()
-        given = {"Authorization": f"Bearer {client.access_token}", **(headers or {})}
-        async with self._failures():
-            reply = await client.send(method, path, data, given, timeout=120.0)
-            async with reply:
-                content = bytearray()
-                async for chunk in reply.content.iter_any():
-                    content += chunk
-                    if len(content) > self._largest + (1 << 20):
-                        raise PlatformRefused(f"{self.name}: the homeserver sends more than {self._largest >> 20} MB")
-                return reply.status, bytes(content)
-
-    async def _asked(self, request: Awaitable[Any]) -> Any:
-        """Return the response to a request. Raises `PlatformError` if it fails."""
-        async with self._failures():
-            response = await request
-        if isinstance(response, ErrorResponse):
-            raise self._failure(response)
-        return response
-
-    @contextlib.asynccontextmanager
-    async def _failures(self) -> AsyncIterator[None]:
-        """Turn connection errors into `PlatformUnavailable`."""
-        try:
-            yield
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if isinstance(error, PlatformError):
-                raise
-            raise PlatformUnavailable(f"{self.name}: {self._homeserver} does not answer: {error!r:.200}") from error
-
-    def _failure(self, error: ErrorResponse | object) -> PlatformError:
-        code, message = getattr(error, "status_code", None), getattr(error, "message", str(error))
-        problem = f"{self.name}: {self._homeserver} answers {code}: {message}"
-        withdrawn = code == "M_UNKNOWN_TOKEN" and self._syncing is not None
-        if withdrawn or code in _FOR_LATER or not isinstance(code, str) or not code.startswith("M_"):
-            wait_ms = getattr(error, "retry_after_ms", None)
-            return PlatformUnavailable(problem, wait_ms / 1000 if wait_ms else None)
-        return PlatformRefused(problem)
-
-    def _status_failure(self, status: int, data: bytes) -> PlatformError:
-        said = without_middle(data.decode(errors="replace"), 200)
-        problem = f"{self.name}: {self._homeserver} answers HTTP {status}: {said}"
-        return PlatformUnavailable(problem) if status == 429 or status >= 500 else PlatformRefused(problem)
 
 
 def _id(event: Event) -> str:
