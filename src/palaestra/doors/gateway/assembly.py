@@ -67,7 +67,9 @@ async def assembled(config: GatewayConfig, home: Path) -> AsyncIterator[Gateway]
             settings = _chat_settings(config)
             async with ChatService(config.server, store, settings, pool=pool, checkpoint=home / PROCESSES) as chat:
                 gateway = Gateway(config, platforms, mailbox, chat)
-                chat.registry(list(offered_toolsets(config)))  # raises for an unknown toolset now, not at the first use
+                chat.registry(
+                    list(offered_toolsets(config, chat))
+                )  # raises for an unknown toolset now, not at the first use
                 async with gateway.running(), _status_page(config, mailbox):
                     yield gateway
         finally:

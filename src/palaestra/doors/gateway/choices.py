@@ -17,9 +17,9 @@ DEFAULT = "default"
 _CHOSEN = ("model", "toolsets")
 
 
-def offered_toolsets(config: GatewayConfig) -> tuple[str, ...]:
+def offered_toolsets(config: GatewayConfig, chat: ChatService) -> tuple[str, ...]:
     """Return the toolsets that people may use."""
-    return tuple(dict.fromkeys([*config.toolsets, *config.more_toolsets]))
+    return tuple(dict.fromkeys([*chat.settings.toolsets, *config.more_toolsets]))
 
 
 def carried_over(config: GatewayConfig, chat: ChatService, key: str) -> dict[str, JSON]:
@@ -30,7 +30,7 @@ def carried_over(config: GatewayConfig, chat: ChatService, key: str) -> dict[str
     chosen = {name: settings[name] for name in _CHOSEN if settings.get(name)}
     if chosen.get("model") not in chat.settings.models:
         chosen.pop("model", None)
-    if not set(chosen.get("toolsets", ())) <= set(offered_toolsets(config)):
+    if not set(chosen.get("toolsets", ())) <= set(offered_toolsets(config, chat)):
         del chosen["toolsets"]
     return chosen
 
@@ -40,8 +40,8 @@ def correct(config: GatewayConfig, chat: ChatService, conversation: Conversation
     settings = conversation.history.record.settings
     if settings.get("model") and settings["model"] not in chat.settings.models:
         _use_default(chat, conversation)
-    if not set(conversation.toolsets) <= set(offered_toolsets(config)):
-        conversation.toolsets = tuple(config.toolsets)
+    if not set(conversation.toolsets) <= set(offered_toolsets(config, chat)):
+        conversation.toolsets = tuple(chat.settings.toolsets)
         conversation.history.change_settings(toolsets=[])
 
 
@@ -68,16 +68,16 @@ async def choose_model(chat: ChatService, conversation: Conversation, name: str)
     return "\n".join(["Choose one of these models with /model NAME:", *lines])
 
 
-async def choose_toolsets(config: GatewayConfig, conversation: Conversation, words: str) -> str:
+async def choose_toolsets(config: GatewayConfig, chat: ChatService, conversation: Conversation, words: str) -> str:
     """Change the toolsets by words such as `+web -terminal`, by a list of names, or back to the `default`; list them
     if there are no words. Returns the reply."""
-    offered, chosen = offered_toolsets(config), conversation.toolsets
+    offered, chosen = offered_toolsets(config, chat), conversation.toolsets
     given = words.replace(",", " ").split()
     for word in given:
         if (name := word.lstrip("+-")) not in (*offered, DEFAULT):
             raise ConfigError(f"there is no toolset {name!r}.{nearest(name, offered)} /toolsets lists the toolsets.")
     if given == [DEFAULT]:
-        wanted = config.toolsets
+        wanted = list(chat.settings.toolsets)
     elif all(word[0] in "+-" for word in given):
         on, off = ({word[1:] for word in given if word[0] == sign} for sign in "+-")
         wanted = [each for each in offered if (each in chosen or each in on) and each not in off]

@@ -456,7 +456,7 @@ class Gateway:
         if command.name == "model":
             return _Answer([await choices.choose_model(self.chat, conversation, command.argument)])
         if command.name == "toolsets":
-            return _Answer([await choices.choose_toolsets(self.config, conversation, command.argument)])
+            return _Answer([await choices.choose_toolsets(self.config, self.chat, conversation, command.argument)])
         if command.name == "undo":
             taken = await conversation.undo()
             return _Answer(["There is nothing to undo." if taken is None else "The last message was undone."])
