@@ -21,8 +21,8 @@ _POST_FIELDS = {"channel_id", "message", "root_id", "file_ids"}
 
 
 class MattermostAPI:
-    """`posts` are all posts, oldest first. Sends are refused with the status `failing`. While `silent`, the websocket
-    skips events, as a server does for a slow client."""
+    """`posts` are all posts, oldest first, and `pages` counts the pages of them that were read. Sends are refused with
+    the status `failing`. While `silent`, the websocket skips events, as a server does for a slow client."""
 
     def __init__(self) -> None:
         self.posts: list[dict[str, Any]] = []
@@ -31,9 +31,9 @@ class MattermostAPI:
         self.silent = False
         self.token = TOKEN
         self.url = ""
-        self.typing = 0
+        self.typing = self.pages = 0
         self._numbers = itertools.count(1)
-        self._at = itertools.count(1_700_000_000_000)
+        self._at = itertools.count(1_700_000_000_000, 100)
         self._sockets: dict[web.WebSocketResponse, int] = {}
 
     @asynccontextmanager
@@ -126,6 +126,7 @@ class MattermostAPI:
         return web.json_response({"status": "OK"})
 
     async def _page(self, request: web.Request) -> web.Response:
+        self.pages += 1
         page, size = int(request.query["page"]), min(200, int(request.query["per_page"]))
         newest = [each for each in reversed(self.posts) if each["channel_id"] == request.match_info["id"]]
         shown = newest[page * size : (page + 1) * size]

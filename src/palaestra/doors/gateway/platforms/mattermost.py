@@ -173,12 +173,16 @@ class Mattermost:
     async def _catch_up(self, deliver: Deliver) -> None:
         """Deliver the posts that are not accepted yet, the oldest first."""
         posts: list[dict[str, Any]] = []
+        read: dict[str, int] = {}
         for channel, last_at in await self._channels():
             since = self._positions.get(channel, self._positions[""])
             if last_at >= since:
+                read[channel] = last_at
                 posts += await self._posts(channel, max(self._positions[""], since - _OVERLAP_MS))
         for post in sorted(posts, key=lambda each: int(each["create_at"])):
             await self._take(deliver, post)
+        for channel, last_at in read.items():  # also channels in which nobody mentions the bot are not read again
+            await self._advance(channel, last_at)
 
     async def _posts(self, channel: str, since: int) -> list[dict[str, Any]]:
         """Return the posts of a channel that were made at the time `since` or later. Posts that arrive meanwhile move
@@ -195,16 +199,20 @@ class Mattermost:
             page += 1
 
     async def _take(self, deliver: Deliver, post: dict[str, Any]) -> None:
+        channel, at = post["channel_id"], int(post["create_at"])
         message = None if post["id"] in self._taken else await self._incoming(post)
         if message is None:
+            self._positions[channel] = max(at, self._positions.get(channel, 0))
             return
         await deliver(message)
         self._taken = dict([*self._taken.items(), (post["id"], None)][-_MOST_TAKEN:])
-        channel, at = post["channel_id"], int(post["create_at"])
-        if at > self._positions.get(channel, 0):
-            self._positions[channel] = at
-            if self.notes is not None:
-                await self.notes.write(f"{_CHANNEL}{channel}", str(at))
+        await self._advance(channel, at)
+
+    async def _advance(self, channel: str, at: int) -> None:
+        """Record that the posts of a channel up to a time are accepted."""
+        self._positions[channel] = at = max(at, self._positions.get(channel, 0))
+        if self.notes is not None:
+            await self.notes.write(f"{_CHANNEL}{channel}", str(at))
 
     async def _incoming(self, post: dict[str, Any]) -> Incoming | None:
         """Return the message of a post. Returns None if it is not a message from a person to the bot."""
