@@ -8,7 +8,7 @@ server, tools and slots work here too.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +123,7 @@ async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncI
             mode=config.mode.value,
             rules_folder=about.folder,
             hooks=read_hooks(about.own),
-            models=_models(config, options.servers),
+            models=named_models(config.models, options.servers),
         )
         one = options.servers[0] if len(options.servers) == 1 else options.servers
         yield await stack.enter_async_context(ChatService(one, store, settings, pool=make_pool(config)))
@@ -139,11 +139,13 @@ def project(folder: WorkFolder | None) -> Project:
     return Project((folder.root if folder is not None else Path.cwd()).resolve(), settings_file().parent)
 
 
-def _models(config: ChatConfig, servers: Sequence[APIServerConfig]) -> dict[str, APIServerConfig]:
+def named_models(
+    models: Mapping[str, Mapping[str, JSON]], servers: Sequence[APIServerConfig]
+) -> dict[str, APIServerConfig]:
     """Return the servers of the setting `models` by name. What a model does not set is as in the first server. Raises
     `ConfigError`."""
     found = {}
-    for name, given in config.models.items():
+    for name, given in models.items():
         base = {"model_name": name, **given}
         if "base_url" not in given and servers:
             base = {**servers[0].model_dump(exclude_unset=True), **base}

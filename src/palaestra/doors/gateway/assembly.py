@@ -14,15 +14,20 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
+from palaestra.core.clock import SystemClock
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Network, Prices
+from palaestra.doors.chat.config import named_models
 from palaestra.doors.chat.service import SYSTEM_PROMPT, ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.gateway.choices import offered_toolsets
 from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.mailbox import Mailbox
 from palaestra.doors.gateway.platforms.registry import make_platform
@@ -32,6 +37,8 @@ from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.server_backend import levels
 from palaestra.sandbox.service.service_client import default_directory
 from palaestra.sandbox.slot import SlotSpec
+
+logger = logging.getLogger(__name__)
 
 MAILBOX, CONVERSATIONS, PROCESSES, LOCK = "gateway.db", "conversations.db", "processes.json", "gateway.lock"
 
@@ -60,11 +67,34 @@ async def assembled(config: GatewayConfig, home: Path) -> AsyncIterator[Gateway]
             settings = _chat_settings(config)
             async with ChatService(config.server, store, settings, pool=pool, checkpoint=home / PROCESSES) as chat:
                 gateway = Gateway(config, platforms, mailbox, chat)
-                chat.registry(config.toolsets)  # raises for an unknown toolset now, not at the first message
-                async with gateway.running():
+                chat.registry(
+                    list(offered_toolsets(config, chat))
+                )  # raises for an unknown toolset now, not at the first use
+                async with gateway.running(), _status_page(config, mailbox):
                     yield gateway
         finally:
             await mailbox.aclose()
+
+
+@asynccontextmanager
+async def _status_page(config: GatewayConfig, mailbox: Mailbox) -> AsyncIterator[None]:
+    if config.status_port is None:
+        yield
+        return
+    from palaestra.doors.gateway.observe.metrics_page import serving_status
+
+    async with serving_status(mailbox, SystemClock(), config.status_port) as url:
+        logger.info("%s/metrics and %s/status", url, url)
+        yield
+
+
+def is_running(home: Path) -> bool:
+    """Return whether a gateway runs in this folder."""
+    try:
+        with _held(home / LOCK, ""):
+            return False
+    except ConfigError:
+        return True
 
 
 def _chat_settings(config: GatewayConfig) -> ChatSettings:
@@ -76,6 +106,7 @@ def _chat_settings(config: GatewayConfig) -> ChatSettings:
         max_turns=config.max_turns,
         context_tokens=config.context_tokens,
         prices=prices,
+        models=named_models(config.models, [] if config.server is None else [config.server]),
         spec=SlotSpec(config.image, Network(config.network)),
     )
 
@@ -103,10 +134,14 @@ def _held(path: Path, problem: str) -> Iterator[None]:
     `problem` if another process holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(problem) from None
+        for attempt in range(3):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt == 2:
+                    raise ConfigError(problem) from None
+                time.sleep(0.05)  # `is_running` holds it for a moment
         yield
     finally:
         os.close(descriptor)

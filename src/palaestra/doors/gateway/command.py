@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +18,7 @@ from palaestra.core.host_path import HostPath
 
 if TYPE_CHECKING:
     from palaestra.doors.gateway.mailbox import Mailbox
+    from palaestra.doors.gateway.platforms.devices import DeviceState, KnownDevice
 
 T = TypeVar("T")
 
@@ -52,8 +54,10 @@ platforms:
       openssl rand -hex 32 > ~/.palaestra/gateway/openai.token         # the key for chat programs
       palaestra gateway                                                # serve until Ctrl-C
       palaestra gateway pair K7QX2MPA                                  # allow the person with this code
+      palaestra gateway status                                         # platforms, queues, last errors
       palaestra gateway users
       palaestra gateway jobs                                           # what agents have scheduled
+      palaestra gateway devices                                        # who reads encrypted rooms
 
     Each session has its own agent and sandbox, and its messages are answered in order. A person who is not in
     `allowed_users` gets a code in a direct chat; you confirm it with `pair`. In a chat, /help lists the commands, such
@@ -111,6 +115,23 @@ def example() -> None:
     click.echo(EXAMPLE, nl=False)
 
 
+@command.command(
+    "status", help="Show the platforms, their queues and last errors, and the number of sessions and jobs."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@click.pass_obj
+def status(home: Path, as_json: bool) -> None:
+    from palaestra.doors.gateway.assembly import is_running
+    from palaestra.doors.gateway.observe.gateway_status import read_status, status_lines
+
+    found = _with_mailbox(home, lambda mailbox: read_status(mailbox, time.time()))
+    running = is_running(home)
+    if as_json:
+        click.echo(json.dumps({"running": running, **asdict(found)}, ensure_ascii=False))
+    else:
+        click.echo("\n".join(status_lines(found, running)))
+
+
 @command.command("pair", help="Allow the person to whom the gateway sent CODE.")
 @click.argument("code")
 @click.option("--json", "as_json", is_flag=True, help="Print the person as a JSON object.")
@@ -153,6 +174,44 @@ def refused(home: Path, as_json: bool) -> None:
             click.echo(json.dumps({**place, "text": text, "reason": reason}, ensure_ascii=False))
         else:
             click.echo("\t".join([*place.values(), " ".join(text.split())[:80], reason]))
+
+
+@command.command("devices", help="List the devices in encrypted Matrix rooms: the gateway's own one, and people's.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per device.")
+@click.pass_obj
+def devices(home: Path, as_json: bool) -> None:
+    for platform, device in _with_mailbox(home, _all_devices):
+        row = {"platform": platform, **asdict(device)}
+        columns = (platform, device.user_id, device.device_id, device.state, device.shown_fingerprint, device.name)
+        click.echo(json.dumps(row, ensure_ascii=False) if as_json else "\t".join(columns).rstrip())
+
+
+async def _all_devices(mailbox: Mailbox) -> list[tuple[str, KnownDevice]]:
+    from palaestra.doors.gateway.platforms.devices import known_devices
+
+    query = "select distinct platform from notes order by platform"
+    names = await mailbox.do(lambda connection: connection.execute(query).fetchall())
+    return [(name, each) for (name,) in names for each in (await known_devices(mailbox.notes(name))).values()]
+
+
+@command.command(
+    "verify",
+    help="Trust DEVICE of USER_ID in encrypted rooms, after you compared its fingerprint with the person; or block it.",
+)
+@click.argument("platform")
+@click.argument("user_id")
+@click.argument("device")
+@click.option("--block", is_flag=True, help="Do not let the device read or write any more.")
+@click.option("--json", "as_json", is_flag=True, help="Print the device as a JSON object.")
+@click.pass_obj
+def verify(home: Path, platform: str, user_id: str, device: str, block: bool, as_json: bool) -> None:
+    from palaestra.doors.gateway.platforms.devices import decide
+
+    state: DeviceState = "blocked" if block else "verified"
+    decided = _with_mailbox(home, lambda mailbox: decide(mailbox.notes(platform), user_id, device, state))
+    row = {"platform": platform, **asdict(decided)}
+    text = f"{platform} {user_id} {device} {decided.state}: {decided.shown_fingerprint}"
+    click.echo(json.dumps(row, ensure_ascii=False) if as_json else text)
 
 
 @command.command("jobs", help="List the prompts that agents have scheduled, or remove one.")

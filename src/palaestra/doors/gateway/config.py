@@ -84,6 +84,14 @@ class GatewayConfig(Settings):
     server: APIServerConfig | None = setting(
         None, "The model server: base_url, model_name, api_key and other settings."
     )
+    models: dict[str, dict[str, JSON]] = setting(
+        {},
+        "Further models that people can choose with /model: a name, and the settings of its server (base_url, "
+        "model_name, api_key, …). What a model does not set is as in `server`.",
+    )
+    more_toolsets: list[str] = Field(
+        default_factory=list, description="Toolsets that people can turn on with /toolsets, in addition to `toolsets`."
+    )
     toolsets: list[str] = Field(default=["terminal", "file", "todo", "clarify"], description="The agent's toolsets.")
     tools: ToolSettings = Field(
         default_factory=ToolSettings,
@@ -121,6 +129,9 @@ class GatewayConfig(Settings):
     )
     group_sessions_per_user: bool = setting(True, "Whether each member of a group has their own session.")
     limits: UserLimits = Field(default_factory=UserLimits, description="The limits of one person.")
+    status_port: int | None = setting(
+        None, "The port of /metrics and /status, on the loopback address. Default: neither is served.", ge=0, le=65535
+    )
     max_message_bytes: int = setting(
         1 << 20, "Maximum length of a message in bytes. Longer messages are refused with a notice.", ge=1000
     )

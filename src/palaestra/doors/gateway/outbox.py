@@ -52,6 +52,11 @@ class Outbox:
             if address.platform == platform:
                 self.wake(address)
 
+    @property
+    def connected(self) -> frozenset[str]:
+        """The platforms that have started."""
+        return frozenset(self._connected)
+
     def wake(self, address: ChatAddress) -> None:
         """Start to send the waiting messages of a chat. The messages of a platform that is not enabled, or has not
         started yet, wait in the mailbox."""

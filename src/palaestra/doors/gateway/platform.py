@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import quote
 
@@ -154,6 +155,13 @@ class KeepsNotes(Protocol):
     """A platform whose `notes` the gateway sets before `start`."""
 
     notes: PlatformNotes | None
+
+
+@runtime_checkable
+class KeepsFiles(Protocol):
+    """A platform whose `folder`, in the gateway's home, the gateway sets before `start`. The platform makes it."""
+
+    folder: Path | None
 
 
 def session_key(message: Incoming, *, per_user: bool = True, agent: str = "main") -> str:

@@ -31,7 +31,7 @@ from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import Conversation
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.turn_events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBegun, TurnEnded
-from palaestra.doors.gateway import commands, files
+from palaestra.doors.gateway import choices, commands, files
 from palaestra.doors.gateway.access import Access, megabytes
 from palaestra.doors.gateway.commands import ChatCommand
 from palaestra.doors.gateway.config import GatewayConfig
@@ -41,12 +41,14 @@ from palaestra.doors.gateway.long_replies import split_reply
 from palaestra.doors.gateway.mailbox import Mailbox, Outgoing, SessionRow, Waiting
 from palaestra.doors.gateway.messaging import Messaging
 from palaestra.doors.gateway.notices import Notices
+from palaestra.doors.gateway.observe.gateway_status import StatusKeeper
 from palaestra.doors.gateway.outbox import Outbox
 from palaestra.doors.gateway.platform import (
     Answers,
     Attachment,
     ChatAddress,
     Incoming,
+    KeepsFiles,
     KeepsNotes,
     Platform,
     session_key,
@@ -93,6 +95,8 @@ class Gateway:
         for platform in platforms:
             if isinstance(platform, KeepsNotes):
                 platform.notes = mailbox.notes(platform.name)
+            if isinstance(platform, KeepsFiles):
+                platform.folder = mailbox.path.parent / platform.name
         if config.limits.cost_per_day and chat.settings.prices is None:
             raise ConfigError("limits.cost_per_day needs the setting prices (the price of a million tokens)")
         self._clock = clock or SystemClock()
@@ -104,6 +108,7 @@ class Gateway:
         )
         self._access = Access(config, mailbox, self._clock)
         self._sessions = GatewaySessions(config, mailbox, chat, self._notices, self._clock)
+        self._keeper = StatusKeeper(mailbox, self.platforms, lambda: self._outbox.connected, self._clock)
         messaging = Messaging(config, self.platforms, mailbox, self._notices.post)
         self.jobs = Jobs(
             mailbox, messaging, self._clock, enqueue=self._enqueue, wake=self._outbox.wake,
@@ -119,6 +124,12 @@ class Gateway:
         """
         await self.mailbox.prune(self._clock.wall())
         await self._sessions.recover()
+        with self._keeper.listening():
+            async with self._serving():
+                yield self
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
         async with self._tasks.running():
             try:
                 for row, key in await self.mailbox.waiting():  # before the platforms deliver messages after these
@@ -129,7 +140,8 @@ class Gateway:
                 self._tasks.start(self._report(), "notices")
                 self._tasks.start(self._tasks.retried(self._sessions.sweep, "the check of idle sessions"), "sweep")
                 self._tasks.start(self._tasks.retried(self.jobs.run_due, "the check of scheduled jobs"), "jobs")
-                yield self
+                self._tasks.start(self._tasks.retried(self._keeper.keep, "the storing of the status"), "status")
+                yield
             finally:
                 await asyncio.shield(self._connections.close())
                 self._tasks.cancel()
@@ -441,6 +453,10 @@ class Gateway:
             now = self._clock.wall()
             await self.mailbox.use_session(SessionRow(session.key, "", message.address, now))
             return _Answer(["A new session begins with your next message."])
+        if command.name == "model":
+            return _Answer([await choices.choose_model(self.chat, conversation, command.argument)])
+        if command.name == "toolsets":
+            return _Answer([await choices.choose_toolsets(self.config, self.chat, conversation, command.argument)])
         if command.name == "undo":
             taken = await conversation.undo()
             return _Answer(["There is nothing to undo." if taken is None else "The last message was undone."])

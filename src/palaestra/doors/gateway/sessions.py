@@ -15,7 +15,7 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import SandboxError
 from palaestra.doors.chat.conversation import Conversation, People
 from palaestra.doors.chat.service import ChatService
-from palaestra.doors.gateway import files
+from palaestra.doors.gateway import choices, files
 from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.mailbox import Mailbox, SessionRow, Waiting
 from palaestra.doors.gateway.notices import Notices
@@ -135,10 +135,13 @@ class GatewaySessions:
             notice=lambda notice: self.reports.put_nowait((session.address, notice.text)),
         )
         if conversation:
-            return Conversation.open(self._chat, conversation, people)
+            opened = Conversation.open(self._chat, conversation, people)
+            choices.correct(self._config, self._chat, opened)
+            return opened
         prompt = "\n\n".join(each for each in (self._chat.settings.system_prompt, files.INSTRUCTIONS) if each)
         user = f"{session.address.platform}:{user_id}"
-        return Conversation.begin(self._chat, people, key=session.key, user=user, system=prompt)
+        chosen = choices.carried_over(self._config, self._chat, session.key)
+        return Conversation.begin(self._chat, people, key=session.key, user=user, system=prompt, settings=chosen)
 
     async def end(self, session: GatewaySession) -> None:
         """Close the session's conversation with its sandbox and processes."""

@@ -247,7 +247,7 @@ def test_a_conversation_with_a_tool_call_an_image_and_a_long_reply(homeserver, t
             assert files[-1]["msgtype"] == "m.image"
             assert await asyncio.to_thread(anna.download, files[-1]["url"]) == PNG
             await asyncio.to_thread(anna.say, room, "run printf '語%.0s' $(seq 15000)")
-            pieces = (await answers(6))[4:]
+            pieces = (await answers(7))[4:]
             assert sum(each["body"].count("語") for each in pieces) == 15_000
 
     asyncio.run(main())

@@ -18,6 +18,10 @@ PLATFORMS: Mapping[str, str] = {
     "telegram": "palaestra.doors.gateway.platforms.telegram:Telegram",
     "discord": "palaestra.doors.gateway.platforms.discord:Discord",
     "email": "palaestra.doors.gateway.platforms.email:Email",
+    "mattermost": "palaestra.doors.gateway.platforms.mattermost:Mattermost",
+    "signal": "palaestra.doors.gateway.platforms.signal_cli:SignalCli",
+    "whatsapp": "palaestra.doors.gateway.platforms.whatsapp:WhatsApp",
+    "sms": "palaestra.doors.gateway.platforms.sms:Sms",
     "matrix": "palaestra.doors.gateway.platforms.matrix:Matrix",
 }
 """The class of each platform, as module and name. The class is called with the platform's name and its
