@@ -30,7 +30,7 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.ledger import LedgerRecord, record_rows, verify_ledger
 from palaestra.inference.server_group import ServerGroup
-from palaestra.testing.fake_token_server import TokenLoopback
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.testing.tiny_model import make_tiny
 
 ROLLOUTS, AT_ONCE, MOST_TURNS, MOST_TOKENS = 200, 16, 6, 80

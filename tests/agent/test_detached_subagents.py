@@ -18,12 +18,12 @@ from palaestra.agent.result import Subagent
 from palaestra.agent.subagents import SYSTEM_PROMPT
 from palaestra.core.errors import ConfigError, EngineUnavailable, IsolationUnavailable, StaleLease
 from palaestra.core.types import JSON, Outcome
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.testing.fake_engine import ToyEngine
-from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 from palaestra.tools.call_text import ToolCall
 from palaestra.tools.registry.build import build_tool_registry

@@ -23,6 +23,7 @@ from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.rollouts.events import ReplyReceived
 from palaestra.rollouts.export.token_rows import exported_rows
@@ -31,7 +32,6 @@ from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
 from palaestra.testing.fake_engine import ToyEngine
-from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
 LOCAL = ["--env.tool_pool_mode", "local", "--env.use_wandb", "false"]

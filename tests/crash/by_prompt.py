@@ -20,11 +20,11 @@ from pathlib import Path
 
 from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
+from palaestra.inference.serving.model_server import ModelServer
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
 from palaestra.testing.fake_engine import Misspeller, toy_logprob
-from palaestra.testing.model_server import ModelServer
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
 TURN = "<|im_start|>assistant"

@@ -13,9 +13,9 @@ import pytest
 
 from envs.scripts import groups_file
 from palaestra.cli.main import main
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.fake_engine import ToyEngine
-from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[2]

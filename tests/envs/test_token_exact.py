@@ -24,11 +24,11 @@ from palaestra.envs.run.run import run
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.parsers import get_parser
 from palaestra.inference.server_group import ServerGroup
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra.rollouts.rollout import Rollout
 from palaestra.testing.fake_engine import ToyEngine
-from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
 CALL = '<tool_call>\n{"name": "list_nothing", "arguments": {}}\n</tool_call>'

@@ -20,9 +20,9 @@ from typing import Any, Literal, TypeVar
 
 from crash.by_prompt import TURN, ByPrompt
 from palaestra.inference.engine import Sampled
+from palaestra.inference.serving.model_server import ModelServer
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
-from palaestra.testing.model_server import ModelServer
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 from tools.web.site import Site, searxng
 

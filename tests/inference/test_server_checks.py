@@ -31,10 +31,10 @@ from palaestra.inference.server_checks import (
     token_checks,
     writing_checks,
 )
+from palaestra.inference.serving.token_server import Reply, TokenLoopback
 from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.testing.fake_engine import toy_tokenizer
-from palaestra.testing.fake_token_server import Reply, TokenLoopback
 from palaestra.testing.tiny_model import chat_template, save_tokenizer, train_tokenizer
 
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model"}]}

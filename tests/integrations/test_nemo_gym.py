@@ -19,8 +19,8 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 from rollout_servers import idle, refusing, solving, toy_folder
 
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.integrations.nemo_gym import EnvironmentAgent, EnvironmentAgentConfig
-from palaestra.testing.fake_token_server import TokenLoopback
 
 pytestmark = pytest.mark.slots
 ENV = f"{bug_fixing.__file__}:fix_calc"

@@ -16,8 +16,8 @@ from rollout_servers import toy_folder
 from slime.utils.types import Sample
 
 from palaestra.core.errors import ConfigError
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.integrations.slime import custom_generate, keep_scored
-from palaestra.testing.fake_token_server import TokenLoopback
 
 pytestmark = pytest.mark.slots
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 200, "stop": None}

@@ -15,10 +15,10 @@ import palaestra
 from palaestra import Task, environment
 from palaestra.core.types import JSON, Label, Score
 from palaestra.inference.engine import Sampled
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
 from palaestra.sandbox.slot import Slot
 from palaestra.testing.fake_engine import ToyEngine
-from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
 HOSTILE = (

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
-from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
 from . import fixing

@@ -130,8 +130,8 @@ async def _serve_model(
     from palaestra.core.io.http_server import require_token
     from palaestra.inference.config import APIServerConfig
     from palaestra.inference.engines.transformers import TransformersEngine
+    from palaestra.inference.serving.model_server import ModelServer
     from palaestra.inference.tokenizers import no_folder
-    from palaestra.testing.model_server import ModelServer
 
     require_token(host, token)
     if "/" not in model and not Path(model).exists():

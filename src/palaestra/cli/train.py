@@ -229,7 +229,7 @@ async def _train_batches(
 ) -> None:
     """Train on the batches of a trajectory API with Tinker, and serve the current weights."""
     from palaestra.inference.config import APIServerConfig
-    from palaestra.testing.model_server import ModelServer
+    from palaestra.inference.serving.model_server import ModelServer
     from palaestra.trainers.atropos.batch_trainer import BatchTrainer
     from palaestra.trainers.atropos.connection import TrajectoryClient
     from palaestra.trainers.tinker_client import TinkerTrainer

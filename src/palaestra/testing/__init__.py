@@ -1,14 +1,14 @@
 """Fakes for tests and experiments: model servers and engines without a model, and a tiny real model.
 
-`LoopbackServer` returns given chat completions in turn. `TokenLoopback` serves a token engine over the token APIs of
-vLLM and SGLang. `ModelServer` does so too, and also serves chat completions. `ToyEngine` is a token engine that returns
+`LoopbackServer` returns given chat completions in turn. `TokenLoopback` and `ModelServer` of `palaestra.inference.serving`
+serve a token engine. `ToyEngine` is a token engine that returns
 given texts. `make_tiny` writes the folder of a small model.
 """
 
+from palaestra.inference.serving.model_server import ModelServer
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
 from palaestra.testing.fake_engine import CHATML, ToyEngine, toy_logprob, toy_tokenizer
-from palaestra.testing.fake_token_server import TokenLoopback
-from palaestra.testing.model_server import ModelServer
 from palaestra.testing.tiny_model import TinyModel, make_tiny, save_tokenizer, train_tokenizer
 
 __all__ = [

@@ -23,12 +23,12 @@ from palaestra.doors.gateway.platforms.openai_api import OpenAIServer
 from palaestra.doors.gateway.platforms.webhook import Webhook
 from palaestra.inference.engine import TokenEngine
 from palaestra.inference.recording.endpoint import RecordingEndpoint
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.inference.tokenizers import Tokenizer
 from palaestra.rollouts.observe.prometheus import serving_metrics
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.status_file import StatusFile
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor
 from palaestra.tools.serving.executor_service import ExecutorService

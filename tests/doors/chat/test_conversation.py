@@ -26,9 +26,9 @@ from palaestra.doors.chat.turn_events import Event, Notice, TextDelta, ToolBegun
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.token_engine import SGLangEngine, TokenServer, VLLMEngine
 from palaestra.inference.ledger import LedgerRecord, record_rows
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.testing.echo_chat_server import EchoChatServer
 from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
-from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 
 SETTINGS = ChatSettings(toolsets=("terminal", "file", "session_search", "clarify"))

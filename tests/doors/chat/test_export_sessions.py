@@ -24,11 +24,11 @@ from palaestra.doors.chat.turn_events import TurnEnded
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.token_engine import SGLangEngine
 from palaestra.inference.ledger import LedgerRecord, record_rows
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.export.formats import exporter_named
 from palaestra.testing.echo_chat_server import EchoChatServer
 from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
-from palaestra.testing.fake_token_server import TokenLoopback
 
 SETTINGS = ChatSettings(toolsets=("terminal",), system_prompt=None)
 KEY = "sk-" + "abcdefgh" * 3

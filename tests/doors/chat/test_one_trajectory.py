@@ -23,9 +23,9 @@ from palaestra.envs.run.run import run
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.token_engine import SGLangEngine
 from palaestra.inference.ledger import LedgerRecord, TokenRow, record_rows
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.testing.echo_chat_server import EchoChatServer
 from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
-from palaestra.testing.fake_token_server import TokenLoopback
 
 pytestmark = pytest.mark.slots
 

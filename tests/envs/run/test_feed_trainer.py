@@ -27,6 +27,7 @@ from palaestra.envs.run.feed_trainer import Serving, feed_settings, trainers_tra
 from palaestra.envs.run.run import RunReport, run, serve_limit
 from palaestra.envs.run.run_folder import RunOutput, claim_folder
 from palaestra.inference.config import APIServerConfig
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.rollouts.events import RunStarted
 from palaestra.rollouts.export.atropos import GroupsFile
@@ -34,7 +35,6 @@ from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.records import Group, TokenRow, Trajectory
 from palaestra.rollouts.runner import Totals
 from palaestra.testing.fake_engine import ToyEngine
-from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 from palaestra.trainers.atropos.trajectory_server import serving
 

@@ -26,10 +26,10 @@ from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.token_engine import SGLangEngine, TokenServer, VLLMEngine
 from palaestra.inference.ledger import verify_ledger
 from palaestra.inference.server_group import ServerGroup
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer
 from palaestra.testing.fake_engine import ToyEngine, toy_logprob, toy_tokenizer
-from palaestra.testing.fake_token_server import TokenLoopback
 
 T = TypeVar("T")
 TOKENIZER = toy_tokenizer(["hello there world, the answer is 42"] * 3)

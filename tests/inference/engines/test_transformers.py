@@ -24,7 +24,7 @@ from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.ledger import SegmentReason, record_rows, verify_ledger
 from palaestra.inference.server_checks import CheckState, Target, diagnose
 from palaestra.inference.server_group import ServerGroup
-from palaestra.testing.fake_token_server import TokenLoopback
+from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.testing.tiny_model import make_tiny
 
 pytestmark = [

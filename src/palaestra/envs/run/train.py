@@ -156,7 +156,9 @@ async def _served(trainer: Trainer, parsed: RunLine) -> AsyncIterator[Sequence[A
     The server speaks plain HTTP, and only the nodes get its token. Raises `ConfigError` for an engine that cannot be
     served.
     """
-    from palaestra.testing.model_server import ModelServer  # imported here, because most training runs use one machine
+    from palaestra.inference.serving.model_server import (
+        ModelServer,  # imported here, because most training runs use one machine
+    )
 
     engine = trainer.engine
     if not isinstance(engine, TokenChat):

@@ -23,9 +23,9 @@ from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.token_engine import SGLangEngine, TokenChat, TokenServer, VLLMEngine
 from palaestra.inference.server_checks import LOGPROBS, TOKENS, CheckState, Target, diagnose
+from palaestra.inference.serving.model_server import ModelServer
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.fake_engine import ToyEngine
-from palaestra.testing.model_server import ModelServer
 from palaestra.testing.tiny_model import make_tiny, save_tokenizer, train_tokenizer
 
 needs_torch = pytest.mark.skipif(
