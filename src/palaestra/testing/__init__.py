@@ -1,8 +1,8 @@
 """Fakes for tests and experiments: model servers and engines without a model, and a tiny real model.
 
-`LoopbackServer` returns given chat completions in turn. `TokenLoopback` and `ModelServer` of `palaestra.inference.serving`
-serve a token engine. `ToyEngine` is a token engine that returns
-given texts. `make_tiny` writes the folder of a small model.
+`LoopbackServer` returns given chat completions in turn. `ToyEngine` is a token engine that returns given texts;
+`TokenLoopback` and `ModelServer` of `palaestra.inference.serving` serve it. `make_tiny` writes the folder of a small
+model.
 """
 
 from palaestra.inference.serving.model_server import ModelServer

@@ -76,36 +76,33 @@ class DirectClient(SlotClient):
     async def create(self, fields: Fields) -> tuple[Fields, Requests]:
         env, paths = fields["env"], fields.get("on_demand", ())
         made = await self.make("create", fields, self._undo_create)
+        owner, fds = self._claim(made["epoch"])
         if made.get("deferred"):
-            owner, fds = self._claim(made["epoch"])
-            if fds and not _is_low(fds[0]):
-                pipes.close(*fds)
-                fds = []
             return made, OnDemandSlot(self, made, env, paths, fds[0] if fds else -1, owner)
-        return made, self._slot(made, env)
+        return made, DirectSlot(self, self._loop, made, owner, fds, env) if fds else self
 
     async def start_deferred(self, lease: Fields, env: dict[str, str]) -> Requests:
         """Have the server make a deferred slot."""
-        return self._slot(await self.make("start", {**lease}, self._undo_create), env)
-
-    def _slot(self, made: Fields, env: dict[str, str]) -> Requests:
+        made = await self.make("start", {**lease}, self._undo_create)
         owner, fds = self._claim(made["epoch"])
-        if fds and _is_low(max(fds)):
-            return DirectSlot(self, self._loop, made, owner, fds, env)
-        pipes.close(*fds)
-        return self
+        return DirectSlot(self, self._loop, made, owner, fds, env) if fds else self
 
     def _undo_create(self, made: Fields) -> tuple[str, Fields]:
         pipes.close(*self._claim(made["epoch"])[1])
         return "destroy", made
 
     def _claim(self, epoch: int) -> tuple[int, list[int]]:
-        """Return the owner and descriptors of a new slot; no descriptors if the server could not send them."""
+        """Return the owner and descriptors of a new slot; no descriptors if the server could not send them, or if too
+        few are left."""
         with contextlib.suppress(OSError):
             while (message := pipes.receive(self._handover, HANDOVER.size, 3))[0]:
                 of, owner = HANDOVER.unpack(message[0])
                 self._received[of] = owner, message[1]
-        return self._received.pop(epoch, (0, []))
+        owner, fds = self._received.pop(epoch, (0, []))
+        if fds and not _is_low(max(fds)):
+            pipes.close(*fds)
+            fds = []
+        return owner, fds
 
     async def aclose(self) -> None:
         """End the server with every slot. Idempotent."""
