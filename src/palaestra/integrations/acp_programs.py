@@ -33,10 +33,10 @@ START_S = 120.0
 CANCEL_S = 1.5
 """How long an agent may take to end its turn, and to end itself, once it is told to."""
 
-MESSAGE_BYTES = 32 << 20
-"""The longest message that is read from an agent."""
+MESSAGE_BYTES = 16 << 20
+"""The longest message that is read from an agent, and the largest file that is read for it."""
 
-_REQUESTS = 16  # of the agent that are answered at the same time
+_REQUESTS = 4  # of the agent that are answered at the same time
 _SHOWN = 500  # characters of a line of the log
 _SERVER = "environment"
 
@@ -89,7 +89,8 @@ class AcpProgram(HostedAgent):
         told = asyncio.create_task(_followed(process, log))
         try:
             await client.turn(in_slot)
-            await process.close_input()
+            with contextlib.suppress(BrokenPipeError, ProcessLookupError):
+                await process.close_input()
             await process.wait(CANCEL_S)
         finally:
             with contextlib.suppress(InfraError, OSError):
@@ -118,12 +119,20 @@ class _Pipe:
         self._places = asyncio.Semaphore(_REQUESTS)
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Write one message. Raises ConnectionError if the agent has ended."""
+        """Write one message. A question raises ConnectionError if the agent has ended; an answer is then lost."""
+        answer = "method" not in message
         try:
             async with self._writing:
                 await self._process.write(json.dumps(message).encode() + b"\n")
+        except InfraError as error:
+            self.lost = error
+            if not answer:
+                raise
+        except OSError:
+            if not answer:
+                raise
         finally:
-            if "method" not in message:
+            if answer:
                 self._places.release()
 
     async def receive(self) -> dict[str, Any] | None:
@@ -339,7 +348,7 @@ class _Client:
 
     async def _read(self, request: ReadTextFileRequest) -> str:
         self._lines.add("reads", request.path)
-        text = await self._slot.read_text(request.path)
+        text = (await self._slot.read_bytes(request.path, max_bytes=MESSAGE_BYTES)).decode(errors="replace")
         if request.line is None and request.limit is None:
             return text
         first = max((request.line or 1) - 1, 0)
