@@ -203,6 +203,23 @@ def test_an_agent_that_never_asked_the_model_is_not_scored(
     assert told in rollout.error
 
 
+def test_an_agent_that_floods_its_client_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acp_programs, "MESSAGE_BYTES", 1 << 20)
+    rollout, log = played(tmp_path / "a", "_, number, text = opened()\nwork(text)\nprint(9 * 10**6 * chr(34))")
+    assert (rollout.reward, rollout.outcome) == (1.0, Outcome.NATURAL), log
+    assert "a message of more than 1 MiB" in log
+    flood = """
+_, number, text = opened()
+work(text)
+for at in itertools.count(100):
+    send(id=at, method="fs/read_text_file", params=dict(sessionId="s1", path="/workspace/calc.py"))
+"""
+    began = time.monotonic()
+    rollout, _ = played(tmp_path / "b", flood, worker_timeout=4)
+    assert (rollout.reward, rollout.outcome) == (1.0, Outcome.BUDGET)
+    assert time.monotonic() - began < 25
+
+
 def test_a_path_outside_the_workspace_is_one_of_the_slot(tmp_path: Path) -> None:
     mark, secret = f"written-by-an-agent-{os.getpid()}", tmp_path / "secret"
     secret.write_text("of this machine")
