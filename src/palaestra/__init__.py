@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from palaestra.agent.agent import Agent
     from palaestra.agent.budget import Budget
     from palaestra.agent.detached_subagents import Delegates
+    from palaestra.agent.known_programs import program_named
     from palaestra.agent.loop import LoopSettings
     from palaestra.agent.programs import AgentAssignment, HostedAgent
     from palaestra.agent.result import AgentResult, AgentStep, SequenceData, ToolError
@@ -338,6 +339,7 @@ __all__ = [
     "open_world",
     "print_distribution_info",
     "process_registry",
+    "program_named",
     "register_parser",
     "register_task_env_overrides",
     "run",
@@ -523,6 +525,7 @@ _MODULES = {
     "open_world": "rollouts.recorded_tools.recording_policy",
     "print_distribution_info": "tools.registry.distributions",
     "process_registry": "contract.sync_process_registry",
+    "program_named": "agent.known_programs",
     "register_parser": "inference.parsers",
     "register_task_env_overrides": "tools.runtime.function_calls",
     "run": "envs.run.library",

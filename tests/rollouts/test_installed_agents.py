@@ -60,6 +60,29 @@ def played(name: str, env: object, kind: type[Fixer], folder: Path) -> tuple[Tra
     return trajectory, run, engine, next((run.path / "agents").glob("*.log")).read_text()
 
 
+@pytest.mark.parametrize(("env", "kind"), [(fix_calc, Fixer), (repaired_by_tool, Repairer)], ids=["shell", "tool"])
+@pytest.mark.parametrize(
+    "command",
+    ["opencode acp", *(pytest.param(each, marks=pytest.mark.interop) for each in ("kimi-code acp", "copilot --acp"))],
+)
+def test_an_installed_agent_speaks_the_agent_client_protocol(
+    command: str, env: object, kind: type[Fixer], tmp_path: Path
+) -> None:
+    program = PROGRAMS[command.split()[0]]
+    assert isinstance(program, NpmProgram)
+    if why := installable(program):
+        pytest.skip(why)
+    engine = kind()
+    run = asyncio.run(
+        palaestra.run(env, server=engine, agent=f"acp:{command}", folder=tmp_path, group_size=1, max_agent_turns=12)
+    )
+    (trajectory,) = run.trajectories
+    log = next((run.path / "agents").glob("*.log")).read_text()
+    assert (trajectory.reward, trajectory.error) == (1.0, ""), f"{trajectory.error}\n{log[-3000:]}"
+    assert [call.tool for call in trajectory.inner_calls] == (["repair"] if kind is Repairer else [])
+    assert "[end of turn] end_turn" in log
+
+
 @pytest.mark.parametrize("name", AGENTS)
 def test_an_installed_agent_calls_the_environments_tool(name: str, tmp_path: Path) -> None:
     trajectory, _, engine, log = played(name, repaired_by_tool, Repairer, tmp_path)
