@@ -38,7 +38,7 @@ async def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPa
 async def test_a_number_of_processes_is_required() -> None:
     request: Any = None
     for words in ("", "many", "0", "-1"):
-        with pytest.raises(ConfigError, match="write the number of workers"):
+        with pytest.raises(ConfigError, match="needs the number of workers"):
             async with on_processes(words, request):
                 pass
 

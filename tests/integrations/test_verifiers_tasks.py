@@ -282,6 +282,34 @@ def test_a_tiny_model_gets_the_rewards_of_verifiers(
     tiny_model_runs.report(f"verifiers {name}", run, rewards)
 
 
+NOTES = """
+import verifiers.v1 as vf
+
+__all__ = ["Notes"]
+
+
+class Note(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def written(self, trace, runtime) -> float:
+        return float(await runtime.read("note.txt") == b"hello")
+
+
+class Notes(vf.Taskset[Note]):
+    def load(self):
+        yield Note(vf.TaskData(idx=0, prompt="Write hello into note.txt"), self.config.task)
+"""
+
+
+def test_a_file_that_the_agent_did_not_leave_is_the_agents_fault(tmp_path: Path) -> None:
+    """An agent that writes nothing must not get out of its score."""
+    (tmp_path / "notes.py").write_text(NOTES)
+    run = asyncio.run(palaestra.run(f"verifiers:{tmp_path / 'notes.py'}", policy="noop", folder=tmp_path))
+    assert [each.reward for group in run.groups for each in group.trajectories] == [0.0]
+    (tmp_path / "other.py").write_text(NOTES.replace('await runtime.read("note.txt")', 'open("/no/such", "rb").read()'))
+    run = asyncio.run(palaestra.run(f"verifiers:{tmp_path / 'other.py'}", policy="noop", folder=tmp_path))
+    assert [each.reward for group in run.groups for each in group.trajectories] == [None]
+
+
 def test_a_run_that_is_killed_resumes(tmp_path: Path) -> None:
     (tmp_path / "capitals.py").write_text(CAPITALS.replace("number: int = 2", "number: int = 3"))
 

@@ -47,7 +47,7 @@ def ray_launcher(address: str, flag: str) -> RayLauncher:
 async def on_processes(words: str, request: ClusterRequest) -> AsyncIterator[Driver]:
     """Open several workers on this machine: `--on processes:N`."""
     if not words.isdigit() or not 0 < int(words) <= 256:
-        raise ConfigError(f"--on processes:{words}: write the number of workers, for example --on processes:4")
+        raise ConfigError(f"--on processes needs the number of workers, for example --on processes:4 (not {words!r})")
     async with opened(ProcessLauncher(int(words)), request) as driver:
         yield driver
 

@@ -43,6 +43,7 @@ from palaestra import (
     Task,
     TaskError,
     ToolRun,
+    WorkError,
     environment,
 )
 from palaestra.integrations.turns import prompt_length
@@ -196,7 +197,8 @@ class _Loaded:
             )
 
     async def score(self, task: Task, rollout_id: str, messages: Sequence[Message], slot: Slot) -> Score:
-        """Return the weighted sum of the task's rewards. Raises what its hooks raise."""
+        """Return the weighted sum of the task's rewards. Raises what its hooks raise, and `WorkError` if a hook fails
+        because the agent did not leave a readable file."""
         theirs = self._tasks[task.id]
         state = self._states.pop(rollout_id, None) or state_cls(type(theirs))()
         prompt = prompt_length(task, messages)
@@ -207,6 +209,10 @@ class _Loaded:
         except vf.TaskError as error:
             if isinstance(error.__cause__, PalaestraError):  # a failure of the slot, which the boundary has wrapped
                 raise error.__cause__ from None
+            if runtime.unreadable is not None and error.__cause__ is runtime.unreadable:
+                raise WorkError(
+                    f"a hook of {type(theirs).__name__} failed on the work: {error.__cause__!r:.300}"
+                ) from error
             raise
         rewards = {name: each.score for name, each in trace.rewards.items() if each is not None}
         if not rewards:
@@ -276,11 +282,13 @@ class _Servers:
 
 
 class SlotRuntime(Runtime):  # type: ignore[misc]
-    """A slot as the runtime of a task's hooks. A server in it cannot be reached from outside."""
+    """A slot as the runtime of a task's hooks. A server in it cannot be reached from outside. `unreadable` is the error
+    of the last file that could not be read."""
 
     def __init__(self, slot: Slot) -> None:
         super().__init__()
         self.config = SubprocessConfig()
+        self.unreadable: OSError | None = None
         self._slot = slot
 
     async def start(self) -> None:
@@ -297,7 +305,11 @@ class SlotRuntime(Runtime):  # type: ignore[misc]
     async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
         if max_bytes is not None:
             return bytes(await super()._read(path, max_bytes))
-        return await self._slot.read_bytes(path)
+        try:
+            return await self._slot.read_bytes(path)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            self.unreadable = error
+            raise
 
     async def write(self, path: str, data: bytes) -> None:
         await self._slot.write_bytes(path, data)

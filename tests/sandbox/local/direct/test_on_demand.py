@@ -171,7 +171,7 @@ def test_a_slot_that_cannot_be_made_fails_every_later_request(over_work: Callabl
                 await slot.execute("true")
         with pytest.raises(SlotLost):
             await slot.stat("/")
-        await backend.destroy(slot)
+        await backend.destroy(slot)  # there is nothing to end
 
     over_work(body)
 
@@ -192,6 +192,59 @@ def test_mounts_and_networks_are_made_at_once(over_work: Callable[[Body], None],
         assert not is_made(slot)
         assert (await slot.execute("cat /other/answer.txt")).output == "mounted"
         await backend.destroy(slot)
+
+    over_work(body)
+
+
+@pytest.mark.parametrize("on_demand", [(), SHOWN], ids=["at once", "on demand"])
+@pytest.mark.parametrize(
+    ("done", "target"),
+    [
+        ("echo x > /opt", "/opt/tests"),
+        ("ln -s workspace /opt", "/opt/tests"),
+        ("mkdir /opt; ln -s /workspace /opt/tests", "/opt/tests"),
+        ("mkdir -m 700 /opt; echo mine > /opt/mine", "/opt/tests"),
+        ("ln -s /workspace /other; mkdir /workspace/m; echo mine > /workspace/m/answer.txt", "/other/m"),
+    ],
+    ids=["file", "link", "link below", "new directory", "link to the workspace"],
+)
+def test_no_work_keeps_a_mount_from_its_place(
+    on_full: WithSlot, tmp_path: Path, done: str, target: str, on_demand: tuple[str, ...]
+) -> None:
+    """An agent that could would have no score in place of 0."""
+    (tmp_path / "answer.txt").write_text("mounted")
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        assert (await slot.execute(f"rm -rf /opt; {done}")).success
+        work = await backend.seal(slot)
+        mounts = (Mount(str(tmp_path), target),)
+        slot = await backend.create(SlotSpec(mounts=mounts, on_demand=on_demand), "grade", work)
+        assert await slot.read_text("m/answer.txt", missing="") == ("mine\n" if "mkdir /workspace/m" in done else "")
+        assert (await slot.execute(f"cat {target}/answer.txt")).output == "mounted"
+        assert not (await slot.execute(f"touch {target}/new")).success
+        assert await slot.read_text("/opt/mine", missing="") == ("mine\n" if "/opt/mine" in done else "")
+        await backend.destroy(slot)
+
+    on_full(body)
+
+
+def test_reads_that_are_given_up_leave_no_file_open(over_work: Callable[[Body], None]) -> None:
+    async def body(backend: LocalBackend, work: Snapshot) -> None:
+        writer = await backend.create(SlotSpec(), "work", work)
+        await writer.execute("head -c 30000000 /dev/zero > large")
+        sealed = await backend.seal(writer)
+        slot = await backend.create(SlotSpec(on_demand=SHOWN), "grade", sealed)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            reads = [asyncio.ensure_future(slot.read_bytes("large")) for _ in range(40)]
+            await asyncio.sleep(0)
+            for read in reads:
+                read.cancel()
+            await asyncio.gather(*reads, return_exceptions=True)
+        assert len(await slot.read_bytes("large")) == 30_000_000  # after the others, whose threads close their files
+        assert len(os.listdir("/proc/self/fd")) <= before + 8
+        await backend.destroy(slot)
+        await backend.forget(sealed)
 
     over_work(body)
 

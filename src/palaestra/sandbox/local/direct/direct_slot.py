@@ -24,7 +24,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from palaestra.core.errors import SlotLost, StaleLease
+from palaestra.core.errors import SandboxError, SlotLost, StaleLease
 from palaestra.sandbox.local.client import OnData, OnHole, OnLost, Requests, SlotClient, Undo
 from palaestra.sandbox.slotd import files, syscalls
 from palaestra.sandbox.slotd.event_loop import EpollLoop, Timer
@@ -334,8 +334,13 @@ class OnDemandSlot(Requests):
         if op == "stat" and self._shows(fields):
             entry = files.describe(self._root, fields["path"], self._owner)
             return Frame(FrameKind.RESULT, 0, {"entry": entry}, b"")
-        if op == "destroy" and self._making is None:
-            return await self._client.call(op, fields)
+        if op == "destroy":
+            if self._making is None:
+                return await self._client.call(op, fields)
+            try:
+                await self._made()
+            except SandboxError:  # it could not be made, so there is nothing to end
+                return Frame(FrameKind.RESULT, 0, {}, b"")
         return await (await self._made()).call(op, fields, data, on_data, on_hole)
 
     async def read(self, op: str, fields: Fields) -> bytes:
@@ -406,7 +411,8 @@ async def _read_file(root: int, fields: Fields) -> bytes:
     path = files.absolute(fields["path"])
     fd, size = files.open_for_reading(root, path, fields["offset"], fields["max_bytes"])
     if size > _QUICK_BYTES:
-        return await asyncio.to_thread(_read, fd, size)
+        # A caller that is cancelled does not cancel the read, which closes the file.
+        return await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(_read, fd, size)))
     data = _read(fd, size)
     if next(_file_calls) % _IN_A_ROW == 0:
         await asyncio.sleep(0)

@@ -34,7 +34,7 @@ from ..files import WORKSPACE, Writing, absolute
 from ..layers.copy_tree import Earlier, Index, TreeCopy
 from ..layers.cut_view import OverlayCut, Selection, duplicate
 from ..layers.layer_store import LayerStore, OverlayFiles, OverlayLayer, Tree, copy_attributes
-from ..layers.overlay import Stack, StackedRoot, differences
+from ..layers.overlay import Stack, StackedRoot, StackEntry, differences
 from ..network import metadata_block
 from ..protocol.frames import Fields
 from ..rung import HOST, CannotMake, NetworkScope, NewSlot, SlotPath
@@ -94,14 +94,40 @@ class NamespaceDriver:
 
     def _lay_out(self, store: LayerStore, tree: Tree, layers: tuple[OverlayLayer, ...], places: list[str]) -> Tree:
         """Make the directories of one tree; returns the tree with all directories below it."""
-        lowers = tuple(layer.trees[tree.name] for layer in layers if tree.name in layer.trees) + tree.lowers
-        missing = [place for place in places if not any(os.path.lexists(f"{lower}/{place}") for lower in tree.lowers)]
+        changes = tuple(layer.trees[tree.name] for layer in layers if tree.name in layer.trees)
+        base = tree.lowers
+        missing = [place for place in places if not any(os.path.lexists(f"{lower}/{place}") for lower in base)]
         if missing:
-            lowers += (self._make_places(f"{store.path}/m/{tree.name}", missing),)
+            base += (self._make_places(f"{store.path}/m/{tree.name}", missing),)
         for kind in "uw":
             os.mkdir(f"{store.path}/{kind}/{tree.name}")
-        copy_attributes(os.stat(lowers[0]), f"{store.path}/u/{tree.name}")
+        upper, lowers = f"{store.path}/u/{tree.name}", changes + base
+        copy_attributes(os.stat(lowers[0]), upper)
+        if changes and places:
+            self._uncover(upper, places, Stack(lowers, self._host.marks), Stack(base, self._host.marks))
         return Tree(tree.name, tree.target, lowers)
+
+    @staticmethod
+    def _uncover(upper: str, places: list[str], shown: Stack, base: Stack) -> None:
+        """Make the mount points again that a layer replaced or removed. An agent may have done that to keep the slot of
+        its score from being made. `base` is the stack without the layers."""
+        for place in places:
+            wanted, found = base.find(place), shown.find(place)
+            if wanted is None or (found is not None and _kind(found) == _kind(wanted)):
+                continue
+            names = place.split("/")
+            for count in range(1, len(names) + 1):
+                path = "/".join(names[:count])
+                entry, model = shown.find(path), base.find(path)
+                if os.path.lexists(f"{upper}/{path}") or model is None:
+                    continue
+                if entry is None or _kind(entry) != _kind(model):
+                    entry = model
+                if stat.S_ISDIR(entry.status.st_mode):
+                    os.mkdir(f"{upper}/{path}")
+                    copy_attributes(entry.status, f"{upper}/{path}")
+                else:
+                    os.close(os.open(f"{upper}/{path}", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
 
     def _make_places(self, directory: str, places: list[str]) -> str:
         """Return a lowest layer that contains only the missing mount points, so that no list of changes shows them."""
@@ -411,6 +437,17 @@ def _single_user_namespace() -> Iterator[BuildStep]:
     yield BuildStep(Do.CHANGE_DIRECTORY, ("/",))
 
 
+def _remove_folders(path: str) -> None:
+    for name in os.listdir(path):
+        child = f"{path}/{name}"
+        _remove_folders(child) if os.path.isdir(child) else os.unlink(child)
+    os.rmdir(path)
+
+
+def _kind(entry: StackEntry) -> int:
+    return stat.S_IFMT(entry.status.st_mode)
+
+
 def _places(tree: Tree, trees: tuple[Tree, ...], binds: tuple[Bind, ...]) -> list[str]:
     """Return the mount points of `binds` in a tree, relative to the tree."""
     return [bind.target[len(tree.target) :].strip("/") for bind in binds if _tree_of(bind.target, trees) == tree]
@@ -539,7 +576,7 @@ class OverlayCheckpoints:
 
     def restore(self, files: OverlayFiles, layer: OverlayLayer) -> Iterator[None]:
         for tree in files.trees:
-            os.rmdir(files.upper(tree))
+            _remove_folders(files.upper(tree))  # which `_uncover` may have made
             yield from TreeCopy().tree(layer.trees[tree.name], files.upper(tree))
 
     def slot_ended(self, files: OverlayFiles) -> None:
