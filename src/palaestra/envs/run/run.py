@@ -148,20 +148,21 @@ async def run(
     folder below `root`. A resumed run keeps its folder. `engines` replace those of the configured servers. With
     `begins`, the run is counterfactual: all its rollouts continue a recorded rollout."""
     parsed.env_config.check_runnable(parsed.sources)
+    steering = steering or Steering()
     async with AsyncExitStack() as stack:
         stream = stream or sys.stderr
         assembly = Assembly(form, parsed, stream, make_console(stream), stack)
         engine = await assembly.engine(engines)
         pool, prepared = make_pool(parsed.env_config), None
         if parsed.env_config.on_cluster:
-            served = steering is not None and steering.serve_nodes is not None
-            check_elsewhere(parsed.env_config, in_process=bool(engines) and not served, begins=begins)
+            in_process = bool(engines) and steering.serve_nodes is None
+            check_elsewhere(parsed.env_config, in_process=in_process, begins=begins)
         else:
             await stack.enter_async_context(pool)
             _check_isolation(parsed.env_config, pool)
             prepared = make_prepared(parsed.env_config, pool.backend, _unkept(assembly.console))
         environment = await assembly.environment(engine)
-        capacity = await assembly.capacity(pool, None if steering is None else steering.serve_nodes)
+        capacity = await assembly.capacity(pool, steering.serve_nodes)
         begins = None if begins is None else _continued(begins, environment, engine)
         recorded_tools = make_recorded_tools(parsed.env_config)
         stack.callback(recorded_tools.close)
@@ -182,7 +183,7 @@ async def run(
             recorded_tools,
             None if begins is None else Continuation(begins),
             capacity,
-            steering or Steering(),
+            steering,
         )
         gc.freeze()  # modules and settings live as long as the run: exclude them from garbage collection
         try:

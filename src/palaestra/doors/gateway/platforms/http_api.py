@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -51,14 +51,10 @@ class HttpApi:
         url = path if path.startswith(("http://", "https://")) else f"{self.url}{path}"
         options.setdefault("allow_redirects", False)
         async with self.failures(), self.client.request(method, url, **options) as reply:
-            body = bytearray()
-            async for chunk in reply.content.iter_any():
-                body += chunk
-                if len(body) > most_bytes:
-                    raise PlatformRefused(f"{self._name}: an answer has more than {most_bytes >> 20} MB")
+            body = await read_body(reply, most_bytes, f"{self._name}: an answer has")
             if reply.status >= 300:
-                raise self.failure(reply.status, reply.headers, bytes(body))
-            return bytes(body)
+                raise self.failure(reply.status, reply.headers, body)
+            return body
 
     async def json(self, method: str, path: str, **options: Any) -> Any:
         """Send a request, and return the answer's JSON."""
@@ -76,12 +72,28 @@ class HttpApi:
             return PlatformUnavailable(problem, retry_after_s(wait, SystemClock().wall()))
         return PlatformRefused(problem)
 
-    @asynccontextmanager
-    async def failures(self) -> AsyncIterator[None]:
-        """Turn connection errors into `PlatformUnavailable`."""
-        try:
-            yield
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if isinstance(error, PlatformError):
-                raise
-            raise PlatformUnavailable(f"{self._name}: {self.url} cannot be reached: {error!r:.200}") from error
+    def failures(self) -> AbstractAsyncContextManager[None]:
+        """Turn connection errors in the block into `PlatformUnavailable`."""
+        return connection_failures(f"{self._name}: {self.url} cannot be reached")
+
+
+@asynccontextmanager
+async def connection_failures(problem: str) -> AsyncIterator[None]:
+    """Turn connection errors in the block into `PlatformUnavailable`, whose message begins with `problem`."""
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        if isinstance(error, PlatformError):
+            raise
+        raise PlatformUnavailable(f"{problem}: {error!r:.200}") from error
+
+
+async def read_body(reply: aiohttp.ClientResponse, most_bytes: int, problem: str) -> bytes:
+    """Return the body of an answer. Raises `PlatformRefused`, whose message begins with `problem`, if it is longer than
+    `most_bytes`."""
+    body = bytearray()
+    async for chunk in reply.content.iter_any():
+        body += chunk
+        if len(body) > most_bytes:
+            raise PlatformRefused(f"{problem} more than {most_bytes >> 20} MB")
+    return bytes(body)

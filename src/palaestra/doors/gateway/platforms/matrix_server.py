@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
 from nio import AsyncClient
 from nio.responses import ErrorResponse
 
 from palaestra.core.errors import PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra.core.printable import without_middle
+from palaestra.doors.gateway.platforms.http_api import connection_failures, read_body
 from palaestra.doors.gateway.platforms.matrix_encryption import make_client
 
 SYNCED = "palaestra.synced"
@@ -78,14 +78,7 @@ class MatrixServer:
         async with self.failures():
             reply = await client.send(method, path, data, given, timeout=120.0)
             async with reply:
-                content = bytearray()
-                async for chunk in reply.content.iter_any():
-                    content += chunk
-                    if len(content) > self._most_bytes:
-                        raise PlatformRefused(
-                            f"{self._name}: the homeserver sends more than {self._most_bytes >> 20} MB"
-                        )
-                return reply.status, bytes(content)
+                return reply.status, await read_body(reply, self._most_bytes, f"{self._name}: the homeserver sends")
 
     async def upload(self, name: str, media_type: str, data: bytes) -> str:
         """Store a file; returns its `mxc` address."""
@@ -103,15 +96,9 @@ class MatrixServer:
             raise self.failure(response)
         return response
 
-    @contextlib.asynccontextmanager
-    async def failures(self) -> AsyncIterator[None]:
-        """Turn connection errors into `PlatformUnavailable`."""
-        try:
-            yield
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if isinstance(error, PlatformError):
-                raise
-            raise PlatformUnavailable(f"{self._name}: {self._url} does not answer: {error!r:.200}") from error
+    def failures(self) -> AbstractAsyncContextManager[None]:
+        """Turn connection errors in the block into `PlatformUnavailable`."""
+        return connection_failures(f"{self._name}: {self._url} does not answer")
 
     def failure(self, error: ErrorResponse | object) -> PlatformError:
         """Return the error for a response that reports one."""

@@ -327,6 +327,7 @@ class OnDemandSlot(Requests):
         self._lease = {"slot": made["slot"], "epoch": made["epoch"]}
         self._ended = False
         self._making: asyncio.Task[Requests] | None = None
+        self._slot: Requests | None = None
 
     async def call(
         self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
@@ -382,18 +383,17 @@ class OnDemandSlot(Requests):
         return await asyncio.shield(self._making)
 
     async def _make_slot(self) -> Requests:
-        slot = await self._client.start_deferred(self._lease, self._env)
+        self._slot = await self._client.start_deferred(self._lease, self._env)
         self._close_root()
         if self._ended:
-            slot.slot_ended()
-        return slot
+            self._slot.slot_ended()
+        return self._slot
 
     def slot_ended(self) -> None:
         self._ended = True
         self._close_root()
-        making = self._making
-        if making is not None and making.done() and not making.cancelled() and making.exception() is None:
-            making.result().slot_ended()
+        if self._slot is not None:
+            self._slot.slot_ended()
 
     def close_in_child(self) -> None:
         self._close_root()

@@ -80,7 +80,10 @@ class NamespaceDriver:
         try:
             for kind in "uw":
                 os.mkdir(f"{store.path}/{kind}")
-            stacked = tuple(self._lay_out(store, tree, layers, _places(tree, trees, binds)) for tree in trees)
+            uncover = not fields.get("continued")  # such a slot's changes are copied to the place of new ones
+            stacked = tuple(
+                self._lay_out(store, tree, layers, _places(tree, trees, binds), uncover=uncover) for tree in trees
+            )
             shared = fields["network"] and not self._host.tunnel
             groups = self._join_groups(name, fields["limits"], shared)
             exposed = self._guard_network(name) if shared else ""
@@ -92,7 +95,9 @@ class NamespaceDriver:
         files = OverlayFiles(store, layers, stacked, image)
         return NewSlot(files, groups, self._init(files, groups, binds, disk, shared, fields), exposed)
 
-    def _lay_out(self, store: LayerStore, tree: Tree, layers: tuple[OverlayLayer, ...], places: list[str]) -> Tree:
+    def _lay_out(
+        self, store: LayerStore, tree: Tree, layers: tuple[OverlayLayer, ...], places: list[str], *, uncover: bool
+    ) -> Tree:
         """Make the directories of one tree; returns the tree with all directories below it."""
         changes = tuple(layer.trees[tree.name] for layer in layers if tree.name in layer.trees)
         base = tree.lowers
@@ -103,7 +108,7 @@ class NamespaceDriver:
             os.mkdir(f"{store.path}/{kind}/{tree.name}")
         upper, lowers = f"{store.path}/u/{tree.name}", changes + base
         copy_attributes(os.stat(lowers[0]), upper)
-        if changes and places:
+        if uncover and changes and places:
             self._uncover(upper, places, Stack(lowers, self._host.marks), Stack(base, self._host.marks))
         return Tree(tree.name, tree.target, lowers)
 
@@ -437,13 +442,6 @@ def _single_user_namespace() -> Iterator[BuildStep]:
     yield BuildStep(Do.CHANGE_DIRECTORY, ("/",))
 
 
-def _remove_folders(path: str) -> None:
-    for name in os.listdir(path):
-        child = f"{path}/{name}"
-        _remove_folders(child) if os.path.isdir(child) else os.unlink(child)
-    os.rmdir(path)
-
-
 def _kind(entry: StackEntry) -> int:
     return stat.S_IFMT(entry.status.st_mode)
 
@@ -576,7 +574,7 @@ class OverlayCheckpoints:
 
     def restore(self, files: OverlayFiles, layer: OverlayLayer) -> Iterator[None]:
         for tree in files.trees:
-            _remove_folders(files.upper(tree))  # which `_uncover` may have made
+            os.rmdir(files.upper(tree))
             yield from TreeCopy().tree(layer.trees[tree.name], files.upper(tree))
 
     def slot_ended(self, files: OverlayFiles) -> None:
