@@ -30,8 +30,11 @@ c.close(); a.close(); l.close()""",
 try: socket.create_connection(('10.9.8.7', 80), 1)
 except OSError: pass""",
     "member of a multicast group": """
-s = socket.socket(2, 2)
-s.setsockopt(0, 35, socket.inet_aton('224.0.0.9') + socket.inet_aton('127.0.0.1'))""",
+import time
+def counters(): return open('/proc/net/snmp').read()
+s, before, end = socket.socket(2, 2), counters(), time.monotonic() + 10
+s.setsockopt(0, 35, socket.inet_aton('224.0.0.9') + socket.inet_aton('127.0.0.1'))
+while counters() == before and time.monotonic() < end: time.sleep(0.01)  # the kernel reports it after a random time""",
     "flow label": """
 import struct
 s = socket.socket(10, 2)
