@@ -42,7 +42,8 @@ durations: venv ## run all tests, and write down in tests/slow_tests.txt which o
 	@.venv/bin/python scripts/slow_tests.py .durations.json
 
 retest: venv ## run what failed last once more, alone
-	@.venv/bin/python -m pytest -q --last-failed --last-failed-no-failures none
+	@.venv/bin/python scripts/failed_tests.py > .pytest_cache/failed_tests
+	@.venv/bin/python -m pytest -q @.pytest_cache/failed_tests
 
 test-torch: venv ## run the tests that need torch and transformers, in an environment of their own
 	@scripts/torch_env

@@ -33,11 +33,16 @@ def rendered(source: str, messages: list[Message] | None = None, **values: JSON)
         ("{{ bos_token }}{{ eos_token }}", "<s>"),
         ("{{ tools is none }} {{ documents is none }} {{ add_generation_prompt }}", "True True True"),
         ("{{ enable_thinking }}", "False"),
-        ("{{ strftime_now('%Y-%m-%d') }}", datetime.now().strftime("%Y-%m-%d")),
     ],
 )
 def test_semantics(source: str, text: str) -> None:
     assert rendered(source, enable_thinking=False) == text
+
+
+def test_the_date_is_the_local_one() -> None:
+    earliest = datetime.now().replace(microsecond=0)
+    text = rendered("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}")
+    assert earliest <= datetime.fromisoformat(text) <= datetime.now()
 
 
 def test_the_date_does_not_change_while_a_run_lasts() -> None:
