@@ -11,6 +11,10 @@ A run has `WAVES` times N rollouts. The rate counts the rollouts that end after 
 that N rollouts are always in flight: all slots are created in the first wave, and in the last wave no new rollouts
 begin. `whole run` is the rate from the start of the run to the end of the last rollout.
 
+`processors` is how many of the machine's processors were busy during the run, on average; `main process` is how many of
+them the run itself used, at most 1, because it is one thread. Rollouts that begin together also ask for their slots
+together: each wave begins with as many new slots as rollouts, which takes about two seconds for 512.
+
 `memory` is the largest decrease of the available memory, per rollout in flight. `leftovers` is the number of slots that
 are still in use after the last rollout.
 """
@@ -20,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -100,6 +105,12 @@ async def lowest_memory() -> AsyncIterator[list[int]]:
         looking.cancel()
 
 
+def busy_s() -> float:
+    """Return the seconds that the machine's processors were busy since its start, added up (`man 5 proc_stat`)."""
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
 async def run(url: str, at_once: int, waves: int) -> dict[str, float]:
     """Measure the rollouts per second with this many in flight, and the memory that they use."""
     with tempfile.TemporaryDirectory() as folder:
@@ -112,8 +123,10 @@ async def run(url: str, at_once: int, waves: int) -> dict[str, float]:
             context = RunContext(engine, workspaces, events, settings=RunSettings(group_size=GROUP))
             tasks = steps.build(steps.config_type()(n=waves * at_once // GROUP))
             async with lowest_memory() as memory:
-                started = time.perf_counter()
+                started, busy, own = time.perf_counter(), busy_s(), time.process_time()
                 totals = await Runner(tasks, context, concurrency=at_once // GROUP).run()
+                took_s = time.perf_counter() - started
+                busy, own = busy_s() - busy, time.process_time() - own
             journal.close()
             assert (totals.scored, totals.mean_reward) == (waves * at_once, 1.0), totals.errors
             await workspaces.aclose()
@@ -123,6 +136,8 @@ async def run(url: str, at_once: int, waves: int) -> dict[str, float]:
     return {
         "per_s": (waves - 2) * at_once / (last - first),
         "whole_per_s": waves * at_once / (ends.times[-1] - started),
+        "processors": busy / took_s,
+        "main": own / took_s,
         "memory_kib": (memory[0] - memory[1]) / 1024 / at_once,
         "left": left,
     }
@@ -135,6 +150,8 @@ def rows(at_once: int, calls: int, found: measure.Sample) -> list[measure.Row]:
     return [
         measure.judged(rate, TARGET * ideal, found["per_s"] >= TARGET * ideal),
         measure.Row(f"whole run with {at_once}", found["whole_per_s"], "rollouts/s", found["whole_per_s"] / ideal),
+        measure.Row(f"processors with {at_once}", found["processors"], f"of {os.cpu_count()}"),
+        measure.Row(f"main process with {at_once}", found["main"], "of 1"),
         measure.Row(f"memory with {at_once}", found["memory_kib"], "KiB/rollout"),
         measure.with_ceiling(measure.Row(f"leftovers of {at_once}", found["left"], "slots"), 0),
     ]
