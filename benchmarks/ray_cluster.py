@@ -10,8 +10,10 @@
 - `driver`: the CPU of the driver per rollout, with workers that answer at once, as a multiple of the CPU that writing
   the same events to a journal takes, with as many commits.
 - `throughput`: rollouts per second on two nodes, beside one process on the same cores.
+- `rollouts with 500 live`: rollouts with a new slot and one command each, per second, on a cluster of one node, while
+  500 other rollouts run a command there, beside the same in one process.
 - `new slots`: slots made and ended per second on one node for a loop in another process (`--backend ray`), while 500
-  slots live there, beside the same in one process.
+  slots live there, beside the same in one process. The process and the actor share the node's cores here.
 
 Needs the extra `ray`, except with `--processes`. Each Ray node takes about 0.3 GB of memory.
 """
@@ -87,6 +89,21 @@ def lines(n: int = 4):
 async def correct(task, sandbox, rng):
     right = (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
     return float(right), {"drawn": rng.random()}
+"""
+
+
+HOLDING = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def holding(held: int = 500, n: int = 1000, hold_s: int = 60):
+    for i in range(held + n):
+        kind, step = ("live", f"sleep {hold_s}") if i < held else ("short", "true")
+        yield Task(id=f"{kind}-{i}", prompt="Go on.", solution=[step])
+
+@holding.score
+def done():
+    return 1.0
 """
 
 
@@ -415,17 +432,36 @@ async def slot_rates(address: str, live: int, rounds: int) -> measure.Sample:
     return {name: statistics.median(rates) for name, rates in found.items()}
 
 
+def held_rate(run: Path) -> float:
+    """Return the short rollouts per second of a run of `HOLDING`, all of which ended while all others lived."""
+    ends = {each.group_id: each.at for each in read_journal(run / "journal.jsonl") if isinstance(each, GroupEnded)}
+    short = sorted(at for name, at in ends.items() if "-short-" in name)
+    assert short[-1] < min(at for name, at in ends.items() if "-live-" in name), "the live rollouts ended too early"
+    return (len(short) - 1) / (short[-1] - short[0])
+
+
 def slot_rows(live: int, rounds: int) -> Iterator[measure.Row]:
     """Yield the rates of new slots, on a cluster of one node."""
     cluster = RayNodes(1)
+    words = ["run", "holding_env.py", "--policy", "oracle", "--group", "1", "--slots", str(live + 64)]
+    words += ["--concurrency", str(live + 16), "--env.held", str(live), "--env.n", str(2 * live)]
+    rates: dict[str, list[float]] = {"one process": [], "one Ray node": []}
     try:
+        with tempfile.TemporaryDirectory() as place:
+            Path(place, "holding_env.py").write_text(HOLDING)
+            for _ in range(max(1, rounds // 3)):
+                rates["one process"].append(held_rate(finished(Path(place), *words)))
+                rates["one Ray node"].append(held_rate(finished(Path(place), *words, *cluster.on)))
         found = measure.fresh_process(__file__, "--slot-rates", cluster.address, str(live), str(rounds))
     finally:
         cluster.close()
+    alone, there = map(statistics.median, rates.values())
+    yield measure.Row(f"rollouts with {live} live, one process", alone, "rollouts/s", 1.0)
+    row = measure.Row(f"rollouts with {live} live, one Ray node", there, "rollouts/s", there / alone)
+    yield measure.judged(row, THROUGHPUT_TARGET, there / alone >= THROUGHPUT_TARGET)
     yield measure.Row(f"new slots with {live} live, one process", found["local"], "slots/s", 1.0)
     ratio = found["ray"] / found["local"]
-    row = measure.Row(f"new slots with {live} live, one Ray node", found["ray"], "slots/s", ratio)
-    yield measure.judged(row, THROUGHPUT_TARGET, ratio >= THROUGHPUT_TARGET)
+    yield measure.Row(f"new slots with {live} live, --backend ray", found["ray"], "slots/s", ratio)
 
 
 def main() -> int:

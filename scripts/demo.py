@@ -88,10 +88,13 @@ def table(played: list[Played]) -> Table:
     """Return one row per task, with the official verdicts and the rewards of both policies. `uncontrolled` counts tests
     that have no falsified copy.
 
-    A group is prepared once; seconds and the time to get a slot are medians over its rollouts. The time to get a slot
-    includes the wait while other rollouts keep the processors busy; `benchmarks/` measures the fork alone.
+    A group is prepared once; seconds and the time to get a slot are medians over its rollouts.
     """
-    shown = Table(title="Real bugs, fixed and unfixed")
+    shown = Table(
+        title="Real bugs, fixed and unfixed",
+        caption="slot ms: until a rollout had its slot, with the wait for the processors that other rollouts used; "
+        "benchmarks/slots.py measures the fork alone",
+    )
     shown.add_column("task", no_wrap=True)
     for column in ("F2P", "P2P", "uncontrolled", "oracle official", "oracle reward", "noop official", "noop reward",
                    "seconds", "prepare ms", "slot ms"):  # fmt: skip
