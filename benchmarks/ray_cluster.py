@@ -121,7 +121,8 @@ def finished(folder: Path, *words: str) -> Path:
 def content(run: Path) -> dict[str, Any]:
     """What must be the same however a run ran; each rollout and group must have ended once."""
     found: dict[str, Any] = {}
-    for group in read_finished(run / "journal.jsonl").ended.values():
+    work = read_finished(run / "journal.jsonl")
+    for group in map(work.whole, work.ended):
         assert not group.error, group.error
         for each in group.trajectories:
             assert each.rollout_id not in found

@@ -47,7 +47,7 @@ def content(run_folder: Path) -> dict[str, Any]:
     each group and rollout has ended once."""
     work = read_finished(run_folder / "journal.jsonl")
     found = {}
-    for number, group in sorted(work.ended.items()):
+    for number, group in ((each, work.whole(each)) for each in sorted(work.ended)):
         assert group.number == number
         assert not group.error, group.error
         for each in group.trajectories:

@@ -20,10 +20,10 @@ from palaestra.rollouts.resume.state import read_finished
 def journalled(folder: Path) -> list[list[Row]]:
     """What the journal of the one run in `folder` holds, in the order of its groups."""
     (journal,) = folder.glob("runs/*/*/journal.jsonl")
-    groups = read_finished(journal).ended
+    work = read_finished(journal)
     return [
         [(row.tokens, row.masks, row.logprobs or [], each.reward or 0.0) for each in group.scored for row in each.rows]
-        for _, group in sorted(groups.items())
+        for group in map(work.whole, sorted(work.ended))
     ]
 
 

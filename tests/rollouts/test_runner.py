@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from random import Random
@@ -305,9 +306,9 @@ def gone_on(env: Sums, folder: Path, kept: Mapping[str, Mapping[int, Trajectory]
         shared.events.journal.close()
 
     asyncio.run(main())
-    finished = read_finished(shared.events.journal.path).ended
+    finished = read_finished(shared.events.journal.path)
     assert [[t.index for t in group.trajectories] for group in handed] == [
-        [t.index for t in finished[group.number].trajectories] for group in handed
+        [t.index for t in finished.whole(group.number).trajectories] for group in handed
     ]
     return handed
 
@@ -338,7 +339,8 @@ def test_a_group_that_lacks_no_rollout_is_not_prepared_again(tmp_path: Path) -> 
 
 def test_groups_that_were_to_grow_are_handed_on_where_the_run_ends_before_them(tmp_path: Path) -> None:
     """Else the file of groups, which is written anew, would lack what it had."""
-    _, groups = run(Sums(3), services(tmp_path, group_size=1))
+    run(Sums(3), services(tmp_path, group_size=1))
+    work = read_finished(tmp_path / "journal.jsonl")
     handed: list[int] = []
 
     async def main() -> None:
@@ -354,8 +356,8 @@ def test_groups_that_were_to_grow_are_handed_on_where_the_run_ends_before_them(t
             Stuck(3),
             changed(
                 shared,
-                rollouts={each.group_id: {0: each.trajectories[0]} for each in groups},
-                ended={each.number: each for each in groups},
+                rollouts=work.rollouts,
+                ended=work.ended,
             ),
             on_group=lambda group: handed.append(group.number),
         )
@@ -367,7 +369,8 @@ def test_groups_that_were_to_grow_are_handed_on_where_the_run_ends_before_them(t
 
 
 def test_groups_that_had_ended_are_all_handed_on_where_the_run_is_interrupted_at_once(tmp_path: Path) -> None:
-    _, groups = run(Sums(3), services(tmp_path, group_size=1))
+    run(Sums(3), services(tmp_path, group_size=1))
+    work = read_finished(tmp_path / "journal.jsonl")
     handed: list[int] = []
 
     async def main() -> None:
@@ -375,7 +378,7 @@ def test_groups_that_had_ended_are_all_handed_on_where_the_run_is_interrupted_at
             handed.append(group.number)
             running.cancel()
 
-        shared = changed(services(tmp_path / "again", group_size=1), ended={each.number: each for each in groups})
+        shared = changed(services(tmp_path / "again", group_size=1), ended=work.ended, rollouts=work.rollouts)
         runner = Runner(Sums(3), shared, on_group=hand_on)
         running = asyncio.create_task(runner.run())
         await asyncio.gather(running, return_exceptions=True)
@@ -384,6 +387,20 @@ def test_groups_that_had_ended_are_all_handed_on_where_the_run_is_interrupted_at
 
     asyncio.run(main())
     assert handed == [0, 1, 2]
+
+
+def test_finished_rollouts_are_read_from_the_journal_when_they_are_asked_for(tmp_path: Path) -> None:
+    """They would fill the memory of the second part of a long run."""
+    _, groups = run(Sums(2), services(tmp_path, group_size=2))
+    path = tmp_path / "journal.jsonl"
+    work = read_finished(path)
+    assert [group.trajectories for group in work.ended.values()] == [[], []]
+    assert [work.whole(number) for number in sorted(work.ended)] == groups
+    elsewhere = pickle.loads(pickle.dumps(work.rollouts[groups[0].group_id]))
+    path.write_bytes(path.read_bytes().replace(b'"rollout"', b'"group!!"'))
+    assert [elsewhere[index] for index in elsewhere] == groups[0].trajectories
+    with pytest.raises(ConfigError, match=r"the line at byte .* has changed"):
+        work.whole(0)
 
 
 def test_groups_begin_while_the_slowest_rollout_of_each_earlier_one_still_runs(tmp_path: Path) -> None:

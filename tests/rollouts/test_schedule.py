@@ -17,6 +17,7 @@ from palaestra.rollouts.events import AttemptDiscarded, GroupEnded, GroupStarted
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Beside, Group, Trajectory
+from palaestra.rollouts.resume.state import read_finished
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.schedule import Numbered, counted, numbered, read_timings, slowest_first
 
@@ -125,7 +126,7 @@ def test_what_an_earlier_part_finished_is_handed_on_before_anything_is_rolled_ou
     """So a run that is gone on with, and killed, leaves no smaller data set than it had."""
     first = services(tmp_path / "first")
     asyncio.run(Runner(Sums(3), first).run())
-    ended = {group.number: group for group in Recording(first.events.journal.path)}
+    work = read_finished(first.events.journal.path)
     handed: list[int] = []
 
     class Killed(Sums):
@@ -133,7 +134,7 @@ def test_what_an_earlier_part_finished_is_handed_on_before_anything_is_rolled_ou
             assert handed == [0, 1, 2], task.id
             return task
 
-    second = changed(services(tmp_path / "second"), ended=ended)
+    second = changed(services(tmp_path / "second"), ended=work.ended, rollouts=work.rollouts)
     timings = {"sum-0": 1.0, "sum-3": 9.0, "sum-4": 8.0}
     runner = Runner(Killed(5), second, timings=timings, on_group=lambda group: handed.append(group.number))
     assert asyncio.run(runner.run()).groups == 5

@@ -128,15 +128,15 @@ class Runner:
             for number, group in sorted(self._finished_before.items()):
                 if self._is_whole(group):
                     handed_on.add(number)
-                    self._hand_on(group, kept=True)
+                    self._hand_on_earlier(number)
                     await asyncio.sleep(0)  # let other tasks run between thousands of writes to the disk
             await self._run_tasks()
         except* PalaestraError as failures:
             raise first_failure(failures) from None
         finally:
-            for number, group in sorted(self._finished_before.items()):
+            for number in sorted(self._finished_before):
                 if number not in handed_on:  # this part of the run lacks the task or did not reach it
-                    self._hand_on(group, kept=True)
+                    self._hand_on_earlier(number)
         if self._no_task is not None:
             raise self._no_task
         return self.totals
@@ -186,7 +186,11 @@ class Runner:
         """Pass on the groups with numbers below `before` that an earlier part of the run finished and that were not
         passed on yet, except for those that will be rolled out again."""
         for number in sorted(each for each in self._finished_before if each < before and each not in except_for):
-            self._hand_on(self._finished_before.pop(number), kept=True)
+            del self._finished_before[number]
+            self._hand_on_earlier(number)
+
+    def _hand_on_earlier(self, number: int) -> None:
+        self._hand_on(self.run_context.earlier.whole(number), kept=True)
 
     def _hand_on(self, group: Group, *, kept: bool = False) -> None:
         self.totals.add(group)
@@ -234,7 +238,8 @@ class Runner:
     def _is_whole(self, group: Group) -> bool:
         """Return whether a finished group needs no further rollouts. It may need some if the group size is larger
         now."""
-        enough = len(group.trajectories) >= self.run_context.settings.group_size
+        context = self.run_context
+        enough = len(context.earlier.rollouts[group.group_id]) >= context.settings.group_size
         return enough or bool(group.error) or self.env.collects_groups
 
     def _watch_engine(self, group: Group) -> None:

@@ -242,11 +242,18 @@ def damaged(path: Path, number: int, error: object) -> ConfigError:
 
 def read_journal(path: Path) -> Iterator[AnyJournalEvent]:
     """Yield the events of a journal, without a torn last line. Raises `ConfigError` for damage anywhere else."""
+    return (event for _, event in placed_events(path))
+
+
+def placed_events(path: Path) -> Iterator[tuple[int, AnyJournalEvent]]:
+    """Yield what `read_journal` does, each event with the file offset of its line, in bytes."""
     with path.open("rb") as lines:
         torn: tuple[int, Exception] | None = None
+        place, following = 0, 0
         for number, line in enumerate(lines_of(lines), 1):
             if torn is not None:
                 raise damaged(path, *torn)
+            place, following = following, following + len(line)
             try:
                 event = _decoder.decode(line)
             except UNREADABLE as error:
@@ -254,7 +261,7 @@ def read_journal(path: Path) -> Iterator[AnyJournalEvent]:
                 continue
             if isinstance(event, RunStarted):
                 check_schema(event.schema, path)
-            yield event
+            yield place, event
 
 
 def check_schema(schema: str, path: Path) -> None:

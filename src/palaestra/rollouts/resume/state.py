@@ -8,16 +8,17 @@ which it can continue.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
 from palaestra.agent.tool_calls import NOT_FINISHED
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import lines_of
-from palaestra.core.types import Blame, Outcome, Prices
+from palaestra.core.types import JSON, Blame, Outcome, Prices
 from palaestra.rollouts.events import (
     JOURNAL_SCHEMA,
     AnyJournalEvent,
@@ -31,9 +32,10 @@ from palaestra.rollouts.events import (
     RunStarted,
     TurnTaken,
 )
-from palaestra.rollouts.journal.journal import is_whole, read_journal
+from palaestra.rollouts.journal.journal import is_whole, placed_events
 from palaestra.rollouts.records import CUT_OFF, Beside, Fork, Group, Trajectory
 
+_rollouts = msgspec.json.Decoder(RolloutEnded)
 _NOT_FINISHED = str(json.loads(NOT_FINISHED)["error"])
 
 
@@ -100,9 +102,50 @@ class CutOff:
         )
 
 
+class FinishedRollouts(Mapping[int, Trajectory]):
+    """The finished rollouts of a group by index. Those of a journal are read from it whenever they are asked for, since
+    the rollouts of a long run need more memory than a machine has."""
+
+    def __init__(self, path: Path | None = None, found: Mapping[int, Trajectory | int] = MappingProxyType({})) -> None:
+        self._path = path
+        self._found = dict(found)
+        """A rollout, or the file offset of its line."""
+
+    def __getitem__(self, index: int) -> Trajectory:
+        found = self._found[index]
+        if isinstance(found, Trajectory):
+            return found
+        assert self._path is not None
+        with self._path.open("rb") as journal:
+            journal.seek(found)
+            try:
+                return _rollouts.decode(journal.readline()).trajectory
+            except msgspec.MsgspecError as error:
+                raise ConfigError(f"{self._path}: the line at byte {found} has changed: {error}") from None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __reduce__(self) -> tuple[type[FinishedRollouts], tuple[None, dict[int, Trajectory]]]:
+        return FinishedRollouts, (None, dict(self))  # the journal is not there on another machine
+
+    def put(self, rollout: Trajectory, place: int | None) -> None:
+        """Add a rollout, whose line begins at this offset of the journal."""
+        self._found[rollout.index] = rollout if place is None else place
+
+    def remove(self, index: int) -> None:
+        """Remove a rollout, if it is there."""
+        self._found.pop(index, None)
+
+
 @dataclass(slots=True)
 class EarlierWork:
     """The work of a run so far: `ended` by group number, `rollouts` by group id and index, `cut_off` by rollout id.
+
+    The groups of `ended` are without their rollouts; `whole` adds them.
 
     `asked` has a checksum of each group's prompt by group id, and `tasks` has each task's id by its number. `turns`
     has, by rollout id, the turns of finished rollouts that others of their group can continue. `run` is None for a new
@@ -111,26 +154,32 @@ class EarlierWork:
 
     run: RunStarted | None = None
     ended: dict[int, Group] = field(default_factory=dict)
-    rollouts: dict[str, dict[int, Trajectory]] = field(default_factory=dict)
+    rollouts: dict[str, FinishedRollouts] = field(default_factory=dict)
     cut_off: dict[str, CutOff] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
     tasks: dict[int, str] = field(default_factory=dict)
     turns: dict[str, list[TurnTaken]] = field(default_factory=dict)
 
+    def whole(self, number: int) -> Group:
+        """Return an ended group with its rollouts, in the order of their indices."""
+        group = self.ended[number]
+        rollouts = self.rollouts[group.group_id]
+        return msgspec.structs.replace(group, trajectories=[rollouts[index] for index in sorted(rollouts)])
+
 
 def read_finished(path: Path) -> EarlierWork:
     """Return the work that a journal records. Raises `ConfigError` if the journal does not begin with a run, is
     damaged, or lacks lines."""
-    events = read_journal(path)
-    run = next(events, None)
+    events = placed_events(path)
+    _, run = next(events, (0, None))
     if run is None:
         raise ConfigError(f"{path} is empty, so there is no run to resume")
     if not isinstance(run, RunStarted):
         raise ConfigError(f"{path} is not the journal of a run: its first line does not start one")
-    reader = _Reader(run)
+    reader = _Reader(EarlierWork(run), path)
     try:
-        for event in events:
-            reader.take(event)
+        for place, event in events:
+            reader.take(event, place)
     except KeyError as group:
         raise ConfigError(
             f"{path}: lines are missing: no line starts group {group}. Restore the file from a backup"
@@ -140,21 +189,27 @@ def read_finished(path: Path) -> EarlierWork:
 
 def work_after(before: EarlierWork, events: Iterable[AnyJournalEvent]) -> EarlierWork:
     """Return the work of a part of a run that continued `before`, of which nothing else is used any more."""
-    reader = _Reader(before.run or RunStarted(run_id="", env="", model="", seed=0), before)
+    reader = _Reader(before)
     for event in events:
         reader.take(event)
     return reader.settled()
 
 
 class _Reader:
-    """Collects the work from the events of one run, which continue the work `before`."""
+    """Collects the work from the events of one run, which continue `work`. With a `path`, they are those of a
+    journal."""
 
-    def __init__(self, run: RunStarted, before: EarlierWork | None = None) -> None:
-        self._work = EarlierWork(run) if before is None else before
+    def __init__(self, work: EarlierWork, path: Path | None = None) -> None:
+        self._work = work
+        self._path = path
         self._begun: dict[str, Group] = {}
-        self._schema = run.schema
+        self._missing: dict[str, set[int]] = {}
+        """The indices of rollouts that were cut off, by the id of their group."""
+        self._tools: dict[str, list[dict[str, JSON]]] = {}
+        """The tools of groups, by their hash: most groups have the same ones."""
+        self._schema = JOURNAL_SCHEMA if work.run is None else work.run.schema
 
-    def take(self, event: AnyJournalEvent) -> None:
+    def take(self, event: AnyJournalEvent, place: int | None = None) -> None:
         work, cut_off = self._work, self._work.cut_off
         match event:
             case RunResumed(schema=schema, config=config):
@@ -165,9 +220,10 @@ class _Reader:
                 self._schema = schema
             case GroupStarted(group=group):
                 self._begun[group.group_id] = group
+                group.tools = self._tools.setdefault(group.tools_hash, group.tools)
                 work.asked[group.group_id] = group.asked
                 work.tasks[group.number] = group.task_id
-                work.rollouts.setdefault(group.group_id, {})
+                work.rollouts.setdefault(group.group_id, FinishedRollouts(self._path))
                 work.ended.pop(group.number, None)
             case TurnTaken(rollout_id=rollout_id, turn=turn):
                 begun = self._begun.get(rollout_id.rpartition("/")[0])
@@ -190,13 +246,19 @@ class _Reader:
             case AttemptDiscarded(trajectory=trajectory):
                 cut_off.pop(trajectory.rollout_id, None)
             case RolloutEnded(trajectory=trajectory):
-                work.rollouts[trajectory.group_id][trajectory.index] = trajectory
+                rollouts = work.rollouts[trajectory.group_id]
+                missing = self._missing.setdefault(trajectory.group_id, set())
                 if trajectory.blame not in CUT_OFF:
+                    rollouts.put(trajectory, place)
+                    missing.discard(trajectory.index)
                     ended = cut_off.pop(trajectory.rollout_id, None)
                     if trajectory.fork_points and ended is not None:
                         work.turns[trajectory.rollout_id] = ended.events
-                elif trajectory.rollout_id in cut_off:
-                    cut_off[trajectory.rollout_id].ended = trajectory
+                else:
+                    rollouts.remove(trajectory.index)
+                    missing.add(trajectory.index)
+                    if trajectory.rollout_id in cut_off:
+                        cut_off[trajectory.rollout_id].ended = trajectory
             case GroupEnded(group_id=group_id, number=number):
                 group = self._begun[group_id]
                 group.error, group.blame = event.error, event.blame or group.blame
@@ -210,15 +272,8 @@ class _Reader:
         """Return the work. A rollout that was cut off counts as missing, and its group as unfinished."""
         work = self._work
         for number, group in list(work.ended.items()):
-            rollouts = work.rollouts[group.group_id]
-            if any(trajectory.blame in CUT_OFF for trajectory in rollouts.values()):
+            if self._missing.get(group.group_id):
                 del work.ended[number]
-            else:
-                group.trajectories = [rollouts[index] for index in sorted(rollouts)]
-        work.rollouts = {
-            group_id: {index: each for index, each in rollouts.items() if each.blame not in CUT_OFF}
-            for group_id, rollouts in work.rollouts.items()
-        }
         if self._schema != JOURNAL_SCHEMA:
             work.cut_off.clear()
         for cut_off in work.cut_off.values():
