@@ -1,17 +1,14 @@
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from doors.gateway.conftest import a_gateway, started, until
-from doors.gateway.echo_model import EchoModel
 from doors.gateway.mattermost_api import BOT, TOKEN, MattermostAPI
 from palaestra.core.errors import ConfigError
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.mailbox import Mailbox
-from palaestra.doors.gateway.outbox import SENT_AGAIN
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Platform
 from palaestra.doors.gateway.platform_conformance import PlatformConformance
 from palaestra.doors.gateway.platforms.mattermost import Mattermost
@@ -170,48 +167,3 @@ def test_a_busy_channel_without_mentions_is_read_once(tmp_path):
 def test_the_address_and_the_token_are_required():
     with pytest.raises(ConfigError, match=r"extra\.url"):
         Mattermost("mattermost", PlatformConfig(token="t"))
-
-
-def test_a_gateway_that_is_killed_again_and_again_answers_every_post_once(tmp_path):
-    """By SIGKILL, in the middle of its work. An answer that may have been sent before says so."""
-
-    async def main():
-        api, model = MattermostAPI(), EchoModel()
-        async with api.serving(), model.serving():
-            (tmp_path / "gateway.yaml").write_text(
-                f"server: {{base_url: {model.url}, model_name: m}}\nisolation: none\nkeep_sandboxes: false\n"
-                "max_queued: 1000\nlimits: {messages_per_hour: 0}\n"
-                f"platforms: {{mattermost: {{token: {TOKEN}, allowed_users: ['*'], extra: {{url: '{api.url}'}}}}}}\n"
-            )
-            command = [sys.executable, "-m", "palaestra", "gateway", "--home", str(tmp_path)]
-
-            def answers():
-                return [each["message"] for each in api.posts if each["user_id"] == BOT]
-
-            number = 0
-            for life in range(5):
-                with (tmp_path / "log").open("ab") as log:
-                    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=log)
-                try:
-                    await asyncio.wait_for(process.stdout.readline(), 30)
-                    for _ in range(15):
-                        number += 1
-                        await api.write(f"message {number}")
-                        await asyncio.sleep(0.005)
-                    if life == 4:
-                        await until(lambda: answers()[-1:] and answers()[-1].endswith(": message 95"))
-                finally:
-                    process.kill()
-                    await process.wait()
-                for _ in range(5 if life < 4 else 0):
-                    number += 1
-                    await api.write(f"message {number}")
-            certain = [text for text in answers() if not text.startswith(SENT_AGAIN)]
-            numbers = [int(text.rpartition(" ")[2]) for text in certain]
-            again = {int(text.rpartition(" ")[2]) for text in answers() if text.startswith(SENT_AGAIN)}
-            assert len(numbers) == len(set(numbers))
-            assert set(numbers) | again == set(range(1, number + 1))
-            assert len(again) <= 4
-            assert number == 95
-
-    asyncio.run(main())

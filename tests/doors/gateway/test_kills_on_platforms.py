@@ -1,0 +1,170 @@
+"""A gateway that is killed again and again in the middle of its work answers every message of every platform once. An
+answer that may have been sent before says so."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from doors.gateway import mattermost_api, signal_daemon, slack_api, telegram_api, twilio_api, whatsapp_api
+from doors.gateway.conftest import until
+from doors.gateway.echo_model import EchoModel
+from palaestra.doors.gateway.outbox import SENT_AGAIN
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LIVES, SENT_ALIVE, SENT_DEAD = 4, 15, 5
+
+
+@dataclass
+class Conversation:
+    """A person's chat with the bot, on a stand-in for a platform: the platform's settings, and how the person writes
+    and reads. `api` runs the stand-in."""
+
+    api: Any
+    settings: Callable[[], dict[str, Any]]
+    write: Callable[[str], Awaitable[object]]
+    read: Callable[[], list[str]]
+
+
+def mattermost() -> Conversation:
+    api = mattermost_api.MattermostAPI()
+    return Conversation(
+        api,
+        lambda: {"token": mattermost_api.TOKEN, "extra": {"url": api.url}},
+        api.write,
+        lambda: [each["message"] for each in api.posts if each["user_id"] == mattermost_api.BOT],
+    )
+
+
+def telegram() -> Conversation:
+    api = telegram_api.TelegramAPI()
+
+    async def write(text: str) -> None:
+        api.write(text=text)
+
+    settings = {"token": telegram_api.TOKEN}
+    return Conversation(
+        api, lambda: {**settings, "extra": {"api_url": api.url}}, write, lambda: [each["text"] for each in api.sent]
+    )
+
+
+def slack() -> Conversation:
+    api = slack_api.SlackAPI()
+    settings = {"token": slack_api.TOKEN, "api_key": slack_api.APP_TOKEN}
+    return Conversation(
+        api,
+        lambda: {**settings, "extra": {"api_url": f"{api.url}/api"}},
+        lambda text: api.write(text=text),
+        lambda: [each["text"] for each in api.sent],
+    )
+
+
+def signal() -> Conversation:
+    daemon = signal_daemon.SignalDaemon()
+    return Conversation(
+        daemon, lambda: {"extra": {"url": daemon.url}}, daemon.write, lambda: list(daemon.sent.values())
+    )
+
+
+def whatsapp() -> Conversation:
+    api, port = whatsapp_api.WhatsAppAPI(), free_port()
+    api.webhook = lambda: f"http://127.0.0.1:{port}"
+    extra = {"phone_number_id": whatsapp_api.NUMBER, "verify_token": whatsapp_api.VERIFY, "port": port}
+
+    async def write(text: str) -> None:
+        api.write(type="text", text={"body": text})
+
+    return Conversation(
+        api,
+        lambda: {
+            "token": whatsapp_api.TOKEN,
+            "api_key": whatsapp_api.SECRET,
+            "extra": {**extra, "api_url": f"{api.url}/v23.0"},
+        },
+        write,
+        lambda: [each["text"]["body"] for each in api.sent],
+    )
+
+
+def sms() -> Conversation:
+    api, port = twilio_api.TwilioAPI(), free_port()
+    api.webhook = lambda: f"http://127.0.0.1:{port}"
+    extra = {"account_sid": twilio_api.ACCOUNT, "number": twilio_api.NUMBER, "url": twilio_api.PUBLIC, "port": port}
+    return Conversation(
+        api, lambda: {"token": twilio_api.TOKEN, "extra": {**extra, "api_url": api.url}}, api.write, api.sent
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.parametrize("platform", [mattermost, telegram, slack, signal, whatsapp, sms])
+def test_a_gateway_that_is_killed_again_and_again_answers_every_message_once(
+    platform: Callable[[], Conversation], tmp_path: Path
+) -> None:
+    asyncio.run(_killed_again_and_again(platform.__name__, platform(), tmp_path))
+
+
+async def _killed_again_and_again(name: str, chat: Conversation, home: Path) -> None:
+    model, number = EchoModel(), 0
+
+    async def write(count: int, wait_s: float = 0.0) -> None:
+        nonlocal number
+        for _ in range(count):
+            number += 1
+            await chat.write(f"message {number}")
+            await asyncio.sleep(wait_s)
+
+    async with chat.api.serving(), model.serving():
+        settings = {
+            "server": {"base_url": model.url, "model_name": "m"},
+            "isolation": "none",
+            "keep_sandboxes": False,
+            "max_queued": 1000,
+            "limits": {"messages_per_hour": 0},
+            "platforms": {name: {**chat.settings(), "allowed_users": ["*"]}},
+        }
+        (home / "gateway.yaml").write_text(yaml.safe_dump(settings))
+        for life in range(LIVES):
+            last = life == LIVES - 1
+            process = await started(home)
+            try:
+                await write(SENT_ALIVE, 0.005)
+                if last:
+                    await until(lambda: bool(chat.read()) and number_of(chat.read()[-1]) == number)
+            finally:
+                process.kill()
+                await process.wait()
+            if not last:
+                await write(SENT_DEAD)
+    certain = [number_of(text) for text in chat.read() if not text.startswith(SENT_AGAIN)]
+    again = {number_of(text) for text in chat.read() if text.startswith(SENT_AGAIN)}
+    assert len(certain) == len(set(certain))
+    assert set(certain) | again == set(range(1, number + 1))
+    assert len(again) < LIVES
+
+
+async def started(home: Path) -> asyncio.subprocess.Process:
+    """Start the gateway, and wait until it has said that it serves."""
+    command = (sys.executable, "-m", "palaestra", "gateway", "--home", str(home))
+    with (home / "log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=log)
+    assert process.stdout is not None
+    await asyncio.wait_for(process.stdout.readline(), 60)
+    return process
+
+
+def number_of(text: str) -> int:
+    return int(text.rpartition(" ")[2])
