@@ -8,6 +8,7 @@ Messages stay in the history of their channel; a session that resumes gets what 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 import tempfile
@@ -197,7 +198,8 @@ class DiscordAPI:
         event = {"t": name, "s": len(session.events) + 1, "d": d}
         session.events.append(event)
         if session.socket is not None and not session.socket.response.closed:
-            await session.socket.send(DISPATCH, d, s=event["s"], t=name)
+            with contextlib.suppress(ConnectionError):  # the bot was killed; its session has the event
+                await session.socket.send(DISPATCH, d, s=event["s"], t=name)
 
     def _server(self) -> dict[str, Any]:
         def channel(number: str, name: str) -> dict[str, Any]:

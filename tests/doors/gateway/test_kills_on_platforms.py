@@ -15,13 +15,10 @@ import pytest
 import yaml
 
 from doors.gateway import mattermost_api, signal_daemon, slack_api, telegram_api, twilio_api, whatsapp_api
-from doors.gateway.conftest import until
 from doors.gateway.echo_model import EchoModel
-from palaestra.doors.gateway.outbox import SENT_AGAIN
+from doors.gateway.kills import killed_again_and_again
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-LIVES, SENT_ALIVE, SENT_DEAD = 4, 15, 5
 
 
 @dataclass
@@ -114,46 +111,21 @@ def free_port() -> int:
 def test_a_gateway_that_is_killed_again_and_again_answers_every_message_once(
     platform: Callable[[], Conversation], tmp_path: Path
 ) -> None:
-    asyncio.run(_killed_again_and_again(platform.__name__, platform(), tmp_path))
+    async def main() -> None:
+        chat, model = platform(), EchoModel()
+        async with chat.api.serving(), model.serving():
+            settings = {
+                "server": {"base_url": model.url, "model_name": "m"},
+                "isolation": "none",
+                "keep_sandboxes": False,
+                "max_queued": 1000,
+                "limits": {"messages_per_hour": 0},
+                "platforms": {platform.__name__: {**chat.settings(), "allowed_users": ["*"]}},
+            }
+            (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(settings))
+            await killed_again_and_again(lambda: started(tmp_path), chat.write, chat.read)
 
-
-async def _killed_again_and_again(name: str, chat: Conversation, home: Path) -> None:
-    model, number = EchoModel(), 0
-
-    async def write(count: int, wait_s: float = 0.0) -> None:
-        nonlocal number
-        for _ in range(count):
-            number += 1
-            await chat.write(f"message {number}")
-            await asyncio.sleep(wait_s)
-
-    async with chat.api.serving(), model.serving():
-        settings = {
-            "server": {"base_url": model.url, "model_name": "m"},
-            "isolation": "none",
-            "keep_sandboxes": False,
-            "max_queued": 1000,
-            "limits": {"messages_per_hour": 0},
-            "platforms": {name: {**chat.settings(), "allowed_users": ["*"]}},
-        }
-        (home / "gateway.yaml").write_text(yaml.safe_dump(settings))
-        for life in range(LIVES):
-            last = life == LIVES - 1
-            process = await started(home)
-            try:
-                await write(SENT_ALIVE, 0.005)
-                if last:
-                    await until(lambda: bool(chat.read()) and number_of(chat.read()[-1]) == number)
-            finally:
-                process.kill()
-                await process.wait()
-            if not last:
-                await write(SENT_DEAD)
-    certain = [number_of(text) for text in chat.read() if not text.startswith(SENT_AGAIN)]
-    again = {number_of(text) for text in chat.read() if text.startswith(SENT_AGAIN)}
-    assert len(certain) == len(set(certain))
-    assert set(certain) | again == set(range(1, number + 1))
-    assert len(again) < LIVES
+    asyncio.run(main())
 
 
 async def started(home: Path) -> asyncio.subprocess.Process:
@@ -164,7 +136,3 @@ async def started(home: Path) -> asyncio.subprocess.Process:
     assert process.stdout is not None
     await asyncio.wait_for(process.stdout.readline(), 60)
     return process
-
-
-def number_of(text: str) -> int:
-    return int(text.rpartition(" ")[2])

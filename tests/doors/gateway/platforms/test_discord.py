@@ -7,6 +7,7 @@ import pytest
 
 from doors.gateway.conftest import a_gateway, started, until
 from doors.gateway.discord_api import ANNA, BOT, DM, EPOCH_MS, GENERAL, QUIET, DiscordAPI
+from doors.gateway.kills import Forked, killed_again_and_again
 from palaestra.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.mailbox import Mailbox
@@ -219,5 +220,26 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
         async with api.serving(), connected(api, tmp_path / "db") as (platform, _):
             with pytest.raises(PlatformRefused, match="general"):
                 await platform.send_text(ChatAddress("discord", "general"), "x", key="k")
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_gateway_that_is_killed_again_and_again_answers_every_message_once(tmp_path):
+    async def main():
+        api = DiscordAPI()
+
+        async def play():
+            settings = {**OPEN, "max_queued": 1000, "limits": {"messages_per_hour": 0}}
+            async with a_gateway(tmp_path, settings, others=[discord(api)]):
+                await asyncio.Event().wait()
+
+        async def start():
+            before, process = api.identified, Forked(play)
+            await until(lambda: api.identified > before)
+            return process
+
+        async with api.serving():
+            await killed_again_and_again(start, api.write, lambda: [each["content"] for each in api.sent])
 
     asyncio.run(main())

@@ -18,6 +18,7 @@ from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, LoginPassword
 
 from doors.gateway.conftest import a_gateway, until
+from doors.gateway.kills import Forked, killed_again_and_again
 from palaestra.core.errors import ConfigError
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Platform
@@ -212,6 +213,30 @@ class TestEmail(PlatformConformance):
                 assert second["References"].split() == ["<m1@example.org>", "<m2@example.org>"]
                 assert first.get_content().strip() == "hello"
                 assert second.get_content().strip() == "echo 2: second"
+
+        asyncio.run(main())
+
+    def test_a_gateway_that_is_killed_again_and_again_answers_every_message_once(self, tmp_path: Path) -> None:
+        async def play() -> None:
+            settings = {
+                "platforms": {"email": {"allowed_users": [ANNA]}},
+                "max_queued": 1000,
+                "limits": {"messages_per_hour": 0},
+            }
+            async with a_gateway(tmp_path, settings, others=[self._platform()]):
+                await asyncio.Event().wait()
+
+        async def start() -> Forked:
+            process = Forked(play)
+            await asyncio.sleep(0.5)  # nothing tells that it runs; its mails wait for it anyway
+            return process
+
+        def read() -> list[str]:
+            return [mail.get_content() for mail in self.outbox.mails]
+
+        async def main() -> None:
+            async with self.server():
+                await killed_again_and_again(start, self.person_sends, read)
 
         asyncio.run(main())
 
