@@ -44,6 +44,7 @@ from palaestra.doors.gateway.platform import (
     Incoming,
     PlatformLimits,
 )
+from palaestra.doors.gateway.voice.audio_length import audio_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,8 @@ class Telegram:
         if message.photo:
             sent = message.photo[-1]
         if sent is not None:
-            name = getattr(sent, "file_name", None) or (f"{sent.file_unique_id}.jpg" if message.photo else "file")
+            suffix = ".jpg" if message.photo else ".ogg" if message.voice else ""
+            name = getattr(sent, "file_name", None) or (f"{sent.file_unique_id}{suffix}" if suffix else "file")
             if (sent.file_size or 0) > _MOST_BYTES:
                 problem = f"{name} has {sent.file_size >> 20} MB; Telegram gives bots at most {_MOST_BYTES >> 20} MB."
             else:
@@ -165,7 +167,10 @@ class Telegram:
     ) -> str:
         bot, content = self._running(), BufferedInputFile(file.data, file.name)
         async with self._failures():
-            if file.is_image and len(file.data) <= 10 << 20:  # the limit for photos
+            if file.voice:
+                seconds, thread = round(audio_seconds(file.data) or 0) or None, _thread(address)
+                sent = await bot.send_voice(address.chat_id, content, message_thread_id=thread, duration=seconds)
+            elif file.is_image and len(file.data) <= 10 << 20:  # the limit for photos
                 sent = await bot.send_photo(address.chat_id, content, message_thread_id=_thread(address))
             else:
                 sent = await bot.send_document(address.chat_id, content, message_thread_id=_thread(address))
