@@ -17,7 +17,7 @@ TOKEN, CHAT = "123456:secret", 7
 
 
 class TelegramAPI:
-    """`sent` are the messages of the bot: text, photo or document. `failing` is a status for every send."""
+    """`sent` are the messages of the bot: text, photo, document or voice. `failing` is a status for every send."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
@@ -113,6 +113,16 @@ class TelegramAPI:
 
     async def _sendDocument(self, form: Any) -> web.Response:
         return await self._upload(form, "document")
+
+    async def _sendVoice(self, form: Any) -> web.Response:
+        assert set(form) <= {"chat_id", "voice", "duration", "message_thread_id"} | {
+            form["voice"].removeprefix("attach://")
+        }
+        assert form.get("duration") is None or int(form["duration"]) > 0
+        answer = await self._upload(form, "voice")
+        if answer.status == 200:
+            assert b"OpusHead" in self.sent[-1]["voice"][:64]  # Ogg with Opus, or the client shows a document
+        return answer
 
     async def _upload(self, form: Any, kind: str) -> web.Response:
         if problem := _problem(form):

@@ -72,7 +72,7 @@ create table if not exists notes (platform text not null, name text not null, va
 """
 """The table that version 3 of the file format added, for `MailboxNotes`."""
 _TRANSCRIPTS = """
-create table transcripts (hash text primary key, text text not null, at real not null);
+create table if not exists transcripts (hash text primary key, text text not null, at real not null);
 """
 """The table that version 4 of the file format added, for `voice/voice_notes.py`."""
 
