@@ -33,6 +33,11 @@ HOSTS = ("discord.com", "gateway.discord.gg", "cdn.discordapp.com")
 EPOCH_MS = 1_420_070_400_000
 IS_VOICE_MESSAGE = 1 << 13
 DISPATCH, HEARTBEAT, IDENTIFY, RESUME, RECONNECT, INVALID_SESSION, HELLO, ACK = 0, 1, 2, 6, 7, 9, 10, 11
+_MESSAGE_FIELDS = {
+    "content", "nonce", "tts", "allowed_mentions", "message_reference", "components", "attachments", "flags",
+    "enforce_nonce",
+}  # fmt: skip
+"""Documented fields of `POST /channels/{id}/messages` (developers/resources/message#create-message)."""
 GUILDS, GUILD_MESSAGES, DIRECT_MESSAGES, MESSAGE_CONTENT = 1 << 0, 1 << 9, 1 << 12, 1 << 15
 
 
@@ -65,8 +70,8 @@ class Socket:
 
 
 class DiscordAPI:
-    """`sent` are the bot's messages, `files` what the CDN has by path. `failing` is a status for every send, and
-    `resumable` is whether sessions can be resumed."""
+    """`sent` are the bot's messages, `files` what the CDN has by path. `failing` is a status for every send,
+    `refusing` are the bodies of the next refusals, and `resumable` is whether sessions can be resumed."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
@@ -74,6 +79,7 @@ class DiscordAPI:
         self.identified = 0
         self.resumed = 0
         self.failing = 0
+        self.refusing: list[dict[str, Any]] = []
         self.resumable = True
         self.token = TOKEN
         self._history: dict[str, list[dict[str, Any]]] = {GENERAL: [], QUIET: [], DM: []}
@@ -122,6 +128,11 @@ class DiscordAPI:
         url = f"https://cdn.discordapp.com/attachments/{number}/{name}"
         about = {"filename": name, "size": len(data), "content_type": media_type}
         return {"id": number, "url": url, "proxy_url": url, **about}
+
+    async def dispatch(self, name: str, d: Any) -> None:
+        """The bot gets an event."""
+        for session in self._sessions.values():
+            await self._dispatch(session, name, d)
 
     async def disconnect(self, code: int = 4000) -> None:
         """Close all connections."""
@@ -245,6 +256,9 @@ class DiscordAPI:
         if self.failing:
             return _json({"message": "unavailable", "code": 0}, status=self.failing)
         form, files = await _form(request)
+        assert set(form) <= _MESSAGE_FIELDS, form
+        if self.refusing:
+            return _json(self.refusing.pop(0), status=403)
         if len(form.get("content") or "") > 2000:
             return _invalid(50035, "Invalid Form Body")
         if method == "PATCH":

@@ -26,7 +26,7 @@ def audio_seconds(data: bytes) -> float | None:
     if data.startswith(b"RIFF"):
         try:
             with wave.open(io.BytesIO(data)) as file:
-                return float(file.getnframes()) / file.getframerate()
+                return float(file.getnframes() / file.getframerate())
         except (wave.Error, EOFError, ZeroDivisionError):
             return None
     return _mp4_seconds(data) if data[4:8] == b"ftyp" else None
