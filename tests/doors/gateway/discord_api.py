@@ -8,6 +8,7 @@ Messages stay in the history of their channel; a session that resumes gets what 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import ssl
@@ -31,7 +32,13 @@ TOKEN = "MTIz.secret.token"
 BOT, ANNA, SERVER, GENERAL, QUIET, DM = "123", "77", "500", "501", "502", "900"
 HOSTS = ("discord.com", "gateway.discord.gg", "cdn.discordapp.com")
 EPOCH_MS = 1_420_070_400_000
+IS_VOICE_MESSAGE = 1 << 13
 DISPATCH, HEARTBEAT, IDENTIFY, RESUME, RECONNECT, INVALID_SESSION, HELLO, ACK = 0, 1, 2, 6, 7, 9, 10, 11
+_MESSAGE_FIELDS = {
+    "content", "nonce", "tts", "allowed_mentions", "message_reference", "components", "attachments", "flags",
+    "enforce_nonce",
+}  # fmt: skip
+"""Documented fields of `POST /channels/{id}/messages` (developers/resources/message#create-message)."""
 GUILDS, GUILD_MESSAGES, DIRECT_MESSAGES, MESSAGE_CONTENT = 1 << 0, 1 << 9, 1 << 12, 1 << 15
 
 
@@ -64,8 +71,8 @@ class Socket:
 
 
 class DiscordAPI:
-    """`sent` are the bot's messages, `files` what the CDN has by path. `failing` is a status for every send, and
-    `resumable` is whether sessions can be resumed."""
+    """`sent` are the bot's messages, `files` what the CDN has by path. `failing` is a status for every send,
+    `refusing` are the bodies of the next refusals, and `resumable` is whether sessions can be resumed."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
@@ -73,6 +80,7 @@ class DiscordAPI:
         self.identified = 0
         self.resumed = 0
         self.failing = 0
+        self.refusing: list[dict[str, Any]] = []
         self.resumable = True
         self.token = TOKEN
         self._history: dict[str, list[dict[str, Any]]] = {GENERAL: [], QUIET: [], DM: []}
@@ -121,6 +129,11 @@ class DiscordAPI:
         url = f"https://cdn.discordapp.com/attachments/{number}/{name}"
         about = {"filename": name, "size": len(data), "content_type": media_type}
         return {"id": number, "url": url, "proxy_url": url, **about}
+
+    async def dispatch(self, name: str, d: Any) -> None:
+        """The bot gets an event."""
+        for session in self._sessions.values():
+            await self._dispatch(session, name, d)
 
     async def disconnect(self, code: int = 4000) -> None:
         """Close all connections."""
@@ -245,6 +258,9 @@ class DiscordAPI:
         if self.failing:
             return _json({"message": "unavailable", "code": 0}, status=self.failing)
         form, files = await _form(request)
+        assert set(form) <= _MESSAGE_FIELDS, form
+        if self.refusing:
+            return _json(self.refusing.pop(0), status=403)
         if len(form.get("content") or "") > 2000:
             return _invalid(50035, "Invalid Form Body")
         if method == "PATCH":
@@ -257,8 +273,11 @@ class DiscordAPI:
         if form.get("enforce_nonce") and form["nonce"] in self._nonces:
             return _json(self._nonces[form["nonce"]])
         reference = {"message_reference": form["message_reference"]} if "message_reference" in form else {}
+        if form.get("flags", 0) & IS_VOICE_MESSAGE and (problem := _voice_problem(form, files)):
+            return _invalid(50035, problem)
         attachments = [self.put_file(name, data, "application/octet-stream") for name, data in files]
         message = {"content": form.get("content") or "", "author": _BOT_USER, "attachments": attachments, **reference}
+        message["flags"] = form.get("flags", 0)
         await self._add(channel, message)
         self.sent.append({"files": [data for _, data in files], **self._history[channel][-1]})
         self._nonces[form["nonce"]] = self._history[channel][-1]
@@ -317,6 +336,16 @@ async def _form(request: web.Request) -> tuple[Any, list[tuple[str, bytes]]]:
     payload = posted["payload_json"]
     assert isinstance(payload, str)
     return json.loads(payload), [(each.filename, each.file.read()) for each in files]
+
+
+def _voice_problem(form: Any, files: list[tuple[str, bytes]]) -> str:
+    """Why a voice message is invalid: it is one audio file with a length and a waveform, and nothing else."""
+    if set(form) - {"attachments", "flags", "nonce", "enforce_nonce"} or len(files) != 1:
+        return "a voice message has only one attachment"
+    (about,) = form["attachments"]
+    points = len(base64.b64decode(about["waveform"], validate=True))
+    right = about["duration_secs"] > 0 and 0 < points <= 256 and (about["id"], about["filename"]) == (0, files[0][0])
+    return "" if right and b"OpusHead" in files[0][1][:64] else "no length, waveform or Opus audio"
 
 
 def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

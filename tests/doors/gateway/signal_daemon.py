@@ -20,7 +20,7 @@ from palaestra.core.io.http_server import listening
 ANNA, NUMBER, GROUP = "f7e7c8c4-5294-4011-9912-091d172e45ed", "+15550001", "R1JPVVA="
 _DATA_URI = re.compile(r"data:([\w/.+-]+);filename=([^;,]+);base64,(.*)")
 _PARAMS = {
-    "send": {"recipient", "groupId", "message", "attachments", "editTimestamp"},
+    "send": {"recipient", "groupId", "message", "attachments", "editTimestamp", "voiceNote"},
     "sendTyping": {"recipient", "groupId", "stop"},
     "getAttachment": {"id", "recipient", "groupId"},
 }
@@ -33,6 +33,7 @@ class SignalDaemon:
     def __init__(self) -> None:
         self.sent: dict[int, str] = {}
         self.files: list[bytes] = []
+        self.voice_notes = 0
         self.attachments: dict[str, bytes] = {}
         self.failing = 0
         self.error: dict[str, Any] | None = None
@@ -114,6 +115,8 @@ class SignalDaemon:
 
     def _send(self, params: Any) -> Any:
         at = next(self._at)
+        if params.get("voiceNote"):
+            self.voice_notes += len(params["attachments"])
         for file in params.get("attachments", ()):
             found = _DATA_URI.fullmatch(file)
             assert found is not None

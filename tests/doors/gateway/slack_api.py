@@ -14,15 +14,27 @@ from aiohttp import WSMsgType, web
 
 from palaestra.core.io.http_server import listening
 
+_ARGUMENTS = {
+    "auth.test": set(),
+    "apps.connections.open": set(),
+    "chat.postMessage": {"channel", "text", "thread_ts", "unfurl_links", "unfurl_media", "mrkdwn"},
+    "chat.update": {"channel", "ts", "text"},
+    "files.getUploadURLExternal": {"filename", "length"},
+    "files.completeUploadExternal": {"files", "channel_id", "thread_ts", "initial_comment"},
+    "files.info": {"file"},
+}
+"""The documented arguments of the methods (docs.slack.dev/reference/methods) that the gateway may use."""
 TOKEN, APP_TOKEN = "xoxb-secret", "xapp-secret"
 
 
 class SlackAPI:
-    """`sent` are the bot's messages, `files` all files by id. `failing` is a status for every send."""
+    """`sent` are the bot's messages, `files` all files by id, and `shared` the file objects of `files.info`. `failing`
+    is a status for every send."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
+        self.shared: dict[str, dict[str, Any]] = {}
         self.failing = 0
         self.token = TOKEN
         self.url = ""
@@ -34,6 +46,7 @@ class SlackAPI:
     async def serving(self) -> AsyncIterator[None]:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/api/{method}", self._call)
+        app.router.add_get("/api/{method:files.info}", self._call)
         app.router.add_get("/link", self._link)
         app.router.add_get("/files/{id}", self._file)
         app.router.add_post("/upload/{id}", self._upload)
@@ -45,14 +58,29 @@ class SlackAPI:
     async def write(self, **event: Any) -> None:
         """A person writes in the direct chat."""
         number = next(self._numbers)
-        basic = {"type": "message", "channel": "D1", "channel_type": "im", "user": "U1", "ts": f"17.{number:06}"}
-        envelope = f"e{number}"
+        basic: dict[str, Any] = {
+            "type": "message",
+            "channel": "D1",
+            "channel_type": "im",
+            "user": "U1",
+            "ts": f"17.{number:06}",
+        }
+        await self.deliver({"type": "event_callback", "event": {**basic, **event}})
+
+    async def deliver(self, payload: Any) -> None:
+        """The app gets an event, until it acknowledges it."""
+        envelope = f"e{next(self._numbers)}"
         self._open[envelope] = {
-            "type": "events_api", "envelope_id": envelope, "accepts_response_payload": False,
-            "payload": {"type": "event_callback", "event": {**basic, **event}},
+            "type": "events_api", "envelope_id": envelope, "accepts_response_payload": False, "payload": payload,
+            "retry_attempt": 0, "retry_reason": "",
         }  # fmt: skip
         for socket in self._sockets:
             await socket.send_json(self._open[envelope])
+
+    @property
+    def unacknowledged(self) -> int:
+        """The number of events that the app has not acknowledged."""
+        return len(self._open)
 
     async def _link(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -72,7 +100,10 @@ class SlackAPI:
     async def _file(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {TOKEN}":
             return web.Response(status=403)
-        return web.Response(body=self.files[request.match_info["id"]])
+        name = request.match_info["id"]
+        if name == "login":  # the page to which Slack redirects a token without the scope files:read
+            return web.Response(text="<html>Sign in</html>", content_type="text/html")
+        return web.Response(body=self.files[name]) if name in self.files else web.Response(status=404)
 
     async def _upload(self, request: web.Request) -> web.Response:
         self.files[request.match_info["id"]] = await _content(request)
@@ -89,6 +120,7 @@ class SlackAPI:
             return web.json_response(
                 {"ok": False, "error": "ratelimited"}, status=self.failing, headers={"Retry-After": "4"}
             )
+        assert {name for name, value in form.items() if value is not None} <= _ARGUMENTS[method], form
         found: web.Response = getattr(self, f"_{method.replace('.', '_')}")(form)
         return found
 
@@ -113,6 +145,9 @@ class SlackAPI:
                 message["text"] = html.unescape(form["text"])
                 return _ok(ts=form["ts"])
         return _refused("message_not_found")
+
+    def _files_info(self, form: Any) -> web.Response:
+        return _ok(file=self.shared[form["file"]]) if form["file"] in self.shared else _refused("file_not_found")
 
     def _files_getUploadURLExternal(self, form: Any) -> web.Response:
         name = f"F{next(self._numbers)}"

@@ -13,16 +13,31 @@ from aiohttp import web
 
 from palaestra.core.io.http_server import listening
 
-TOKEN, CHAT = "123456:secret", 7
+_PARAMETERS = {
+    "getMe": set(),
+    "getUpdates": {"offset", "limit", "timeout", "allowed_updates"},
+    "getFile": {"file_id"},
+    "sendMessage": {"chat_id", "message_thread_id", "text"},
+    "editMessageText": {"chat_id", "message_id", "text"},
+    "sendPhoto": {"chat_id", "message_thread_id", "photo"},
+    "sendDocument": {"chat_id", "message_thread_id", "document"},
+    "sendVoice": {"chat_id", "message_thread_id", "voice", "duration"},
+    "sendChatAction": {"chat_id", "message_thread_id", "action"},
+}
+"""The documented parameters (https://core.telegram.org/bots/api#available-methods) that the gateway may send."""
+TOKEN, CHAT, SUPERGROUP = "123456:secret", 7, -1001234567890
 
 
 class TelegramAPI:
-    """`sent` are the messages of the bot: text, photo or document. `failing` is a status for every send."""
+    """`sent` are the messages of the bot: text, photo, document or voice. `failing` is a status, and
+    `refusing` a whole answer, for every send to Anna. With `no_voice`, she accepts no voice messages."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
         self.failing = 0
+        self.refusing: dict[str, Any] = {}
+        self.no_voice = False
         self.token = TOKEN
         self.url = ""
         self._updates: list[dict[str, Any]] = []
@@ -47,6 +62,11 @@ class TelegramAPI:
         self._updates.append({"update_id": number, "message": whole})
         self._came.set()
 
+    def update(self, **update: Any) -> None:
+        """The bot gets an update."""
+        self._updates.append({"update_id": next(self._numbers), **update})
+        self._came.set()
+
     def put_file(self, data: bytes) -> str:
         name = f"file{next(self._numbers)}"
         self.files[name] = data
@@ -60,6 +80,10 @@ class TelegramAPI:
             return _refused(401, "Unauthorized")
         form = dict(await request.post())
         method = request.match_info["method"]
+        parts = {str(value).removeprefix("attach://") for value in form.values() if str(value).startswith("attach://")}
+        assert set(form) - parts <= _PARAMETERS[method], form
+        if self.refusing and method.startswith("send") and form["chat_id"] == str(CHAT):
+            return web.json_response(self.refusing, status=self.refusing["error_code"])
         if method.startswith(("send", "edit")) and self.failing:
             parameters = {"parameters": {"retry_after": 3}} if self.failing == 429 else {}
             return _refused(self.failing, "Too Many Requests: retry after 3", **parameters)
@@ -114,6 +138,15 @@ class TelegramAPI:
     async def _sendDocument(self, form: Any) -> web.Response:
         return await self._upload(form, "document")
 
+    async def _sendVoice(self, form: Any) -> web.Response:
+        assert form.get("duration") is None or int(form["duration"]) > 0
+        if self.no_voice:
+            return _refused(400, "Bad Request: VOICE_MESSAGES_FORBIDDEN")
+        answer = await self._upload(form, "voice")
+        if answer.status == 200:
+            assert b"OpusHead" in self.sent[-1]["voice"][:64]  # Ogg with Opus, or the client shows a document
+        return answer
+
     async def _upload(self, form: Any, kind: str) -> web.Response:
         if problem := _problem(form):
             return _refused(400, problem)
@@ -136,7 +169,7 @@ class TelegramAPI:
 
 
 def _problem(form: Any) -> str:
-    return "" if form.get("chat_id") == str(CHAT) else "Bad Request: chat not found"
+    return "" if form.get("chat_id") in (str(CHAT), str(SUPERGROUP)) else "Bad Request: chat not found"
 
 
 def _text_problem(text: str) -> str:

@@ -83,7 +83,7 @@ class Person:
 class Service:
     """The command, started and killed."""
 
-    def __init__(self, home: Path, model_url: str, platforms: dict[str, Any]) -> None:
+    def __init__(self, home: Path, model_url: str, platforms: dict[str, Any], **more: Any) -> None:
         self.home = home
         settings = {
             "server": {"base_url": model_url, "model_name": "m"},
@@ -91,6 +91,7 @@ class Service:
             "limits": {"messages_per_hour": 0},
             "max_queued": 1000,
             "platforms": platforms,
+            **more,
         }
         home.mkdir()
         (home / "gateway.yaml").write_text(yaml.safe_dump(settings))

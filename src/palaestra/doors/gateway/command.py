@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -101,6 +102,8 @@ async def _serve(home: Path, config: Path | None, base_url: str | None, model: s
         given = {} if settings.server is None else settings.server.model_dump(exclude_unset=True)
         server = APIServerConfig(**given | {name: value for name, value in changes.items() if value})
         settings = settings.model_copy(update={"server": server})
+    if settings.speech is not None:
+        settings = settings.model_copy(update={"speech": settings.speech.with_variable(os.environ)})
     stop = told_to_stop()
     async with assembled(settings, home) as gateway:
         for platform in gateway.platforms.values():

@@ -21,8 +21,8 @@ from typing import TypeAlias
 from palaestra.core.clock import Clock
 from palaestra.core.errors import PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.long_replies import size
-from palaestra.doors.gateway.mailbox import Mailbox, Outgoing, Unsent
-from palaestra.doors.gateway.platform import ChatAddress, Platform
+from palaestra.doors.gateway.mailbox import Mailbox, Outgoing, Unsent, restate_outgoing
+from palaestra.doors.gateway.platform import ChatAddress, Platform, PlatformLimits
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +30,24 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 SENT_AGAIN = "(The gateway restarted and may have sent this before.)\n"
 
 OnRefused: TypeAlias = Callable[[Outgoing, str], Awaitable[None]]
+Voiced: TypeAlias = Callable[[Outgoing, PlatformLimits], Awaitable[Outgoing]]
 Start: TypeAlias = Callable[[Coroutine[None, None, None], str], None]
 
 
 class Outbox:
     """Sends messages of `mailbox` in tasks that `start` starts. `on_refused` gets each message that a platform refuses,
-    with the reason."""
+    with the reason. `voiced` makes the recording of a message that is to be spoken."""
 
     def __init__(
-        self, mailbox: Mailbox, platforms: Mapping[str, Platform], on_refused: OnRefused, start: Start, clock: Clock
+        self,
+        mailbox: Mailbox,
+        platforms: Mapping[str, Platform],
+        on_refused: OnRefused,
+        start: Start,
+        clock: Clock,
+        voiced: Voiced,
     ) -> None:
-        self._start = start
+        self._start, self._voiced = start, voiced
         self._mailbox, self._platforms, self._on_refused, self._clock = mailbox, platforms, on_refused, clock
         self._sending: dict[ChatAddress, asyncio.Event] = {}
         self._connected: set[str] = set()
@@ -78,6 +85,7 @@ class Outbox:
                 try:
                     unsent = unsent or await self._mailbox.next_unsent(address)
                     if unsent is not None:
+                        unsent = await self._recorded(unsent)
                         unsent = await self._send_or_refuse(unsent)
                     failures = 0
                 except PlatformUnavailable as error:
@@ -93,6 +101,15 @@ class Outbox:
                     await self._wait(address, failures, PlatformUnavailable(f"{address.platform}: {error}"))
         finally:
             del self._sending[address]
+
+    async def _recorded(self, unsent: Unsent) -> Unsent:
+        """Return a message with the recording of its spoken text, which is stored first, so that a retry sends it."""
+        if not unsent.message.spoken:
+            return unsent
+        limits = self._platforms[unsent.message.address.platform].limits
+        message = await self._voiced(unsent.message, limits)
+        await self._mailbox.do(lambda connection: restate_outgoing(connection, unsent.id, message))
+        return replace(unsent, message=message)
 
     async def _send_or_refuse(self, unsent: Unsent) -> Unsent | None:
         """Send a message, and record if the platform refuses it. Returns the next unsent message for the same chat, or

@@ -37,15 +37,21 @@ class ChatAddress:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A file. Images have a `media_type` that begins with `image/`."""
+    """A file. Images have a `media_type` that begins with `image/`. An outgoing `voice` is Ogg with Opus, which the
+    platform sends as a voice message if it has them."""
 
     name: str
     media_type: str
     data: bytes
+    voice: bool = False
 
     @property
     def is_image(self) -> bool:
         return self.media_type.startswith("image/")
+
+    @property
+    def is_audio(self) -> bool:
+        return self.media_type.startswith("audio/") or self.media_type.partition(";")[0] == "application/ogg"
 
 
 @dataclass(frozen=True, slots=True)

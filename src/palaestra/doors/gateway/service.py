@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from palaestra.core.cancel_scope import end_tasks
@@ -32,20 +31,18 @@ from palaestra.doors.chat.conversation import Conversation
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.turn_events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBegun, TurnEnded
 from palaestra.doors.gateway import choices, commands, files
-from palaestra.doors.gateway.access import Access, megabytes
+from palaestra.doors.gateway.access import Access
+from palaestra.doors.gateway.answer_parts import AnswerParts, answered_chat, outgoing_messages
 from palaestra.doors.gateway.commands import ChatCommand
 from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.connections import Connections, GatewayTasks
 from palaestra.doors.gateway.jobs import Jobs, shown
-from palaestra.doors.gateway.long_replies import split_reply
-from palaestra.doors.gateway.mailbox import Mailbox, Outgoing, SessionRow, Waiting
+from palaestra.doors.gateway.mailbox import Mailbox, SessionRow, Waiting
 from palaestra.doors.gateway.messaging import Messaging
 from palaestra.doors.gateway.notices import Notices
 from palaestra.doors.gateway.observe.gateway_status import StatusKeeper
 from palaestra.doors.gateway.outbox import Outbox
 from palaestra.doors.gateway.platform import (
-    Answers,
-    Attachment,
     ChatAddress,
     Incoming,
     KeepsFiles,
@@ -54,6 +51,7 @@ from palaestra.doors.gateway.platform import (
     session_key,
 )
 from palaestra.doors.gateway.sessions import GatewaySession, GatewaySessions
+from palaestra.doors.gateway.voice.voice_notes import VoiceNotes
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +61,6 @@ MOST_UNSENT = 500
 
 _FULL = "/undo forgets this message, /compact replaces the history with a summary, /new begins a new session."
 _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
-
-
-@dataclass(slots=True)
-class _Answer:
-    texts: list[str]
-    files: list[Attachment] = field(default_factory=list)
-    cost: float = 0.0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
 
 
 class Gateway:
@@ -102,7 +91,10 @@ class Gateway:
         self._clock = clock or SystemClock()
         self._tasks = GatewayTasks(self._clock)
         self._notices = Notices(config, self.platforms, mailbox, self._clock, lambda to: self._outbox.wake(to))
-        self._outbox = Outbox(mailbox, self.platforms, self._notices.on_refused, self._tasks.start, self._clock)
+        self._voice = VoiceNotes(config.speech, mailbox, self._clock)
+        self._outbox = Outbox(
+            mailbox, self.platforms, self._notices.on_refused, self._tasks.start, self._clock, self._voice.voiced
+        )
         self._connections = Connections(
             self.platforms, self.receive, self._outbox, self._notices, self._tasks, self._clock
         )
@@ -274,60 +266,24 @@ class Gateway:
             command = None if message.job else commands.parse(message.text)
             answer = await (self._turn(session, message) if command is None else self._do(command, session, message))
             answer.texts[:0] = [*notes, f"(Scheduled job {message.job}:)"] if message.job else notes
-            outgoing = self._outgoing(message, answer)
+            outgoing = outgoing_messages(message, answer, self.platforms)
         except PalaestraError as error:
             logger.warning("%s: %s", session.key, error)
-            answer = _Answer([f"This message could not be answered: {error}"])
-            outgoing = self._outgoing(message, answer)
+            answer = AnswerParts([f"This message could not be answered: {error}"])
+            outgoing = outgoing_messages(message, answer, self.platforms)
         except Exception:  # a bug: the other sessions continue
             logger.exception("%s: a message could not be answered", session.key)
-            answer = _Answer(
+            answer = AnswerParts(
                 ["This message could not be answered because of an internal error; see the gateway's log."]
             )
-            outgoing = self._outgoing(message, answer)
+            outgoing = outgoing_messages(message, answer, self.platforms)
             await self._notices.post(f"Session {session.key} had an internal error; see the gateway's log.")
         await self.mailbox.finish(waiting.row, message, outgoing, self._clock.wall(), answer.cost)
-        self._outbox.wake(self._to(message))
-
-    def _to(self, message: Incoming) -> ChatAddress:
-        """Return the chat that gets the answer. If the platform of a job's target is no longer enabled, the answer goes
-        to the chat of the message."""
-        to = message.deliver
-        return message.address if to is None or to.platform not in self.platforms else to
+        self._outbox.wake(answered_chat(message, self.platforms))
 
     def _user_of(self, conversation: str) -> str:
         """Return the user id of a conversation's owner, without the platform."""
         return self.chat.store.find(conversation).user.partition(":")[2]
-
-    def _outgoing(self, message: Incoming, answer: _Answer) -> list[Outgoing]:
-        """Return the messages of an answer: at least one, unless the answer of a job goes to no chat. Their keys are
-        derived from the message that is answered. The answer of a job is not a reply to a person's message."""
-        if message.job and message.deliver is None:
-            return []
-        address = self._to(message)
-        limits = self.platforms[address.platform].limits
-        origin = message.address
-        identity = f"{origin.platform}\0{origin.chat_id}\0{origin.thread_id}\0{message.message_id}"
-        stem = hashlib.sha256(identity.encode(errors="replace")).hexdigest()[:24]
-        texts = [*answer.texts]
-        small = [file for file in answer.files if len(file.data) <= limits.max_file_bytes]
-        large = [file for file in answer.files if len(file.data) > limits.max_file_bytes]
-        texts += [
-            f"{file.name} has {megabytes(len(file.data))}, more than {address.platform} accepts." for file in large
-        ]
-        pieces = split_reply("\n\n".join(text.rstrip() for text in texts), limits)
-        if not pieces and not small:
-            pieces = ["(The model gave no answer.)"]
-        count = len(pieces) + len(small)
-        tokens = answer.prompt_tokens, answer.completion_tokens
-        about = [
-            None if message.job else Answers(message.message_id, number == count - 1, *tokens)
-            for number in range(count)
-        ]
-        sent = [Outgoing(f"{stem}-{n}", address, text, answers=about[n]) for n, text in enumerate(pieces)]
-        return sent + [
-            Outgoing(f"{stem}-{n}", address, file=file, answers=about[n]) for n, file in enumerate(small, len(pieces))
-        ]
 
     async def _report(self) -> None:
         """Send reports from conversations outside of turns."""
@@ -337,14 +293,15 @@ class Gateway:
 
     # Turns
 
-    async def _turn(self, session: GatewaySession, message: Incoming, again: JSON = None) -> _Answer:
+    async def _turn(self, session: GatewaySession, message: Incoming, again: JSON = None) -> AnswerParts:
         """Let the agent answer a message, or `again`, the content of an earlier one."""
         conversation = session.conversation
         assert conversation is not None  # `_begin` opened it
-        if session.stopped:
-            return _Answer(["Stopped before it began."])
         async with self._typing(message.address):
-            content = again if again is not None else await self._content(conversation, message)
+            heard = await self._voice.heard(message)
+            if session.stopped:
+                return AnswerParts(["Stopped before it began."])
+            content = again if again is not None else await self._content(conversation, heard.message)
             ended = None
             async with aclosing(conversation.send(content, message_id=message.message_id)) as events:
                 async for event in events:
@@ -354,7 +311,9 @@ class Gateway:
                         await self._show(session, message, event)
             session.doing = ""
             assert ended is not None  # the last event of every turn
-            return await self._answer_of(session, conversation, message, ended)
+            answer = await self._answer_of(session, conversation, message, ended)
+            answer.texts[:0] = heard.notes
+            return answer
 
     async def _content(self, conversation: Conversation, message: Incoming) -> JSON:
         text, address = message.text, message.address
@@ -377,7 +336,7 @@ class Gateway:
 
     async def _answer_of(
         self, session: GatewaySession, conversation: Conversation, message: Incoming, ended: TurnEnded
-    ) -> _Answer:
+    ) -> AnswerParts:
         limits = self.platforms[message.address.platform].limits
         text, sent = await files.take_media(ended.text, conversation.seat.slot, limits.max_file_bytes)
         texts = [text] if text.strip() else []
@@ -386,8 +345,9 @@ class Gateway:
         elif ended.outcome != NATURAL:
             advice = _FULL if isinstance(conversation.failure, ContextExceeded) else "/retry runs it again."
             texts.append(f"(The turn ended early, {ended.outcome}: {ended.error.rstrip('.')}. {advice})")
+        spoken = self._voice.to_say(conversation, message, text, limits) if ended.outcome == NATURAL else ""
         cost = 0.0 if ended.replayed else ended.cost or 0.0
-        return _Answer(texts, sent, cost, ended.prompt_tokens, ended.completion_tokens)
+        return AnswerParts(texts, sent, spoken, cost, ended.prompt_tokens, ended.completion_tokens)
 
     @asynccontextmanager
     async def _typing(self, address: ChatAddress) -> AsyncIterator[None]:
@@ -444,7 +404,7 @@ class Gateway:
             lines.append(f"Scheduled job {job.title} ({job.schedule}): {shown(job)['next_run'] or 'paused'}")
         return "\n".join(lines)
 
-    async def _do(self, command: ChatCommand, session: GatewaySession, message: Incoming) -> _Answer:
+    async def _do(self, command: ChatCommand, session: GatewaySession, message: Incoming) -> AnswerParts:
         """Run a command that waits for the turns before it."""
         conversation = session.conversation
         assert conversation is not None  # `_begin` opened it
@@ -452,22 +412,24 @@ class Gateway:
             await self._sessions.end(session)
             now = self._clock.wall()
             await self.mailbox.use_session(SessionRow(session.key, "", message.address, now))
-            return _Answer(["A new session begins with your next message."])
+            return AnswerParts(["A new session begins with your next message."])
         if command.name == "model":
-            return _Answer([await choices.choose_model(self.chat, conversation, command.argument)])
+            return AnswerParts([await choices.choose_model(self.chat, conversation, command.argument)])
         if command.name == "toolsets":
-            return _Answer([await choices.choose_toolsets(self.config, self.chat, conversation, command.argument)])
+            return AnswerParts([await choices.choose_toolsets(self.config, self.chat, conversation, command.argument)])
+        if command.name == "voice":
+            return AnswerParts([self._voice.choose(conversation, command.argument)])
         if command.name == "undo":
             taken = await conversation.undo()
-            return _Answer(["There is nothing to undo." if taken is None else "The last message was undone."])
+            return AnswerParts(["There is nothing to undo." if taken is None else "The last message was undone."])
         if command.name == "compact":
             async with self._typing(message.address):
                 summary = await conversation.compact()
             cost = float(conversation.history.turns()[0].report.get("cost") or 0.0)
-            return _Answer([f"The history was replaced with this summary:\n\n{summary}"], cost=cost)
+            return AnswerParts([f"The history was replaced with this summary:\n\n{summary}"], cost=cost)
         if self.chat.store.turns.of_message(conversation.id, message.message_id) is not None:
             return await self._turn(session, message, again="")  # the gateway was killed during this turn
         content = await conversation.undo()
         if content is None:
-            return _Answer(["There is no message to answer again."])
+            return AnswerParts(["There is no message to answer again."])
         return await self._turn(session, message, again=content)

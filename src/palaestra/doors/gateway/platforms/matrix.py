@@ -63,6 +63,7 @@ from palaestra.doors.gateway.platforms.matrix_encryption import (
     encrypted_file,
 )
 from palaestra.doors.gateway.platforms.matrix_server import MatrixServer
+from palaestra.doors.gateway.voice.audio_length import audio_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -321,12 +322,16 @@ class Matrix:
         else:
             place = {"url": await self._server.upload(file.name, file.media_type, file.data)}
         content: dict[str, JSON] = {
-            "msgtype": "m.image" if file.is_image else "m.file",
+            "msgtype": "m.image" if file.is_image else "m.audio" if file.is_audio else "m.file",
             "body": file.name,
             "filename": file.name,
             **place,
             "info": {"mimetype": file.media_type, "size": len(file.data)},
         }
+        if file.voice:  # MSC3245, in the form that clients read
+            milliseconds = round((audio_seconds(file.data) or 0) * 1000)
+            content["info"]["duration"] = milliseconds
+            content |= {"org.matrix.msc1767.audio": {"duration": milliseconds}, "org.matrix.msc3245.voice": {}}
         return await self._send(address, content, key)
 
     async def stream_text(self, message: Incoming, text: str) -> None:

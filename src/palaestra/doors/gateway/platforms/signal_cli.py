@@ -189,7 +189,8 @@ class SignalCli:
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
     ) -> str:
         name, data = _UNSAFE.sub("_", file.name), base64.b64encode(file.data).decode()
-        return await self._send(address, {"attachments": [f"data:{file.media_type};filename={name};base64,{data}"]})
+        content: dict[str, JSON] = {"attachments": [f"data:{file.media_type};filename={name};base64,{data}"]}
+        return await self._send(address, {**content, "voiceNote": True} if file.voice else content)
 
     async def _send(self, address: ChatAddress, content: dict[str, JSON]) -> str:
         return str((await self._call("send", {**_receiver(address), **content}))["timestamp"])

@@ -28,6 +28,7 @@ from slack_sdk.web.async_client import AsyncWebClient
 from yarl import URL
 
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra.core.retry import RETRIED_STATUSES
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import (
     Answers,
@@ -100,7 +101,8 @@ class Slack:
         """Return the message of an event. Returns None for an event that is not a message from a person to the bot."""
         direct = event.get("channel_type") in ("im", "mpim")
         wanted = event.get("type") == "app_mention" or (event.get("type") == "message" and direct)
-        if not wanted or event.get("bot_id") or event.get("subtype") not in (None, "file_share", "thread_broadcast"):
+        own = event.get("bot_id") or event.get("user") == self._bot_user
+        if not wanted or own or event.get("subtype") not in (None, "file_share", "thread_broadcast"):
             return None
         ts, user = str(event["ts"]), str(event.get("user", ""))
         thread = str(event.get("thread_ts") or ("" if direct else ts))
@@ -108,14 +110,26 @@ class Slack:
         address = ChatAddress(self.name, str(event["channel"]), kind, thread)
         text = unescape(str(event.get("text", ""))).replace(f"<@{self._bot_user}>", "").strip()
         files, problem = [], ""
-        for file in event.get("files") or ():
-            if int(file.get("size") or 0) > _MOST_BYTES:
-                problem = f"{file.get('name')} is too large; at most {_MOST_BYTES >> 20} MB are accepted."
-            elif not self._is_slack(url := str(file.get("url_private_download") or file.get("url_private"))):
-                problem = f"{file.get('name')} is not stored in Slack, so it cannot be read."
-            else:
-                files.append(await self._download(file, url))
+        for shared in event.get("files") or ():
+            try:
+                files.append(await self._file(shared))
+            except PlatformRefused as error:  # Slack would send the event again and again, with the same result
+                problem = str(error)
         return Incoming(address, ts, user, text, tuple(files), user, problem)
+
+    async def _file(self, file: dict[str, Any]) -> Attachment:
+        """Return a file of a message. Raises `PlatformRefused` with the problem if it cannot be read."""
+        if file.get("file_access") == "check_file_info":  # shared by another organisation with Slack Connect
+            async with self._failures():
+                file = (await self._web.files_info(file=str(file["id"])))["file"]
+        name, url = str(file.get("name") or "A file"), file.get("url_private_download") or file.get("url_private")
+        if int(file.get("size") or 0) > _MOST_BYTES:
+            raise PlatformRefused(f"{name} is too large; at most {_MOST_BYTES >> 20} MB are accepted.")
+        if not url:
+            raise PlatformRefused(f"{name} is not available any more ({file.get('mode')}).")
+        if not self._is_slack(str(url)):
+            raise PlatformRefused(f"{name} is not stored in Slack, so it cannot be read.")
+        return await self._download(file, str(url))
 
     def _is_slack(self, url: str) -> bool:
         """Return whether the bot's token may be sent to `url`, that is, whether the server belongs to Slack. A file
@@ -129,7 +143,11 @@ class Slack:
         headers = {"Authorization": f"Bearer {self._token}"}
         async with self._failures(), aiohttp.ClientSession(headers=headers) as client, client.get(url) as reply:
             if reply.status != 200:
-                raise PlatformUnavailable(f"{self.name}: a file cannot be read (HTTP {reply.status})")
+                kind = PlatformUnavailable if reply.status in RETRIED_STATUSES else PlatformRefused
+                raise kind(f"{file.get('name')} could not be read (HTTP {reply.status}).")
+            page = reply.content_type == "text/html" and file.get("mimetype") != "text/html"
+            if page:  # the page to log in, for a token that may not read files
+                raise PlatformRefused(f"{file.get('name')} could not be read: the app needs the scope files:read.")
             data = await reply.content.read(_MOST_BYTES + 1)
             while len(data) <= _MOST_BYTES and (more := await reply.content.read(_MOST_BYTES + 1)):
                 data += more

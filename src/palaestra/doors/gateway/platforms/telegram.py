@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -23,7 +23,9 @@ from aiogram.client.session.aiohttp import AiohttpSession
 from aiogram.client.telegram import TelegramAPIServer
 from aiogram.exceptions import (
     TelegramAPIError,
+    TelegramBadRequest,
     TelegramConflictError,
+    TelegramMigrateToChat,
     TelegramNetworkError,
     TelegramRetryAfter,
     TelegramServerError,
@@ -44,12 +46,17 @@ from palaestra.doors.gateway.platform import (
     Incoming,
     PlatformLimits,
 )
+from palaestra.doors.gateway.voice.audio_length import audio_seconds
 
 logger = logging.getLogger(__name__)
 
 _LONG_POLL_S = 30
 _MOST_BYTES = 20 << 20
 """The maximum size, in bytes, of a file that a bot may download."""
+_UNREADABLE = frozenset(
+    {"sticker", "story", "contact", "dice", "game", "poll", "venue", "location", "paid_media", "checklist", "unknown"}
+)
+"""Contents of a person's message that the gateway cannot read. Other contents are service messages."""
 _CHATS: dict[str, ChatType] = {"private": "dm", "group": "group", "supergroup": "group", "channel": "channel"}
 
 
@@ -128,7 +135,8 @@ class Telegram:
         if message.photo:
             sent = message.photo[-1]
         if sent is not None:
-            name = getattr(sent, "file_name", None) or (f"{sent.file_unique_id}.jpg" if message.photo else "file")
+            suffix = ".jpg" if message.photo else ".ogg" if message.voice else ""
+            name = getattr(sent, "file_name", None) or (f"{sent.file_unique_id}{suffix}" if suffix else "file")
             if (sent.file_size or 0) > _MOST_BYTES:
                 problem = f"{name} has {sent.file_size >> 20} MB; Telegram gives bots at most {_MOST_BYTES >> 20} MB."
             else:
@@ -144,16 +152,28 @@ class Telegram:
                 else:
                     content = b"" if data is None else data.read()
                     files.append(Attachment(name, media_type or "application/octet-stream", content))
-        elif not text:
+        elif not text and message.content_type in _UNREADABLE:
             problem = "Messages of this kind are not supported. Send text, an image or a file."
+        elif not text:  # such as a message that somebody joined the group
+            return None
         user = message.from_user
         return Incoming(address, str(message.message_id), str(user.id), text, tuple(files), user.full_name, problem)
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
+        bot, thread = self._running(), _thread(address)
+
+        def send(chat: str | int) -> Awaitable[Message]:
+            return bot.send_message(chat, text, message_thread_id=thread, request_timeout=60)
+
+        return await self._send(address, send)
+
+    async def _send(self, address: ChatAddress, send: Callable[[str | int], Awaitable[Message]]) -> str:
+        """Call `send` with the chat; if the group has become a supergroup, with its new id."""
         async with self._failures():
-            sent = await self._running().send_message(
-                address.chat_id, text, message_thread_id=_thread(address), request_timeout=60
-            )
+            try:
+                sent = await send(address.chat_id)
+            except TelegramMigrateToChat as error:
+                sent = await send(error.migrate_to_chat_id)
         return str(sent.message_id)
 
     async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
@@ -163,13 +183,22 @@ class Telegram:
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
     ) -> str:
-        bot, content = self._running(), BufferedInputFile(file.data, file.name)
-        async with self._failures():
+        bot, thread = self._running(), _thread(address)
+
+        async def send(chat: str | int) -> Message:
+            content = BufferedInputFile(file.data, file.name)
+            if file.voice:
+                seconds = round(audio_seconds(file.data) or 0) or None
+                try:
+                    return await bot.send_voice(chat, content, message_thread_id=thread, duration=seconds)
+                except TelegramBadRequest as error:
+                    if "VOICE_MESSAGES_FORBIDDEN" not in error.message:  # the person accepts no voice messages
+                        raise
             if file.is_image and len(file.data) <= 10 << 20:  # the limit for photos
-                sent = await bot.send_photo(address.chat_id, content, message_thread_id=_thread(address))
-            else:
-                sent = await bot.send_document(address.chat_id, content, message_thread_id=_thread(address))
-        return str(sent.message_id)
+                return await bot.send_photo(chat, content, message_thread_id=thread)
+            return await bot.send_document(chat, content, message_thread_id=thread)
+
+        return await self._send(address, send)
 
     async def stream_text(self, message: Incoming, text: str) -> None:
         raise NotImplementedError("this platform cannot stream answers")

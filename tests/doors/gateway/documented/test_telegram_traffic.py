@@ -1,0 +1,230 @@
+"""Updates and answers of Telegram in the form of its documentation: which the gateway takes, ignores or refuses.
+
+The contents are ours; field names and nesting are those of https://core.telegram.org/bots/api, in the section that each
+comment names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from doors.gateway.conftest import started, until
+from doors.gateway.telegram_api import CHAT, SUPERGROUP, TOKEN, TelegramAPI
+from palaestra.core.errors import PlatformRefused, PlatformUnavailable
+from palaestra.doors.gateway.config import PlatformConfig
+from palaestra.doors.gateway.platform import Attachment, ChatAddress, Incoming
+from palaestra.doors.gateway.platforms.telegram import Telegram
+from palaestra.testing.fake_speech_server import silent_opus
+
+# #user and #chat
+ANNA = {"id": CHAT, "is_bot": False, "first_name": "Anna", "last_name": "B", "username": "anna", "language_code": "en"}
+PRIVATE = {"id": CHAT, "type": "private", "first_name": "Anna", "last_name": "B", "username": "anna"}
+GROUP = {"id": -1009, "type": "supergroup", "title": "A group", "is_forum": True}
+BASE = {"message_id": 42, "from": ANNA, "chat": PRIVATE, "date": 1_700_000_000}
+HERE = ChatAddress("telegram", str(CHAT))
+
+
+def telegram(url: str) -> Telegram:
+    return Telegram("telegram", PlatformConfig(token=TOKEN, extra={"api_url": url}))
+
+
+async def taken(*updates: dict[str, Any], files: dict[str, bytes] | None = None) -> list[Incoming]:
+    """What the platform makes of updates. A last message shows that all of them were read."""
+    api = TelegramAPI()
+    api.files |= files or {}
+    async with api.serving(), started(telegram(api.url)) as arrived:
+        for update in updates:
+            api.update(**update)
+        api.update(message={**BASE, "message_id": 99, "text": "last"})
+        await until(lambda: bool(arrived) and arrived[-1].text == "last")
+    return arrived[:-1]
+
+
+TAKEN = {
+    # #message
+    "a text": ({**BASE, "text": "hello"}, Incoming(HERE, "42", str(CHAT), "hello", user_name="Anna B")),
+    # #messageentity
+    "a command": (
+        {**BASE, "text": "/new", "entities": [{"type": "bot_command", "offset": 0, "length": 4}]},
+        Incoming(HERE, "42", str(CHAT), "/new", user_name="Anna B"),
+    ),
+    # #message, reply_to_message
+    "a reply": (
+        {**BASE, "text": "and?", "reply_to_message": {**BASE, "message_id": 41, "text": "earlier"}},
+        Incoming(HERE, "42", str(CHAT), "and?", user_name="Anna B"),
+    ),
+    # #message, forward_origin and #messageoriginuser
+    "a forwarded text": (
+        {**BASE, "text": "news", "forward_origin": {"type": "user", "date": 1, "sender_user": {**ANNA, "id": 8}}},
+        Incoming(HERE, "42", str(CHAT), "news", user_name="Anna B"),
+    ),
+    # #message, message_thread_id and is_topic_message
+    "a text in a topic": (
+        {**BASE, "chat": GROUP, "text": "hi", "message_thread_id": 5, "is_topic_message": True},
+        Incoming(ChatAddress("telegram", "-1009", "group", "5"), "42", str(CHAT), "hi", user_name="Anna B"),
+    ),
+    # without is_topic_message, the id only names a chain of replies
+    "a reply in a group": (
+        {**BASE, "chat": GROUP, "text": "hi", "message_thread_id": 5},
+        Incoming(ChatAddress("telegram", "-1009", "group"), "42", str(CHAT), "hi", user_name="Anna B"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_texts_are_taken(name):
+    message, expected = TAKEN[name]
+    assert asyncio.run(taken({"message": message})) == [expected]
+
+
+FILES = {
+    # #voice
+    "a voice message": (
+        {"voice": {"file_id": "f", "file_unique_id": "u", "duration": 2, "mime_type": "audio/ogg", "file_size": 4}},
+        Attachment("u.ogg", "audio/ogg", b"data"),
+    ),
+    # #audio
+    "music": (
+        {"audio": {
+            "file_id": "f", "file_unique_id": "u", "duration": 60, "performer": "x", "title": "y",
+            "file_name": "a.mp3", "mime_type": "audio/mpeg", "file_size": 4,
+        }},
+        Attachment("a.mp3", "audio/mpeg", b"data"),
+    ),
+    # #photosize: the last is the largest
+    "a photo": (
+        {"photo": [
+            {"file_id": "small", "file_unique_id": "s", "width": 90, "height": 67, "file_size": 1},
+            {"file_id": "f", "file_unique_id": "u", "width": 800, "height": 600, "file_size": 4},
+        ]},
+        Attachment("u.jpg", "image/jpeg", b"data"),
+    ),
+    # #document
+    "a document": (
+        {"document": {
+            "file_id": "f", "file_unique_id": "u", "file_name": "a.pdf", "mime_type": "application/pdf",
+            "file_size": 4,
+        }},
+        Attachment("a.pdf", "application/pdf", b"data"),
+    ),
+    # #animation: for compatibility, document is set too
+    "an animation": (
+        {
+            "animation": {"file_id": "f", "file_unique_id": "u", "width": 1, "height": 1, "duration": 1},
+            "document": {"file_id": "f", "file_unique_id": "u", "file_name": "a.mp4", "mime_type": "video/mp4"},
+        },
+        Attachment("a.mp4", "video/mp4", b"data"),
+    ),
+    # #videonote: it has neither a name nor a type
+    "a video note": (
+        {"video_note": {"file_id": "f", "file_unique_id": "u", "length": 1, "duration": 1, "file_size": 4}},
+        Attachment("file", "application/octet-stream", b"data"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_read(name):
+    content, expected = FILES[name]
+    update = {"message": {**BASE, **content, "caption": "look"}}
+    (message,) = asyncio.run(taken(update, files={"f": b"data"}))
+    assert (message.text, message.attachments, message.problem) == ("look", (expected,), "")
+
+
+REFUSED = {
+    # #sticker, #location, #contact, #poll, #dice
+    "a sticker": {"sticker": {
+        "file_id": "f", "file_unique_id": "u", "type": "regular", "width": 1, "height": 1, "is_animated": False,
+        "is_video": False,
+    }},
+    "a location": {"location": {"latitude": 1.5, "longitude": 2.5}},
+    "a contact": {"contact": {"phone_number": "+1", "first_name": "C", "user_id": 9}},
+    "a die": {"dice": {"emoji": "🎲", "value": 4}},
+    "a large file": {"document": {"file_id": "f", "file_unique_id": "u", "file_name": "a", "file_size": 21 << 20}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_contents_that_cannot_be_read_are_answered_with_the_reason(name):
+    (message,) = asyncio.run(taken({"message": {**BASE, **REFUSED[name]}}))
+    assert "not supported" in message.problem or "at most 20 MB" in message.problem
+
+
+IGNORED = {
+    # #message, service messages: a person caused them, but wrote nothing
+    "somebody joins": {"message": {**BASE, "chat": GROUP, "new_chat_members": [{**ANNA, "id": 8}]}},
+    "somebody leaves": {"message": {**BASE, "chat": GROUP, "left_chat_member": {**ANNA, "id": 8}}},
+    "a pinned message": {"message": {**BASE, "pinned_message": {**BASE, "message_id": 41, "text": "x"}}},
+    "a new title": {"message": {**BASE, "chat": GROUP, "new_chat_title": "B"}},
+    "a new topic": {"message": {**BASE, "chat": GROUP, "forum_topic_created": {"name": "t", "icon_color": 7322096}}},
+    "a migration": {"message": {**BASE, "chat": {**GROUP, "type": "group"}, "migrate_to_chat_id": -1009}},
+    # #update: kinds that the gateway does not ask for
+    "an edit": {"edited_message": {**BASE, "edit_date": 1_700_000_001, "text": "y"}},
+    "a channel post": {"channel_post": {"message_id": 1, "chat": {**GROUP, "type": "channel"}, "date": 1}},
+    # #messagereactionupdated
+    "a reaction": {"message_reaction": {
+        "chat": PRIVATE, "message_id": 1, "user": ANNA, "date": 1, "old_reaction": [],
+        "new_reaction": [{"type": "emoji", "emoji": "👍"}],
+    }},
+    # #user, is_bot
+    "a bot's message": {"message": {**BASE, "from": {**ANNA, "is_bot": True}, "text": "x"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_other_updates_are_ignored(name):
+    assert asyncio.run(taken(IGNORED[name])) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "wait_s"),
+    [
+        # #making-requests and #responseparameters
+        ({"error_code": 429, "description": "Too Many Requests: retry after 35", "parameters": {"retry_after": 35}},
+         PlatformUnavailable, 35.0),
+        ({"error_code": 400, "description": "Bad Request: chat not found"}, PlatformRefused, None),
+        ({"error_code": 403, "description": "Forbidden: bot was blocked by the user"}, PlatformRefused, None),
+        ({"error_code": 401, "description": "Unauthorized"}, PlatformUnavailable, None),
+        ({"error_code": 502, "description": "Bad Gateway"}, PlatformUnavailable, None),
+    ],
+)  # fmt: skip
+def test_refusals_wait_or_are_final(answer, kind, wait_s):
+    async def main():
+        api = TelegramAPI()
+        api.refusing = {"ok": False, **answer}
+        async with api.serving(), started(platform := telegram(api.url)):
+            with pytest.raises(kind) as raised:
+                await platform.send_text(HERE, "text", key="k")
+            assert getattr(raised.value, "retry_after_s", None) == wait_s
+
+    asyncio.run(main())
+
+
+def test_a_group_that_became_a_supergroup_gets_its_messages():
+    async def main():
+        api = TelegramAPI()
+        # #responseparameters, migrate_to_chat_id
+        description = "Bad Request: group chat was upgraded to a supergroup chat"
+        parameters = {"migrate_to_chat_id": SUPERGROUP}
+        api.refusing = {"ok": False, "error_code": 400, "description": description, "parameters": parameters}
+        async with api.serving(), started(platform := telegram(api.url)):
+            await platform.send_text(HERE, "text", key="k1")
+            await platform.send_file(HERE, Attachment("a.txt", "text/plain", b"data"), key="k2")
+        assert [each.get("text") or each["document"] for each in api.sent] == ["text", b"data"]
+
+    asyncio.run(main())
+
+
+def test_a_person_who_accepts_no_voice_messages_gets_a_file():
+    async def main():
+        api = TelegramAPI()
+        api.no_voice = True
+        voice = Attachment("answer.ogg", "audio/ogg", silent_opus(1.0), voice=True)
+        async with api.serving(), started(platform := telegram(api.url)):
+            await platform.send_file(HERE, voice, key="k")
+        assert [each["document"] for each in api.sent] == [voice.data]
+
+    asyncio.run(main())
