@@ -89,8 +89,7 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
     },
     "solution": {"env": _HONOURED},
     "steps": {
-        **dict.fromkeys(("name", "agent", "verifier", "min_reward", "artifacts"), _HONOURED),
-        "healthcheck": "it waits before a step",
+        **dict.fromkeys(("name", "agent", "verifier", "min_reward", "artifacts", "healthcheck"), _HONOURED),
     },
     "steps.agent": {
         "timeout_sec": _HONOURED,
@@ -121,7 +120,7 @@ def read_task(folder: Path) -> TerminalTask:
     verifiers = [step.verifier for step in steps] or [
         _verifier(folder / "tests", config.section("verifier"), folder, config)
     ]
-    _check_services(verifiers, services, bool(steps))
+    _check_services(verifiers, services)
     if main is not None and main.user:  # the user of every command in `main` that names no other
         verifiers = [_run_as(each, main.user) for each in verifiers]
         steps = tuple(replace(step, verifier=each) for step, each in zip(steps, verifiers, strict=False))
@@ -182,6 +181,7 @@ def _check_supported(config: TypedFields) -> None:
     _check_verifier(config.section("verifier"))
     for step in config.sections("steps"):
         _check_keys(step, "steps")
+        _check_keys(step.section("healthcheck"), "environment.healthcheck")
         _check_keys(step.section("agent"), "steps.agent")
         _check_verifier(step.section("verifier"))
     if (environment.text("os") or "linux").lower() != "linux":
@@ -242,14 +242,17 @@ def _services(folder: Path, environment: TypedFields) -> dict[str, Service]:
     main = services.get(MAIN) or Service(MAIN, _recipe(folder, environment), names=(MAIN,), limits=_limits(environment))
     if main.health is not None:
         raise Unsupported(f"{check.key('command')} and {COMPOSE_NAME} both have a health check of {MAIN}; keep one")
-    health = HealthCheck(
+    return {**services, MAIN: replace(main, health=_health(check))}
+
+
+def _health(check: TypedFields) -> HealthCheck:
+    return HealthCheck(
         ("/bin/sh", "-c", check.required("command")),
         interval_s=check.number("interval_sec") or 5.0,
         timeout_s=check.number("timeout_sec") or 30.0,
         retries=int(check.number("retries") or 3),
         start_s=(check.number("start_period_sec") or 0.0) if check.values.get("start_period_sec") else 0.0,
     )
-    return {**services, MAIN: replace(main, health=health)}
 
 
 def _run_as(verifier: Verifier, user: str) -> Verifier:
@@ -258,10 +261,8 @@ def _run_as(verifier: Verifier, user: str) -> Verifier:
     return replace(verifier, collect=hooks, user=verifier.user or user if shares else verifier.user)
 
 
-def _check_services(verifiers: Sequence[Verifier], services: Mapping[str, Service], has_steps: bool) -> None:
-    """Raise an error if a verifier names a service that the task does not have, or if steps would restart services."""
-    if has_steps and len(services) > 1:
-        raise Unsupported("it has several steps and several services, which would start again in every step")
+def _check_services(verifiers: Sequence[Verifier], services: Mapping[str, Service]) -> None:
+    """Raise `TaskError` if a verifier names a service that the task does not have."""
     for verifier in verifiers:
         artifacts = verifier.environment.artifacts if verifier.environment is not None else ()
         named = {each.service for each in verifier.collect} | {each.service for each in artifacts}
@@ -464,6 +465,7 @@ def _steps(config: TypedFields, folder: Path) -> tuple[TaskStep, ...]:
                 min_reward=_min_reward(section),
                 workdir=place / "workdir" if (place / "workdir").is_dir() else None,
                 agent_timeout_s=section.section("agent").number("timeout_sec"),
+                health=_health(section.section("healthcheck")) if section.section("healthcheck").values else None,
             )
         except Unsupported:
             raise

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from palaestra.core.types import AllowList, Limits, Network
 from palaestra.suites.images.dockerfile import ImageRecipe
-from palaestra.suites.terminal_bench.service import MAIN, Service
+from palaestra.suites.terminal_bench.service import MAIN, HealthCheck, Service
 
 TESTS_DIR = "/tests"
 """The folder of the verifier's files in a slot. It does not exist before the verifier runs."""
@@ -104,7 +104,8 @@ class SolutionScript:
 
 @dataclass(frozen=True, slots=True)
 class TaskStep:
-    """One step of a task. `workdir` is copied into the task's directory when the step begins.
+    """One step of a task. `workdir` is copied into the task's directory when the step begins, and the agent then waits
+    until the command of `health` succeeds.
 
     The next step follows only if each reward that `min_reward` names reaches its minimum.
     """
@@ -116,6 +117,7 @@ class TaskStep:
     min_reward: Mapping[str, float] = field(default_factory=dict)
     workdir: Path | None = None
     agent_timeout_s: float | None = None
+    health: HealthCheck | None = None
 
 
 @dataclass(frozen=True, slots=True)
