@@ -6,110 +6,27 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from palaestra.core.types import Blame
+from palaestra.envs.cheats.proof import policy_runs
+from palaestra.envs.config.build import make_pool
+from palaestra.inference.engines.scripted import OraclePolicy
 from palaestra.suites.terminal_bench.import_tasks import Finding
+from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from programs import killed_after, until
 from sandbox.backends.test_local_lifetime import assert_gone
 from sandbox.processes import descendants
 from suites.terminal_bench.conftest import Try, played_all
-from suites.terminal_bench.mini import written
+from suites.terminal_bench.ledger import TOML, make_steps
 
 pytestmark = pytest.mark.slots
-
-TOML = """\
-schema_version = "1.4"
-multi_step_reward_strategy = "STRATEGY"
-artifacts = ["/app/notes.txt"]
-[agent]
-timeout_sec = 60
-[verifier]
-timeout_sec = 60
-[environment]
-workdir = "/app"
-[[steps]]
-name = "first"
-min_reward = 1.0
-[[steps]]
-name = "second"
-artifacts = [{ source = "/data/entries.txt", service = "ledger" }]
-[steps.verifier]
-environment_mode = "separate"
-[[steps.verifier.collect]]
-command = "python3 /srv/ask.py > /data/entries.txt"
-service = "ledger"
-[[steps]]
-name = "third"
-[steps.healthcheck]
-command = "python3 /app/ask.py | grep -q two"
-interval_sec = 0.1
-retries = 20
-"""
-COMPOSE = """\
-services:
-  main:
-    depends_on: {ledger: {condition: service_healthy}}
-  ledger:
-    build: ./ledger
-    healthcheck: {test: [CMD, python3, /srv/ask.py], interval: 200ms, timeout: 5s, retries: 50}
-"""
-LEDGER = """\
-import http.server
-entries = []  # only in memory: a ledger that starts again has forgotten them
-
-class Ledger(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(" ".join(entries).encode())
-
-    def do_POST(self):
-        entries.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        self.send_response(200)
-        self.end_headers()
-
-http.server.HTTPServer(("0.0.0.0", 80), Ledger).serve_forever()
-"""
-ASK = """\
-import sys, urllib.request
-data = sys.argv[1].encode() if len(sys.argv) > 1 else None
-print(urllib.request.urlopen("http://ledger/", data=data).read().decode())
-"""
-PAY = "&& echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt\n"
-SEES_ONE = f'#!/bin/bash\n[ "$(python3 /app/ask.py)" = one ] && [ -e /app/notes.txt ] {PAY}'
-SEES_TWO = (
-    "#!/bin/bash\nif python3 -c \"import socket; socket.create_connection(('198.19.0.3', 80), 1)\"; then exit 1; fi\n"
-    f'[ "$(cat /data/entries.txt)" = "one two" ] && [ -e /app/notes.txt ] && [ ! -e /app/ask.py ] {PAY}'
-)
-SEES_THREE = f'#!/bin/bash\n[ "$(python3 /app/ask.py)" = "one two three" ] {PAY}'
-
-
-def make_steps(folder: Path, strategy: str = "mean", **changed: str) -> Path:
-    """Write the task; `changed` replaces texts of its files, by path."""
-    files = {
-        "task.toml": TOML.replace("STRATEGY", strategy),
-        "environment/docker-compose.yaml": COMPOSE,
-        "environment/Dockerfile": "FROM debian\nWORKDIR /app\nCOPY ledger/ask.py /app/\n",
-        "environment/ledger/Dockerfile": 'FROM debian\nCOPY . /srv/\nRUN mkdir -p /data\nCMD ["python3", "/srv/run.py"]\n',
-        "environment/ledger/run.py": LEDGER,
-        "environment/ledger/ask.py": ASK,
-        "steps/second/tests/Dockerfile": "FROM debian\nRUN mkdir -p /app\nCOPY . /tests\n",
-        "steps/third/workdir/setup.sh": "[ ! -e /tests ] && touch /app/third\n",
-    }
-    tests = {"first": SEES_ONE, "second": SEES_TWO, "third": SEES_THREE}
-    for name, word in (("first", "one"), ("second", "two"), ("third", "three")):
-        files[f"steps/{name}/instruction.md"] = f"Enter `{word}` into the ledger with ask.py.\n"
-        files[f"steps/{name}/solution/solve.sh"] = (
-            f"#!/bin/bash\npython3 /app/ask.py {word}; echo x >> /app/notes.txt\n"
-        )
-        files[f"steps/{name}/tests/test.sh"] = tests[name]
-    return written(folder / "ledger", files | changed)
 
 
 def test_services_keep_their_state_from_step_to_step(try_tasks: Try, tmp_path: Path) -> None:
@@ -120,7 +37,29 @@ def test_services_keep_their_state_from_step_to_step(try_tasks: Try, tmp_path: P
     assert (line.noop, line.solution) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize(("strategy", "reward"), [("mean", 2 / 3), ("final", 0.0)])
+def test_rollouts_at_the_same_time_do_not_wait_for_each_others_places(
+    installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    """Each holds two slots while its verifiers need a third, and the pool has places for only one of them."""
+    make_steps(tmp_path / "tasks")
+    own = {"dataset_name": str(tmp_path / "tasks"), "base_image": "host", "cache_dir": str(tmp_path / "cache")}
+    config = TerminalBench2EvalConfig(**own, slots=3)  # type: ignore[arg-type]
+
+    async def main() -> None:
+        async with make_pool(config) as pool, asyncio.timeout(100):
+            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, installed_pytest)
+            await environment.open()
+            async with policy_runs(environment, pool) as runs:
+                task = await anext(environment.tasks())
+                groups = await asyncio.gather(*(runs.play(OraclePolicy(), task) for _ in range(2)))
+            assert [group.trajectories[0].reward for group in groups] == [1.0, 1.0]
+            assert (pool.available_slots, pool.get_stats()["acquired_slots"]) == (3, 0)
+            assert pool.backend.stats()["slots"] == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("strategy", "reward"), [("mean", 2 / 3), ("final", 0.0)], ids=["mean", "final"])
 def test_rewards_of_steps_with_services_are_combined(
     installed_pytest: DependencyCache, tmp_path: Path, strategy: str, reward: float
 ) -> None:
