@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaestra.core.errors import GraderError, InfraError, PrepareError, SlotEnded
+from palaestra.core.errors import GraderError, InfraError, PrepareError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.rollouts.rollout import Rollout
@@ -347,13 +347,17 @@ async def wait_healthy(
     slot: Slot, check: HealthCheck, workdir: str, longest_s: float, runs: Callable[[], Awaitable[None]] | None = None
 ) -> str | None:
     """Try a check until it succeeds, at most `longest_s` seconds. Return what it said last if it never did, else None.
-    `runs` is called after each failure and raises an exception if there is nothing more to wait for."""
+    `runs` is called after each failure and raises an exception if there is nothing more to wait for. Raises
+    `SandboxError` if a check that timed out could be ended only with everything in its slot, as on a machine that is
+    far too busy."""
     limit_s = min(check.timeout_s, longest_s)
     deadline, pause = time.monotonic() + longest_s, _POLL_S
     while True:
         done = await slot.execute(check.command, cwd=workdir, timeout_s=limit_s, spill=False)
         if done.success:
             return None
+        if done.metadata.get("swept"):
+            raise SandboxError(f"a check took more than {limit_s:g} s and ended with all programs of {slot.slot_id}")
         if runs is not None:
             await runs()
         if time.monotonic() > deadline:
