@@ -15,7 +15,7 @@ import asyncio
 import re
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,12 +146,13 @@ def read_set(place: Path, most: int | None) -> Found:
     return found
 
 
-def read_compose(place: Path) -> Counter[str]:
-    """Count the compose files below a place by what becomes of them."""
+def read_compose(place: Path, known: Mapping[str, str]) -> Counter[str]:
+    """Count the compose files below a place by what becomes of them. `known` are the variables that they have."""
     found: Counter[str] = Counter()
     for path in sorted(place.rglob("*compose*.y*ml")):
         try:
-            services = read_services(path.parent, {}, None, Limits(), task=place, file=path.name)
+            main = ImageRecipe(path.parent, docker_image="debian")  # few of the files have a task around them
+            services = read_services(path.parent, known, main, Limits(), task=place, file=path.name)
             found["carried: several services" if len(services) > 2 else "carried: one service beside main"] += 1
         except Unsupported as error:
             found[f"refused: {re.sub(_SERVICE, 'services.NAME.', str(error))[:100]}"] += 1
@@ -166,9 +167,11 @@ def main() -> int:
     parser.add_argument("--most", type=int, help="the maximum number of tasks of each set (default: all)")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="show the N most frequent reasons of each set")
     parser.add_argument("--compose", action="store_true", help="read the compose files below each folder instead")
+    parser.add_argument("--variable", action="append", default=[], metavar="NAME=VALUE", help="for compose files")
     given = parser.parse_args()
     if given.compose:
-        counts = sum((read_compose(place) for place in given.sets), Counter[str]())
+        known = dict(each.split("=", 1) for each in given.variable)
+        counts = sum((read_compose(place, known) for place in given.sets), Counter[str]())
         print("| compose files | |\n|---|---:|")
         for reason, count in [*counts.most_common(), ("all", counts.total())]:
             print(f"| {reason} | {count} |")

@@ -162,7 +162,8 @@ class TerminalTask:
 
     `services` are those of its compose file, `main` among them; empty without such a file. `live` selects grading in
     the agent's own slot, for tasks about a running service. A task with `steps` has the instruction, verifier and
-    solution of its first step; `reward_strategy` combines the rewards of the steps.
+    solution of its first step; `reward_strategy` combines the rewards of the steps. `ignored` are keys of its settings
+    that the format does not have.
     """
 
     name: str
@@ -181,6 +182,7 @@ class TerminalTask:
     live: bool = False
     steps: tuple[TaskStep, ...] = ()
     reward_strategy: str = MEAN
+    ignored: tuple[str, ...] = ()
 
     def of_step(self, step: TaskStep) -> TerminalTask:
         """Return a step of this task as a separate task."""
