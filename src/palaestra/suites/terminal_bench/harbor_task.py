@@ -217,7 +217,7 @@ def _check_keys(section: TypedFields, table: str) -> list[str]:
             continue
         if use is not None:
             raise Unsupported(f"{use} ({section.key(name)}). Remove the key if the task's score does not depend on it")
-        if close := difflib.get_close_matches(str(name), _KEYS[table], 1, cutoff=0.75):
+        if close := difflib.get_close_matches(str(name), _KEYS[table], 1, cutoff=0.76):
             raise Unsupported(
                 f"task.toml sets {section.key(str(name))!r:.200}, which is not a key of Harbor's schema "
                 f"{_VERSIONS[0]} to {_VERSIONS[-1]}. Did you mean {section.key(close[0])}? Otherwise remove the key, "
