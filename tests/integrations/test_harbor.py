@@ -21,6 +21,7 @@ from harbor.models.trial.config import ResourceMode
 from harbor.models.trial.paths import TrialPaths
 
 from palaestra.integrations.harbor import PalaestraEnvironment
+from suites.terminal_bench.ledger import make_steps
 
 pytestmark = [pytest.mark.slots, pytest.mark.timeout(600), pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
 
@@ -131,6 +132,7 @@ def make_tasks(folder: Path) -> None:
         "steps/one/tests/test.sh": reward_if("grep -qx one done"),
         "steps/two/tests/test.sh": reward_if("[ $(wc -l < done) = 2 ]"),
     }, env=steps)  # fmt: skip
+    make_steps(folder)
 
 
 def harbor_rewards(tasks: Path, agent: str, folder: Path) -> dict[str, Any]:

@@ -14,14 +14,14 @@ import logging
 import math
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
 
 from palaestra.agent.seat import Seat
 from palaestra.core.clock import uncharged
-from palaestra.core.errors import ConfigError, ImageError, SandboxError, SlotLost, TaskError
+from palaestra.core.errors import AcquireTimeout, ConfigError, ImageError, SandboxError, SlotLost, TaskError
 from palaestra.core.io.durable_files import writing
 from palaestra.core.types import Task
 from palaestra.rollouts.limits import RunLimits
@@ -79,6 +79,14 @@ class Workspaces:
                 )
             except ConfigError as error:
                 raise TaskError(f"no slot can be created for {name}: {error}") from error
+
+    async def lease_within(
+        self, lender: Slot, name: str, spec: SlotSpec, snapshot: Snapshot | None, stages: Stages
+    ) -> Slot | None:
+        """Lease a slot that takes one of the places which the group of `lender` has; None if none of them is left."""
+        with uncharged(), stages.stage("acquire"), suppress(AcquireTimeout):
+            return await self.pool.add(lender, None, spec, name, snapshot)
+        return None
 
     async def keep(self, group_id: str, index: int, snapshot: Snapshot | None, *, sealed: bool) -> Path | None:
         """Copy a rollout's sealed work into a folder below `kept`. If not `sealed`, copy the workspace that the rollout
@@ -174,6 +182,8 @@ class RolloutWorkspace:
     """The folder in which the work is kept, if the run keeps workspaces."""
     closers: list[Callable[[], Awaitable[None]]] = field(default_factory=list, init=False)
     """Called when the rollout ends, the last one first, to release what its grading holds."""
+    lender: Slot | None = field(default=None, init=False)
+    """The agent's slot if its group has places for the slots that grading needs while the group runs."""
     _restored: Snapshot | None = field(default=None, init=False)
 
     def begin(self) -> None:
@@ -195,6 +205,10 @@ class RolloutWorkspace:
     async def lease_slot(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
         """Lease a slot for this rollout or its grading. Raises `CutShort` if the rollout may not start."""
         with image_of(self.task):
+            if self.lender is not None:
+                slot = await self.run.lease_within(self.lender, name, spec, snapshot, self.stages)
+                if slot is not None:
+                    return slot
             return await self.run.lease(name, spec, snapshot, self.stages, self.check_start)
 
     async def release(self, slot: Slot) -> None:

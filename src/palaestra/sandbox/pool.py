@@ -152,7 +152,9 @@ class _Holding:
     group: GroupAddress | None = None
     added: list[Slot] = field(default_factory=list)
     begun: int = 1
-    """The number of slots of the group that exist or are being made."""
+    """The number of places of the group that slots use, or for which they are being made."""
+    lender: _Holding | None = None
+    """The lease whose place it uses; None if it has its own."""
 
     @property
     def places(self) -> int:
@@ -327,9 +329,9 @@ class SlotLeases:
         """The number of leased slots in which a command runs."""
         return sum(held.slot.state is SlotState.EXECUTING for held in self._held.values())
 
-    def begin(self, slot: Slot, group: GroupAddress | None = None) -> None:
-        """Begin the lease of a slot, whose places were taken from the queue."""
-        self._held[slot.epoch] = _Holding(slot, self._clock.monotonic(), group)
+    def begin(self, slot: Slot, group: GroupAddress | None = None, lender: _Holding | None = None) -> None:
+        """Begin the lease of a slot, whose places were taken from the queue, or is one of the `lender`."""
+        self._held[slot.epoch] = _Holding(slot, self._clock.monotonic(), group, lender=lender)
         self.begun += 1
 
     def take_up(self, slot: Slot) -> None:
@@ -364,7 +366,7 @@ class SlotLeases:
                 if not await self.destroy(quarantined):
                     return
         finally:
-            self._queue.give(held.places)
+            self._give_back(held)
 
     @contextlib.asynccontextmanager
     async def ending(self, slot: Slot) -> AsyncIterator[None]:
@@ -377,13 +379,24 @@ class SlotLeases:
             yield
         finally:
             if held is not None:
-                self._queue.give(held.places)
+                self._give_back(held)
+
+    def _give_back(self, held: _Holding) -> None:
+        """Make the places of a lease that has ended free: for all, or for the lender of the place."""
+        if held.lender is None:
+            self._queue.give(held.places)
+            return
+        held.lender.begun -= 1
+        held.lender.added.remove(held.slot)
 
     def close_shell(self, slot: Slot) -> None:
         """Forget the shell of a slot that ends."""
         self._shells.pop(slot.epoch, None)
 
     async def _end_added(self, held: _Holding) -> None:
+        for each in held.added:
+            self._held.pop(each.epoch, None)
+            self.close_shell(each)
         await asyncio.gather(*map(self.destroy, held.added))
 
     async def destroy(self, slot: Slot) -> bool:
@@ -561,17 +574,26 @@ class SlotPool:
         self.leases.begin(slot, wanted.group)
         return slot
 
-    async def add(self, slot: Slot, number: int, spec: SlotSpec, name: str, snapshot: Snapshot | None = None) -> Slot:
+    async def add(
+        self, slot: Slot, number: int | None, spec: SlotSpec, name: str, snapshot: Snapshot | None = None
+    ) -> Slot:
         """Return another slot of a group whose first slot is leased; it ends with that lease. `number` is its number in
-        the group. Raises `ConfigError` if the group has its members already."""
+        the group. Raises `ConfigError` if the group has its members already.
+
+        If `number` is None, the slot uses a place of the group but is not in its network, and is released as any other,
+        after which its place is the group's again. Raises `AcquireTimeout` if no place is left.
+        """
         held = self.leases.holding(slot)
+        if number is None and (held is None or held.begun >= held.places):
+            raise AcquireTimeout(f"the group of {slot.slot_id} has no place for {name}")
         if held is None:
             raise SandboxError(f"the lease of {slot.slot_id} has ended, so no slot can be added to it")
         if held.group is None or held.begun >= held.places:
             raise ConfigError(f"the group of {slot.slot_id} has its {held.places} slots already")
         held.begun += 1
+        group = None if number is None else replace(held.group, number=number)
         try:
-            added = await self.backend.create(replace(spec, group=replace(held.group, number=number)), name, snapshot)
+            added = await self.backend.create(replace(spec, group=group), name, snapshot)
         except BaseException:
             held.begun -= 1
             raise
@@ -579,6 +601,8 @@ class SlotPool:
             await self.leases.destroy(added)
             raise SandboxError(f"the lease of {slot.slot_id} ended while a slot was added to it")
         held.added.append(added)
+        if number is None:
+            self.leases.begin(added, lender=held)
         return added
 
     def register_image(self, trajectory_id: str, image: str) -> None:

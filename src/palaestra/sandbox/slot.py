@@ -148,8 +148,9 @@ class GroupAddress:
     no other group reaches them. `group` must be unique among the groups of a backend, and `number` in its group. A pool
     gives a new name to a group whose name is empty.
 
-    `members` is the number of slots in the group. The pool leases them together: one is acquired, the others are added
-    to its lease. Raises ValueError for a number that is not from 1 to `members` + 1, and for more than 250 members.
+    `members` is the number of places of the group. The pool leases them together: one slot is acquired, the others are
+    added to its lease. Raises ValueError for a number that is not from 1 to `members` + 1, and for more than 250
+    members.
     """
 
     group: str
@@ -628,7 +629,7 @@ class SlotSource(Protocol):
     ) -> Slot: ...
 
     async def add(
-        self, slot: Slot, number: int, spec: SlotSpec, name: str, snapshot: Snapshot | None = None
+        self, slot: Slot, number: int | None, spec: SlotSpec, name: str, snapshot: Snapshot | None = None
     ) -> Slot: ...
 
     async def release(self, slot: Slot) -> None: ...

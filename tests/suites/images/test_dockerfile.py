@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from palaestra.core.errors import TaskError
 from palaestra.suites.images.as_user import is_root
-from palaestra.suites.images.dockerfile import expand, image_config, parse
+from palaestra.suites.images.dockerfile import ImageRecipe, base_name, expand, image_config, needed, parse, parse_recipe
 from palaestra.suites.task_files import Unsupported
 
 LONG = """\
@@ -37,7 +40,7 @@ CMD ["sleep", "infinity"]
 
 
 def test_all_forms_of_lines() -> None:
-    lines = parse(LONG)
+    lines = parse(LONG)[-1].instructions
     assert [each.name for each in lines] == [
         "FROM", "ARG", "ENV", "ENV", "WORKDIR", "WORKDIR", "RUN", "RUN", "COPY", "RUN", "COPY", "USER", "CMD",
     ]  # fmt: skip
@@ -62,12 +65,12 @@ def test_all_forms_of_lines() -> None:
     ],
 )
 def test_the_exec_form(arguments: str, words: list[str] | None) -> None:
-    (_, run) = parse(f"FROM x\nRUN {arguments}\n")
+    (_, run) = parse(f"FROM x\nRUN {arguments}\n")[-1].instructions
     assert run.exec_form == words
 
 
 def test_how_commands_start() -> None:
-    config = image_config(parse(LONG))
+    config = image_config(parse(LONG)[-1].instructions)
     assert config.env == {"A": "1", "B": "two words", "C": "ada-x", "OLD": "the rest of  it"}
     assert (config.workdir, config.user) == ("/app/lib", "ada")
 
@@ -82,7 +85,7 @@ def test_references(text: str, wanted: str) -> None:
 
 @pytest.mark.parametrize("user", ["", "root", "0", "0:0", "root:root"])
 def test_root_by_any_name(user: str) -> None:
-    assert is_root(image_config(parse(f"FROM x\nUSER {user}\n" if user else "FROM x\n")).user)
+    assert is_root(image_config(parse(f"FROM x\nUSER {user}\n" if user else "FROM x\n")[-1].instructions).user)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +100,52 @@ def test_root_by_any_name(user: str) -> None:
 )
 def test_a_broken_file_names_its_line(text: str, message: str) -> None:
     with pytest.raises(TaskError, match=message):
-        image_config(parse(text))
+        image_config(parse(text)[-1].instructions)
 
 
-def test_several_stages_need_a_builder() -> None:
-    with pytest.raises(Unsupported, match="several stages, which need docker"):
-        parse("FROM a AS one\nFROM b\nCOPY --from=one /x /x\n")
+STAGES = """\
+ARG IMAGE=debian
+FROM ${IMAGE} AS Base
+ENV A=1
+WORKDIR /base
+FROM $IMAGE AS unused
+COPY --from=nowhere /x /x
+FROM base AS made
+ENV B=$A
+FROM base
+COPY --from=made /x /x
+COPY --from=0 /y /y
+ENV C=$A$B
+"""
+
+
+def test_what_leads_to_each_stage() -> None:
+    stages = parse(STAGES)
+    assert [each.name for each in stages] == ["base", "unused", "made", "3"]
+    config = image_config(stages[-1].instructions)
+    assert (config.env, config.workdir) == ({"A": "1", "C": "1"}, "/base"), "what `made` sets is not seen"
+    assert image_config(stages[2].instructions).env == {"A": "1", "B": "1"}
+    assert [number for number, _ in needed(stages)] == [0, 2]
+    assert base_name(stages) == "debian"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("FROM a\nCOPY --from=ghcr.io/tool /x /x\n", Unsupported, r"another image \(line 2\)"),
+        ("FROM a AS b\nCOPY --from=b /x /x\n", TaskError, "line 2: it copies from a stage that comes later"),
+        ("FROM a AS b\nFROM c\nCOPY --from=b /x /x\n", Unsupported, "stages over c and a"),
+        ("FROM a AS n0\n" + "".join(f"FROM n{n} AS n{n + 1}\n" for n in range(3_000)), TaskError, "more than 2000"),
+    ],
+)
+def test_stages_that_cannot_be_built(text: str, error: type[TaskError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        base_name(parse(text))
+
+
+def test_the_stage_that_a_recipe_names_is_the_last(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(STAGES)
+    recipe = ImageRecipe(tmp_path, tmp_path / "Dockerfile", target="MADE")
+    assert [each.name for each in parse_recipe(recipe)] == ["base", "unused", "made"]
+    with pytest.raises(TaskError, match="no stage 'none'"):
+        parse_recipe(replace(recipe, target="none"))

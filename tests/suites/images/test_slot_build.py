@@ -171,3 +171,36 @@ def test_files_are_copied_to_the_directory_of_a_terminal_bench_image(tmp_path: P
             assert await slot.read_text("/app/here") == "/app\n"
 
     asyncio.run(main())
+
+
+STAGES = """\
+FROM debian AS base
+RUN mkdir -p /opt/both && echo base > /opt/both/base
+FROM base AS made
+RUN mkdir -p /out/bin /out/lib && echo tool > /out/bin/tool && chmod 755 /out/bin/tool && ln -s ../bin/tool /out/lib/it
+RUN echo one > "/out/a b.txt" && echo two > /tmp/later.txt && chown 1234:1234 /out/lib
+FROM debian AS unused
+RUN exit 3
+FROM base
+WORKDIR /app
+COPY --from=made /out /usr/local/made
+COPY --from=made /out/bin/tool /out/*.txt here/
+COPY --from=1 /tmp/later.txt last.txt
+COPY --from=made --chmod=600 --chown=5:6 ["/out/a b.txt", "named"]
+"""
+
+
+@pytest.mark.slots
+def test_stages_are_built_beside_each_other(tmp_path: Path) -> None:
+    async def main() -> str:
+        async with LocalBackend() as backend:
+            slot = await backend.create(SlotSpec(), "stages")
+            assert (await build_in_slot(slot, recipe(tmp_path / "task", STAGES))).workdir == "/app"
+            assert await slot.stat("/out") is None, "the other stage's files are not here"
+            look = "cat /opt/both/base /usr/local/made/lib/it here/* last.txt named; stat -c '%a %u:%g' named here/tool"
+            look += "; stat -c %u:%g /usr/local/made/lib; ls /tmp"
+            return (await slot.execute(["/bin/sh", "-c", look], cwd="/app")).output
+
+    assert asyncio.run(main()).split() == [
+        *("base", "tool", "one", "tool", "two", "one", "600", "5:6", "755", "0:0", "1234:1234")
+    ]

@@ -261,9 +261,6 @@ def test_what_a_task_refuses_with_services(tmp_path: Path) -> None:
     missing = TOML.replace('service = "shop" }', 'service = "bank" }')
     with pytest.raises(TaskError, match="names the service 'bank'"):
         harbor_task.read_task(make_shop(tmp_path, "a", **{"task.toml": missing}))
-    steps = TOML + '[[steps]]\nname = "one"\n'
-    with pytest.raises(Unsupported, match="several steps and several services"):
-        harbor_task.read_task(make_shop(tmp_path, "b", **{"task.toml": steps, "steps/one/instruction.md": "x"}))
     variable = COMPOSE.replace("${CURRENCY:?}", "${PRICE}")
     with pytest.raises(Unsupported, match=r"services\.shop refers to the variable PRICE"):
         harbor_task.read_task(make_shop(tmp_path, "c", **{"environment/docker-compose.yaml": variable}))

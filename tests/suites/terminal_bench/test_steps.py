@@ -47,7 +47,7 @@ def test_what_is_read_of_steps() -> None:
         ('[[steps]]\nname = "count"\nmin_reward = "much"\n', TaskError, "min_reward must be a table|must be a number"),
         ('multi_step_reward_strategy = "sum"\n[[steps]]\nname = "count"\n', TaskError, "must be mean or final"),
         ("", TaskError, "task.toml"),
-        ('[[steps]]\nname = "count"\n[steps.healthcheck]\ncommand = "true"\n', Unsupported, "healthcheck"),
+        ('[[steps]]\nname = "count"\n[steps.healthcheck]\nretries = 1\n', TaskError, "healthcheck.*command"),
         ('[[steps]]\nname = "count"\n[steps.agent]\nuser = "ada"\n', Unsupported, "a rollout has one slot"),
     ],
 )

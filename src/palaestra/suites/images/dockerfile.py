@@ -2,7 +2,7 @@
 
 This module is used for builds in a slot without a container runtime (`slot_build.py`), and for prebuilt root file
 systems that have no configuration file. Format: the Dockerfile reference (docs.docker.com/reference/dockerfile), with
-heredocs and continuation lines. `parse` rejects Dockerfiles with several stages.
+heredocs, continuation lines and several stages.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from posixpath import join, normpath
@@ -37,6 +37,7 @@ _INSTRUCTIONS = frozenset(
         *("ONBUILD", "RUN", "SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR"),
     }
 )
+_MOST_INSTRUCTIONS = 2_000
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2")
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^}]*))?\})")
 
@@ -108,20 +109,72 @@ class ImageConfig:
     command: tuple[str, ...] = ()
 
 
-def parse(text: str) -> tuple[Instruction, ...]:
-    """Return the instructions of a Dockerfile. Raises `TaskError`, and `Unsupported` for several stages."""
-    instructions = tuple(_instructions(text.splitlines()))
-    stages = [each for each in instructions if each.name == "FROM"]
-    if not stages:
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a Dockerfile, by its name or number. `instructions` are all that lead to it: those before the first
+    FROM, those of the stage that its FROM names, if it names one, and its own."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+
+def parse(text: str) -> tuple[Stage, ...]:
+    """Return the stages of a Dockerfile. Raises `TaskError`."""
+    return _stages(tuple(_instructions(text.splitlines())))
+
+
+def _stages(instructions: tuple[Instruction, ...]) -> tuple[Stage, ...]:
+    starts = [number for number, each in enumerate(instructions) if each.name == "FROM"]
+    if not starts:
         raise TaskError("Dockerfile has no FROM")
-    if len(stages) > 1:
-        raise Unsupported("its Dockerfile has several stages, which need docker, podman or buildah")
-    return instructions
+    before = instructions[: starts[0]]
+    arguments: dict[str, str] = {}
+    for each in before:
+        _, arguments = follow(ImageConfig(), arguments, each)
+    found: dict[str, Stage] = {}
+    for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(instructions)], strict=True)):
+        words = instructions[start].arguments.split()
+        name = words[2].lower() if len(words) == 3 and words[1].lower() == "as" else str(number)
+        parent = found.get(expand(words[0], arguments).lower()) if words else None
+        leading = before if parent is None else parent.instructions
+        if parent is not None and len(leading) + end - start > _MOST_INSTRUCTIONS:
+            raise TaskError(f"Dockerfile: more than {_MOST_INSTRUCTIONS} instructions lead to the stage {name:.100}")
+        found[name] = Stage(name, (*leading, *instructions[start:end]))
+    return tuple(found.values())
 
 
-def parse_recipe(recipe: ImageRecipe) -> tuple[Instruction, ...]:
-    """Return the instructions of a recipe's Dockerfile, with its arguments in place of the defaults of ARG. Raises
-    `TaskError`."""
+def needed(stages: Sequence[Stage]) -> list[tuple[int, Stage]]:
+    """Return the numbers of the stages from which the last one copies, and these stages, in order. Raises
+    `Unsupported` for a copy from another image, and `TaskError` for one from a later stage."""
+    numbers = {each.name: number for number, each in enumerate(stages)}
+    wanted, left = set[int](), [len(stages) - 1]
+    while left:
+        here = left.pop()
+        for each in stages[here].instructions:
+            if each.name not in ("COPY", "ADD") or "from" not in each.flags:
+                continue
+            number = stage_number(each, numbers)
+            if number >= here:
+                raise TaskError(f"Dockerfile, line {each.line}: it copies from a stage that comes later")
+            if number not in wanted:
+                wanted.add(number)
+                left.append(number)
+    return [(number, stages[number]) for number in sorted(wanted)]
+
+
+def stage_number(each: Instruction, numbers: Mapping[str, int]) -> int:
+    """Return the number of the stage that a COPY names in `--from`. Raises `Unsupported` for another image."""
+    named = each.flags["from"].lower()
+    if named in numbers:
+        return numbers[named]
+    if named.isdecimal() and int(named) < len(numbers):
+        return int(named)
+    raise Unsupported(f"its Dockerfile copies from another image (line {each.line}), which needs docker")
+
+
+def parse_recipe(recipe: ImageRecipe) -> tuple[Stage, ...]:
+    """Return the stages of a recipe's Dockerfile up to its target, with its arguments in place of the defaults of ARG.
+    Raises `TaskError`."""
     assert recipe.dockerfile is not None
     given = dict(recipe.arguments)
 
@@ -129,14 +182,19 @@ def parse_recipe(recipe: ImageRecipe) -> tuple[Instruction, ...]:
         name = each.partition("=")[0]
         return shlex.quote(f"{name}={given[name]}" if name in given else each)
 
-    found = parse(read_text(recipe.dockerfile, "replace"))
-    start = next(each for each in found if each.name == "FROM")
-    if recipe.target and start.arguments.split()[-1].lower() != recipe.target.lower():
-        raise TaskError(f"its Dockerfile has no stage {recipe.target!r:.100}")
-    return tuple(
-        replace(each, arguments=" ".join(map(word, each.words()))) if given and each.name == "ARG" else each
-        for each in found
+    read = tuple(_instructions(read_text(recipe.dockerfile, "replace").splitlines()))
+    found = _stages(
+        tuple(
+            replace(each, arguments=" ".join(map(word, each.words()))) if given and each.name == "ARG" else each
+            for each in read
+        )
     )
+    if not recipe.target:
+        return found
+    for number, each in enumerate(found):
+        if each.name == recipe.target.lower():
+            return found[: number + 1]
+    raise TaskError(f"its Dockerfile has no stage {recipe.target!r:.100}")
 
 
 def check_images(text: str) -> None:
@@ -166,8 +224,17 @@ def check_images(text: str) -> None:
                 )
 
 
-def base_name(instructions: tuple[Instruction, ...]) -> str:
-    """Return the name of the image in the one FROM. Raises `TaskError` if it is not a name, or `scratch`."""
+def base_name(stages: Sequence[Stage]) -> str:
+    """Return the name of the image that the last stage starts from. Raises `TaskError` if it is not a name, or
+    `scratch`, and `Unsupported` if a stage from which it copies starts from another one."""
+    name = _base_of(stages[-1].instructions)
+    for _, each in needed(stages):
+        if (other := _base_of(each.instructions)) != name:
+            raise Unsupported(f"its Dockerfile has stages over {name} and {other}, which needs docker")
+    return name
+
+
+def _base_of(instructions: tuple[Instruction, ...]) -> str:
     arguments: dict[str, str] = {}
     for each in instructions:
         if each.name == "ARG":

@@ -1,6 +1,8 @@
 """Build a Dockerfile in a slot over a given base, without a container runtime or registry.
 
-FROM is ignored, because the slot starts from the given base, except that a base image with a known WORKDIR sets it.
+FROM is ignored, because the slot starts from the given base, except that a base image with a known WORKDIR sets it, and
+that a stage which starts from another one begins with its instructions. A stage from which files are copied is built
+in a fork of the slot as it was.
 RUN, COPY and ADD of local files, ENV, ARG, WORKDIR, USER and SHELL are executed, instructions about the start of a
 container are skipped, and any other instruction is rejected.
 Files in `/tmp` are lost, because the saved file system does not contain them.
@@ -14,7 +16,9 @@ import os
 import re
 import shlex
 import tarfile
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from posixpath import basename, join, normpath
 
@@ -26,16 +30,19 @@ from palaestra.suites.images.dockerfile import (
     ImageConfig,
     ImageRecipe,
     Instruction,
+    Stage,
     expand,
     follow,
+    needed,
     parse_recipe,
+    stage_number,
     variables,
 )
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import Unsupported, read_text
 
 _CONFIGURED = frozenset({"FROM", "ENV", "ARG", "USER", "WORKDIR", "CMD", "ENTRYPOINT"})
-_SKIPPED = frozenset({"EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"})
+_SKIPPED = frozenset({"EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "ONBUILD", "STOPSIGNAL", "VOLUME"})
 _SHELL = ("/bin/sh", "-c")
 
 
@@ -44,11 +51,32 @@ async def build_in_slot(slot: Slot, recipe: ImageRecipe, base: ImageConfig | Non
     `TaskError`, or `PrepareError` if a command fails."""
     if recipe.dockerfile is None:
         raise Unsupported(f"it has no Dockerfile, and its image {recipe.docker_image} is not available")
-    config, arguments, shell = base or ImageConfig(), dict[str, str](), list(_SHELL)
-    for each in parse_recipe(recipe):
+    stages = parse_recipe(recipe)
+    numbers = {each.name: number for number, each in enumerate(stages)}
+    built: dict[int, Slot] = {}
+
+    def source(each: Instruction) -> Slot:
+        return built[stage_number(each, numbers)]
+
+    async with AsyncExitStack() as opened:
+        wanted = needed(stages)
+        built |= {number: await opened.enter_async_context(slot.fork()) for number, _ in wanted}
+        for number, stage in wanted:
+            await _build(built[number], stage, recipe, base or ImageConfig(), source)
+        return await _build(slot, stages[-1], recipe, base or ImageConfig(), source)
+
+
+async def _build(
+    slot: Slot, stage: Stage, recipe: ImageRecipe, config: ImageConfig, source: Callable[[Instruction], Slot]
+) -> ImageConfig:
+    """Build one stage. `source` returns the slot of the stage from which an instruction copies."""
+    arguments, shell = dict[str, str](), list(_SHELL)
+    for each in stage.instructions:
         known = variables(config, arguments)
         if each.name == "RUN":
             await _run(slot, each, config, known, shell, recipe.build_timeout_s)
+        elif each.name in ("COPY", "ADD") and "from" in each.flags:
+            await _copy_built(slot, source(each), each, config, known)
         elif each.name in ("COPY", "ADD"):
             await _copy(slot, each, config, known, recipe.folder)
         elif each.name == "SHELL":
@@ -93,14 +121,7 @@ async def _run(
 
 async def _copy(slot: Slot, each: Instruction, config: ImageConfig, known: dict[str, str], context: Path) -> None:
     """Copy files of the build context into the slot as one tar archive."""
-    if "from" in each.flags:
-        raise Unsupported(f"its Dockerfile copies from another image (line {each.line}), which needs docker")
-    words = [expand(word, known) for word in each.words()]
-    if len(words) < 2:
-        raise TaskError(f"Dockerfile, line {each.line}: {each.name} needs a source and a target")
-    *sources, target = words
-    into = target.endswith("/") or len(sources) > 1 or target in (".", "..")
-    place = normpath(join(config.workdir, target))
+    sources, place, into = _places(each, config, known)
     documents = {document.name: document for document in each.heredocs}
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
@@ -112,9 +133,63 @@ async def _copy(slot: Slot, each: Instruction, config: ImageConfig, known: dict[
             for path in _matching(context, source, each):
                 _add(archive, path, join(place, basename(path)) if into and not path.is_dir() else place, each)
     await _must(slot, ["tar", "-x", "--no-overwrite-dir", "-C", "/"], each, packed.getvalue())
+    await _own(slot, each, place, known)
+
+
+def _places(each: Instruction, config: ImageConfig, known: dict[str, str]) -> tuple[list[str], str, bool]:
+    """Return the sources of a COPY, its target, and whether files are copied into the target."""
+    words = [expand(word, known) for word in each.words()]
+    if len(words) < 2:
+        raise TaskError(f"Dockerfile, line {each.line}: {each.name} needs a source and a target")
+    *sources, target = words
+    into = target.endswith("/") or len(sources) > 1 or target in (".", "..")
+    return sources, normpath(join(config.workdir, target)), into
+
+
+async def _own(slot: Slot, each: Instruction, place: str, known: dict[str, str]) -> None:
     owner = expand(each.flags.get("chown", ""), known)
     if owner:
         await _must(slot, ["chown", "-R", owner, place], each)
+
+
+_GATHER = """\
+place=$1 into=$2; shift 2; rm -rf /tmp/palaestra-copy; mkdir /tmp/palaestra-copy; cd /
+for path in "$@"; do
+  if [ -d "$path" ]; then cp -a "$path/." /tmp/palaestra-copy/
+  elif [ -n "$into" ]; then cp -a "$path" /tmp/palaestra-copy/
+  else cp -a "$path" "/tmp/palaestra-copy/${place##*/}"; fi || exit 1
+done
+if [ $# = 1 ] && [ -z "$into" ] && [ ! -d "$1" ]; then echo "${place%/*}/" > /tmp/palaestra-copy.into
+else echo "$place" > /tmp/palaestra-copy.into; fi
+tar -C /tmp/palaestra-copy -cf /tmp/palaestra-copy.tar .
+"""
+"""Collects files for a COPY in the slot of another stage, with their owners and links, and says where they belong."""
+
+
+async def _copy_built(slot: Slot, source: Slot, each: Instruction, config: ImageConfig, known: dict[str, str]) -> None:
+    """Copy files of another stage's slot into the slot."""
+    sources, place, into = _places(each, config, known)
+    names = " ".join(_pattern(normpath(join("/", name))) for name in sources)
+    script = f"set -- {shlex.quote(place)} '{'yes' if into else ''}' {names}\n{_GATHER}"
+    await _must(source, ["/bin/sh", "-c", script], each)
+    kept = "/tmp/palaestra-copy.tar"  # noqa: S108  in the slots
+    with tempfile.TemporaryDirectory() as folder:
+        target = (await source.read_text("/tmp/palaestra-copy.into")).strip() or "/"  # noqa: S108
+        await source.download(kept, Path(folder, "copy.tar"))
+        await slot.upload(Path(folder, "copy.tar"), kept)
+    await _must(slot, ["mkdir", "-p", target], each)
+    await _must(slot, ["tar", "-x", "--no-overwrite-dir", "-f", kept, "-C", target], each)
+    await slot.remove(kept)
+    mode = each.flags.get("chmod", "")
+    if re.fullmatch("[0-7]{3,4}", mode):
+        await _must(slot, ["chmod", "-R", mode, place], each)
+    await _own(slot, each, place, known)
+
+
+def _pattern(path: str) -> str:
+    """Return a path as a word of a shell in which only `*`, `?` and `[…]` are special."""
+    parts = [part for part in re.split(r"([*?\[\]])", path) if part]
+    return "".join(part if part in "*?[]" else shlex.quote(part) for part in parts)
 
 
 def _matching(context: Path, source: str, each: Instruction) -> Iterator[Path]:

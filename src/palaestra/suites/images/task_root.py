@@ -120,9 +120,9 @@ class TaskRoots:
     async def _over_base(self, recipe: ImageRecipe, base: str) -> TaskRoot:
         if recipe.dockerfile is None:
             raise Unsupported(f"it has no Dockerfile to build over the base, only the image {recipe.docker_image}")
-        instructions = parse_recipe(recipe)
+        stages = parse_recipe(recipe)
         if base == FROM:
-            name = base_name(instructions)
+            name = base_name(stages)
             image = await self.pulled.find(name)
             if image is None:
                 raise ImageError(
@@ -133,7 +133,7 @@ class TaskRoots:
         else:
             image = None if base == HOST else self._existing(local_path(base))
         own = _of_host() if image is None else read_config(image)
-        config = image_config(instructions, own)
+        config = image_config(stages[-1].instructions, own)
         settings = hashlib.sha256(repr((own, config)).encode()).hexdigest()[:16]
         key = f"{base}+{content_key(recipe)}+{settings}"
         return TaskRoot(None if image is None else str(image), config, key, own)
@@ -148,12 +148,8 @@ def _of_host() -> ImageConfig:
 
 def _described(image: Path, recipe: ImageRecipe) -> ImageConfig:
     """Return the configuration of a prebuilt root file system: from the JSON file next to it, or else as the image
-    itself states it, or else from the task's Dockerfile. If there is none of these, or the Dockerfile has several
-    stages, return the default configuration."""
+    itself states it, or else from the task's Dockerfile, or else the default one."""
     known = known_config(image)
     if known is not None or recipe.dockerfile is None:
         return known or ImageConfig()
-    try:
-        return image_config(parse_recipe(recipe))
-    except Unsupported:
-        return ImageConfig()
+    return image_config(parse_recipe(recipe)[-1].instructions)

@@ -142,6 +142,7 @@ def _read_services(
         "COMPOSE_PROJECT_NAME": "task",
         "MAIN_IMAGE_NAME": OWN_IMAGE,
         "PREBUILT_IMAGE_NAME": OWN_IMAGE,
+        "TEST_DIR": "/tests",
         **variables,
     }
     reader = _Reader(path.parent, task, known, own, limits, content)

@@ -14,8 +14,11 @@ import base64
 import binascii
 import hashlib
 import json
+import logging
+import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +33,10 @@ from palaestra.suites.task_files import RowFields, check_links
 from palaestra.suites.terminal_bench import harbor_task, terminal_bench_1
 from palaestra.suites.terminal_bench.terminal_task import TerminalTask
 
+_log = logging.getLogger(__name__)
+
 MAX_UNPACKED_BYTES = 1 << 30
+_MOST_WARNINGS = 10
 
 _LONGEST_NAME = 255
 """The maximum length, in bytes, of a folder name on common file systems."""
@@ -86,7 +92,15 @@ def load_tasks(
             f"{source} contains no task: no folder in it has a {harbor_task.CONFIG_NAME} or a "
             f"{terminal_bench_1.CONFIG_NAME}"
         )
+    _warn_of_ignored(tasks.values())
     return LoadedTasks(tuple(tasks.values()), tuple(left_out))
+
+
+def _warn_of_ignored(tasks: Iterable[TerminalTask]) -> None:
+    """Log a line for each key that tasks set although their format does not have it."""
+    found = Counter(key for task in tasks for key in {re.sub(r"\[\d+\]", "", each) for each in task.ignored})
+    for key, count in found.most_common(_MOST_WARNINGS):
+        _log.warning("%d tasks set %r, which Harbor's schema does not have, so it has no effect", count, key)
 
 
 def read_folder(folder: Path) -> TerminalTask:

@@ -12,8 +12,8 @@ Format: `TaskConfig`, `StepConfig`, `MultiStepTrial` and the path rules of Harbo
 published tasks (`version`, `memory = "2G"`, `allow_internet`).
 
 `_KEYS` lists every key of the format. A key that could change a score and that slots do not honour rejects the task,
-and so does an unknown key outside `[metadata]` and `[task]`. Harbor ignores unknown keys, but a key that this version
-does not know may belong to a newer schema.
+and so does a key that looks like a misspelt one. Any other key that the format does not have is ignored, as by Harbor,
+and is named in `TerminalTask.ignored`.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
     },
     "solution": {"env": _HONOURED},
     "steps": {
-        **dict.fromkeys(("name", "agent", "verifier", "min_reward", "artifacts"), _HONOURED),
-        "healthcheck": "it waits before a step",
+        **dict.fromkeys(("name", "agent", "verifier", "min_reward", "artifacts", "healthcheck"), _HONOURED),
     },
     "steps.agent": {
         "timeout_sec": _HONOURED,
@@ -110,7 +109,7 @@ def read_task(folder: Path) -> TerminalTask:
     """Return the task of a folder. Raises `TaskError`, and `Unsupported` for a task that slots cannot run."""
     config = TypedFields(read_toml_file(folder / CONFIG_NAME))
     _check_version(config)
-    _check_supported(config)
+    ignored = _check_supported(config)
     steps = _steps(config, folder)
     if steps and any(step.solution is None for step in steps):
         steps = tuple(replace(step, solution=None) for step in steps)
@@ -121,7 +120,7 @@ def read_task(folder: Path) -> TerminalTask:
     verifiers = [step.verifier for step in steps] or [
         _verifier(folder / "tests", config.section("verifier"), folder, config)
     ]
-    _check_services(verifiers, services, bool(steps))
+    _check_services(verifiers, services)
     if main is not None and main.user:  # the user of every command in `main` that names no other
         verifiers = [_run_as(each, main.user) for each in verifiers]
         steps = tuple(replace(step, verifier=each) for step, each in zip(steps, verifiers, strict=False))
@@ -152,6 +151,7 @@ def read_task(folder: Path) -> TerminalTask:
         live=metadata.text("grading") == "live",
         steps=steps,
         reward_strategy=_strategy(config),
+        ignored=ignored,
     )
 
 
@@ -170,50 +170,61 @@ def _check_version(config: TypedFields) -> None:
         raise Unsupported(f"schema_version {version} is unknown; this version reads {_VERSIONS[0]} to {_VERSIONS[-1]}")
 
 
-def _check_supported(config: TypedFields) -> None:
-    """Raise `Unsupported` for the first key that slots do not honour or that is unknown."""
+def _check_supported(config: TypedFields) -> tuple[str, ...]:
+    """Return the keys that the format does not have. Raises `Unsupported` for the first key that slots do not honour,
+    or that looks like another one."""
     environment = config.section("environment")
-    _check_keys(config, "")
+    found = _check_keys(config, "")
     for name in ("environment", "agent", "solution"):
-        _check_keys(config.section(name), name)
-    _check_keys(environment.section("healthcheck"), "environment.healthcheck")
+        found += _check_keys(config.section(name), name)
+    found += _check_keys(environment.section("healthcheck"), "environment.healthcheck")
     for server in environment.sections("mcp_servers"):
-        _check_keys(server, "environment.mcp_servers")
-    _check_verifier(config.section("verifier"))
+        found += _check_keys(server, "environment.mcp_servers")
+    found += _check_verifier(config.section("verifier"))
     for step in config.sections("steps"):
-        _check_keys(step, "steps")
-        _check_keys(step.section("agent"), "steps.agent")
-        _check_verifier(step.section("verifier"))
+        found += _check_keys(step, "steps")
+        found += _check_keys(step.section("healthcheck"), "environment.healthcheck")
+        found += _check_keys(step.section("agent"), "steps.agent")
+        found += _check_verifier(step.section("verifier"))
+    for section in (config, *config.sections("steps")):
+        for value in section.values.get("artifacts") or ():
+            if isinstance(value, Mapping):
+                found += _check_keys(TypedFields(value, section.key("artifacts")), "artifacts")
     if (environment.text("os") or "linux").lower() != "linux":
         raise Unsupported(f"it needs the system {environment.text('os')!r} ({environment.key('os')})")
+    return tuple(dict.fromkeys(found))
 
 
-def _check_verifier(verifier: TypedFields) -> None:
-    _check_keys(verifier, "verifier")
-    _check_keys(verifier.section("environment"), "environment")
+def _check_verifier(verifier: TypedFields) -> list[str]:
+    found = _check_keys(verifier, "verifier")
+    found += _check_keys(verifier.section("environment"), "environment")
     for key in ("mcp_servers", "skills_dir"):
         if verifier.section("environment").values.get(key):
             raise Unsupported(f"{verifier.section('environment').key(key)}: only the agent has tool servers and skills")
     if verifier.section("environment").section("healthcheck").values:
         raise Unsupported(f"{verifier.section('environment').key('healthcheck')}: verifiers wait for nothing")
     for hook in verifier.sections("collect"):
-        _check_keys(hook, "verifier.collect")
+        found += _check_keys(hook, "verifier.collect")
+    return found
 
 
-def _check_keys(section: TypedFields, table: str) -> None:
+def _check_keys(section: TypedFields, table: str) -> list[str]:
+    """Return the keys of a table that the format does not have."""
+    ignored = []
     for name, value in section.values.items():
         use = _KEYS[table].get(name)
         if use in (_HONOURED, _NO_EFFECT) or _asks_for_nothing(value):
             continue
         if use is not None:
             raise Unsupported(f"{use} ({section.key(name)}). Remove the key if the task's score does not depend on it")
-        close = difflib.get_close_matches(str(name), _KEYS[table], 1)
-        meant = f"Did you mean {section.key(close[0])}? " if close else ""
-        raise Unsupported(
-            f"task.toml sets {section.key(str(name))!r:.200}, which is not a key of Harbor's schema "
-            f"{_VERSIONS[0]} to {_VERSIONS[-1]} and might change the score. {meant}Remove the key, or move it to "
-            "[metadata]"
-        )
+        if close := difflib.get_close_matches(str(name), _KEYS[table], 1, cutoff=0.76):
+            raise Unsupported(
+                f"task.toml sets {section.key(str(name))!r:.200}, which is not a key of Harbor's schema "
+                f"{_VERSIONS[0]} to {_VERSIONS[-1]}. Did you mean {section.key(close[0])}? Otherwise remove the key, "
+                "or move it to [metadata]"
+            )
+        ignored.append(section.key(str(name))[:200])
+    return ignored
 
 
 def _asks_for_nothing(value: JSON) -> bool:
@@ -242,14 +253,17 @@ def _services(folder: Path, environment: TypedFields) -> dict[str, Service]:
     main = services.get(MAIN) or Service(MAIN, _recipe(folder, environment), names=(MAIN,), limits=_limits(environment))
     if main.health is not None:
         raise Unsupported(f"{check.key('command')} and {COMPOSE_NAME} both have a health check of {MAIN}; keep one")
-    health = HealthCheck(
+    return {**services, MAIN: replace(main, health=_health(check))}
+
+
+def _health(check: TypedFields) -> HealthCheck:
+    return HealthCheck(
         ("/bin/sh", "-c", check.required("command")),
         interval_s=check.number("interval_sec") or 5.0,
         timeout_s=check.number("timeout_sec") or 30.0,
         retries=int(check.number("retries") or 3),
         start_s=(check.number("start_period_sec") or 0.0) if check.values.get("start_period_sec") else 0.0,
     )
-    return {**services, MAIN: replace(main, health=health)}
 
 
 def _run_as(verifier: Verifier, user: str) -> Verifier:
@@ -258,10 +272,8 @@ def _run_as(verifier: Verifier, user: str) -> Verifier:
     return replace(verifier, collect=hooks, user=verifier.user or user if shares else verifier.user)
 
 
-def _check_services(verifiers: Sequence[Verifier], services: Mapping[str, Service], has_steps: bool) -> None:
-    """Raise an error if a verifier names a service that the task does not have, or if steps would restart services."""
-    if has_steps and len(services) > 1:
-        raise Unsupported("it has several steps and several services, which would start again in every step")
+def _check_services(verifiers: Sequence[Verifier], services: Mapping[str, Service]) -> None:
+    """Raise `TaskError` if a verifier names a service that the task does not have."""
     for verifier in verifiers:
         artifacts = verifier.environment.artifacts if verifier.environment is not None else ()
         named = {each.service for each in verifier.collect} | {each.service for each in artifacts}
@@ -352,7 +364,6 @@ def _artifacts(section: TypedFields) -> Iterator[Artifact]:
     """Yield the declared artifacts of a task or step. Each is a path, or a table with `source`."""
     for value in section.values.get("artifacts") or ():
         entry = TypedFields({"source": value} if isinstance(value, str) else value, section.key("artifacts"))
-        _check_keys(entry, "artifacts")
         source = entry.text("source") or ""
         path = source.rstrip("/")
         if not path.startswith("/") or ".." in path.split("/"):
@@ -464,6 +475,7 @@ def _steps(config: TypedFields, folder: Path) -> tuple[TaskStep, ...]:
                 min_reward=_min_reward(section),
                 workdir=place / "workdir" if (place / "workdir").is_dir() else None,
                 agent_timeout_s=section.section("agent").number("timeout_sec"),
+                health=_health(section.section("healthcheck")) if section.section("healthcheck").values else None,
             )
         except Unsupported:
             raise

@@ -185,13 +185,14 @@ def read_tasks(source: str, settings: Sequence[str]) -> ImportReport:
 
 
 def _needs(task: TerminalTask) -> str:
-    """Return what a task needs besides one slot and its verifier in it."""
+    """Return what a task needs besides one slot and its verifier in it, and which of its settings are ignored."""
     others = [each.name for each in task.services if each.name != MAIN]
     parts = [step.verifier for step in task.steps] or [task.verifier]
     apart = any(each.environment is not None for each in parts)
     needs = [f"services {', '.join(others)}"] if others else []
     needs += ["a verifier of its own"] if apart else []
     needs += [f"{len(task.steps)} steps"] if task.steps else []
+    needs += [f"ignored, because the format has no such keys: {', '.join(task.ignored[:5])}"] if task.ignored else []
     return "; ".join(needs)
 
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaestra.core.errors import GraderError, InfraError, PrepareError, SlotEnded
+from palaestra.core.errors import GraderError, InfraError, PrepareError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.rollouts.rollout import Rollout
@@ -32,7 +32,7 @@ from palaestra.suites.images.task_root import TaskRoot
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench.separate_verifier import Collected, collect, joined, run_hooks
-from palaestra.suites.terminal_bench.service import MAIN, Condition, Restart, Service, in_order
+from palaestra.suites.terminal_bench.service import MAIN, Condition, HealthCheck, Restart, Service, in_order
 from palaestra.suites.terminal_bench.terminal_task import Artifact, CollectHook
 
 LOG_BYTES = 8 << 10
@@ -132,11 +132,12 @@ class ServicePlan:
         local = ",".join(["localhost", "127.0.0.1", "::1", "198.19.0.0/24", *names])
         return replace(spec, env=tuple(sorted({**dict(spec.env), "no_proxy": local, "NO_PROXY": local}.items())))
 
-    def leading(self, spec: SlotSpec) -> SlotSpec:
-        """Return the settings of the agent's slot, which leads the group if there is one."""
+    def leading(self, spec: SlotSpec, spare: int = 0) -> SlotSpec:
+        """Return the settings of the agent's slot, which leads the group if there is one. The group has `spare` more
+        places than services."""
         if not self.is_group:
             return spec
-        return replace(self.joined(spec), group=GroupAddress("", self.numbers[MAIN], len(self.services)))
+        return replace(self.joined(spec), group=GroupAddress("", self.numbers[MAIN], len(self.services) + spare))
 
 
 async def set_up(slot: Slot, plan: ServicePlan, name: str) -> None:
@@ -208,7 +209,7 @@ class ServiceGroup:
         self.processes: dict[str, Process] = {}
         self._lead = lead
         self._met: set[tuple[str, Condition]] = set()
-        self._evidence: Evidence | None = None
+        self._evidence: dict[str, Evidence] = {}
 
     async def start(self, spec: SlotSpec, prepared: Callable[[str], Awaitable[Snapshot]]) -> None:
         """Start all services, each when those for which it waits are ready, and wait until all are. `spec` has the
@@ -266,27 +267,20 @@ class ServiceGroup:
         self._met.add((name, condition))
 
     async def _wait_healthy(self, name: str) -> None:
-        each, slot = self.plan.services[name], self.slots[name]
+        each = self.plan.services[name]
         check = each.service.health
         assert check is not None
         longest_s = min(check.longest_s, self._lead.start_s)
-        limit_s = min(check.timeout_s, longest_s)
-        deadline, pause, said = time.monotonic() + longest_s, _POLL_S, ""
-        while True:
-            done = await slot.execute(
-                as_user(check.command, each.user), cwd=each.workdir, timeout_s=limit_s, spill=False
-            )
-            if done.success:
-                return
-            said = done.output[-300:].strip() or done.error
+
+        async def runs() -> None:
             if name in self.processes:
                 await self._check_runs(name)
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, check.interval_s, _LONGEST_POLL_S)
-        log = await self._log(name)
-        raise PrepareError(f"the service {name} is not healthy after {longest_s:g} s: {said}\n{log}")
+
+        argv = as_user(check.command, each.user)
+        said = await wait_healthy(self.slots[name], replace(check, command=tuple(argv)), each.workdir, longest_s, runs)
+        if said is not None:
+            log = await self._log(name)
+            raise PrepareError(f"the service {name} is not healthy after {longest_s:g} s: {said}\n{log}")
 
     async def _check_runs(self, name: str) -> None:
         """Raise `PrepareError` if the program of a service has ended."""
@@ -306,10 +300,10 @@ class ServiceGroup:
         slot, user = self.slots[hook.service], hook.user or self.plan.services[hook.service].user
         return await acting_as(slot, user)
 
-    async def collect(self, hooks: Sequence[CollectHook], artifacts: Sequence[Artifact]) -> Evidence:
+    async def collect(self, step: str, hooks: Sequence[CollectHook], artifacts: Sequence[Artifact]) -> Evidence:
         """Run the hooks of the services and copy their artifacts, while the agent's processes are stopped. Later calls
-        return the result of the first one, because the services end with the agent's slot."""
-        if self._evidence is None:
+        for the same step return the result of the first one, because the services may have ended or changed."""
+        if step not in self._evidence:
             folder = await asyncio.to_thread(TemporaryFolder, "artifacts")
 
             async def clean() -> None:
@@ -318,8 +312,8 @@ class ServiceGroup:
             self._lead.closers.append(clean)
             with suppress(SlotEnded):
                 await self.slots[MAIN].freeze()
-            self._evidence = await self._collected(hooks, artifacts, folder.path)
-        return self._evidence
+            self._evidence[step] = await self._collected(hooks, artifacts, folder.path)
+        return self._evidence[step]
 
     async def _collected(self, hooks: Sequence[CollectHook], artifacts: Sequence[Artifact], folder: Path) -> Evidence:
         problems: list[str] = []
@@ -347,6 +341,29 @@ class ServiceGroup:
             except InfraError as error:  # its slot has ended
                 found[name] = {"exit_code": None, "log": str(error)[:200]}
         return found
+
+
+async def wait_healthy(
+    slot: Slot, check: HealthCheck, workdir: str, longest_s: float, runs: Callable[[], Awaitable[None]] | None = None
+) -> str | None:
+    """Try a check until it succeeds, at most `longest_s` seconds. Return what it said last if it never did, else None.
+    `runs` is called after each failure and raises an exception if there is nothing more to wait for. Raises
+    `SandboxError` if a check that timed out could be ended only with everything in its slot, as on a machine that is
+    far too busy."""
+    limit_s = min(check.timeout_s, longest_s)
+    deadline, pause = time.monotonic() + longest_s, _POLL_S
+    while True:
+        done = await slot.execute(check.command, cwd=workdir, timeout_s=limit_s, spill=False)
+        if done.success:
+            return None
+        if done.metadata.get("swept"):
+            raise SandboxError(f"a check took more than {limit_s:g} s and ended with all programs of {slot.slot_id}")
+        if runs is not None:
+            await runs()
+        if time.monotonic() > deadline:
+            return done.output[-300:].strip() or done.error
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, check.interval_s, _LONGEST_POLL_S)
 
 
 def service_spec(spec: SlotSpec, each: ResolvedService) -> SlotSpec:

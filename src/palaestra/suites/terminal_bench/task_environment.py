@@ -32,6 +32,7 @@ import random
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from palaestra.agent.result import AgentResult
 from palaestra.contract.contract_environment import ContractEnvironment
@@ -71,6 +72,7 @@ from palaestra.suites.terminal_bench.service_group import (
     drop_lost,
     prepared_files,
     set_up,
+    wait_healthy,
 )
 from palaestra.suites.terminal_bench.task_tools import task_tools
 from palaestra.suites.terminal_bench.terminal_task import (
@@ -88,6 +90,7 @@ from palaestra.suites.terminal_bench.verification import (
     Verification,
     VerifierContext,
     prepared_for,
+    verifier_files,
 )
 from palaestra.suites.terminal_bench.verifier_files import (
     HARNESS_DIR,
@@ -145,7 +148,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         plan = await self._plan(terminal, root) if terminal.services else None
         work = ResolvedTask(terminal, root, roots, parts, tools, scope_of(_texts(parts), home), plan)
         serves = terminal.live or terminal.is_named(self.settings.live_tasks) or (plan is not None and plan.is_group)
-        live = not roots and serves
+        live = serves and (not roots or _runs_on(terminal, plan))
         return replace(
             task,
             data=work,
@@ -209,7 +212,9 @@ class TerminalBenchEnvironment(ContractEnvironment):
         work: ResolvedTask = task.data
         spec = replace(super().slot_spec(task, phase), env=tuple(sorted(work.env.items())))
         spec = replace(spec, mounts=work.tools.mounts)  # the official verdict is computed in the agent's slot
-        return spec if work.plan is None or phase is not Phase.AGENT else work.plan.leading(spec)
+        if work.plan is None or phase is not Phase.AGENT:
+            return spec
+        return work.plan.leading(spec, spare=1 if task.grading == LIVE else 0)
 
     def shared_setup(self, task: Task) -> str | None:
         key: str | None = task.data.root.build_key
@@ -237,6 +242,11 @@ class TerminalBenchEnvironment(ContractEnvironment):
         spec, plan = self.slot_spec(rollout.task, Phase.AGENT), work.plan
         spec = replace(spec, group=None)
         building = replace(spec, network=self.slot_spec(rollout.task, Phase.PREPARE).network)
+        if _runs_on(work.task, plan):  # while no slot is held
+            grading = self.slot_spec(rollout.task, Phase.GRADE)
+            for part in work.parts:
+                if part.task.verifier.environment is not None:
+                    await verifier_files(rollout, part, grading, building.network)
         group = ServiceGroup(plan, GroupLead.of_rollout(rollout))
         if plan.is_group:
             rollout.meta["services"] = group
@@ -245,6 +255,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         except SandboxError:
             await drop_lost(rollout, plan)
             raise
+        if plan.is_group and rollout.task.grading == LIVE:
+            rollout.workspace.lender = group.slots[MAIN]
 
     def _agent_s(self, task: TerminalTask) -> float:
         return task.agent.timeout_s or self.settings.task_timeout
@@ -304,12 +316,14 @@ def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
 
 
 class _Steps:
-    """Runs one rollout through the steps of its task. `scores` are the scores of the verified steps."""
+    """Runs one rollout through the steps of its task. `scores` are the scores of the verified steps. Services run from
+    the first step to the last one."""
 
     def __init__(self, environment: TerminalBenchEnvironment, rollout: Rollout) -> None:
         self._environment = environment
         self._rollout = rollout
         self._gradings: list[Grading] = []
+        self._part: GradedPart | None = None
         self.scores: list[Score] = []
 
     async def run(self) -> AgentResult:
@@ -326,6 +340,7 @@ class _Steps:
                     break
                 if not number:
                     await self._begin(part.step)
+                self._part = part
                 result = await self._environment.converse(rollout, part, later=number > 0)
                 if not result.outcome.scored:
                     return result
@@ -341,32 +356,44 @@ class _Steps:
         if self._gradings:
             slot = await self._rollout.sandbox()
             if self._gradings[-1].live:
-                await _remove_verifier(slot)
+                if self._part is not None and self._part.task.verifier.environment is None:
+                    await _remove_verifier(slot)
             else:
                 await self._gradings[-1].restore_scratch(slot)
-        if step.workdir is not None:
-            await self._set_up(step, await self._environment.agent_slot(self._rollout))
+        await self._set_up(step, await self._environment.agent_slot(self._rollout))
 
     async def _set_up(self, step: TaskStep, slot: Slot) -> None:
-        """Copy the files of a step into a slot and run its set-up. Raises `PrepareError`."""
-        assert step.workdir is not None
+        """Copy the files of a step into a slot, run its set-up and wait for its health check. Raises `PrepareError`."""
+        workdir = self._rollout.task.data.workdir
+        if step.workdir is not None:
+            await self._run_set_up(step, step.workdir, slot)
+        if step.health is None:
+            return
+        longest_s = min(step.health.longest_s, _SETUP_S)
+        if (said := await wait_healthy(slot, step.health, workdir, longest_s)) is not None:
+            raise PrepareError(f"the health check of step {step.name} fails for {longest_s:g} s: {said}")
+
+    async def _run_set_up(self, step: TaskStep, files: Path, slot: Slot) -> None:
         workdir = self._rollout.task.data.workdir
         try:
-            await upload_dir(slot, step.workdir, workdir)
+            await upload_dir(slot, files, workdir)
         except InfraError:
             raise
         except OSError as error:
             raise PrepareError(f"the files of step {step.name} cannot be copied: {error}") from error
-        if (step.workdir / "setup.sh").is_file():
+        if (files / "setup.sh").is_file():
             argv, problem = ["bash", f"{workdir}/setup.sh"], f"the setup.sh of step {step.name} failed"
             await check_execute(slot, argv, problem, cwd=workdir, timeout_s=_SETUP_S, shown=2000)
 
     async def _work_breaks_set_up(self, step: TaskStep) -> str:
         """Begin a later step. Return the error if the set-up fails over the agent's work but not over the prepared
-        workspace, otherwise an empty string."""
+        workspace, otherwise an empty string. With services, which a prepared workspace lacks, such an error is always
+        that of the agent's work."""
         try:
             await self._begin(step)
         except PrepareError as error:
+            if "services" in self._rollout.meta:
+                return str(error)[:2000]
             async with self._gradings[-1].prepared() as slot:
                 await self._set_up(step, slot)
             return str(error)[:2000]
@@ -396,6 +423,11 @@ async def _remove_verifier(slot: Slot) -> None:
     """Remove the files of a verifier from the agent's own slot."""
     command = f"rm -rf {HARNESS_DIR} {TESTS_DIR} && find {VERIFIER_LOGS} -mindepth 1 -delete"
     await slot.execute(["/bin/sh", "-c", command], cwd="/", timeout_s=60)
+
+
+def _runs_on(task: TerminalTask, plan: ServicePlan | None) -> bool:
+    """Return whether a task's services, and so the agent's slot, run from step to step."""
+    return bool(task.steps) and plan is not None and plan.is_group
 
 
 def solution_steps(

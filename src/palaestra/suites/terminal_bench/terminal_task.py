@@ -13,7 +13,7 @@ from pathlib import Path
 
 from palaestra.core.types import AllowList, Limits, Network
 from palaestra.suites.images.dockerfile import ImageRecipe
-from palaestra.suites.terminal_bench.service import MAIN, Service
+from palaestra.suites.terminal_bench.service import MAIN, HealthCheck, Service
 
 TESTS_DIR = "/tests"
 """The folder of the verifier's files in a slot. It does not exist before the verifier runs."""
@@ -104,7 +104,8 @@ class SolutionScript:
 
 @dataclass(frozen=True, slots=True)
 class TaskStep:
-    """One step of a task. `workdir` is copied into the task's directory when the step begins.
+    """One step of a task. `workdir` is copied into the task's directory when the step begins, and the agent then waits
+    until the command of `health` succeeds.
 
     The next step follows only if each reward that `min_reward` names reaches its minimum.
     """
@@ -116,6 +117,7 @@ class TaskStep:
     min_reward: Mapping[str, float] = field(default_factory=dict)
     workdir: Path | None = None
     agent_timeout_s: float | None = None
+    health: HealthCheck | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,8 @@ class TerminalTask:
 
     `services` are those of its compose file, `main` among them; empty without such a file. `live` selects grading in
     the agent's own slot, for tasks about a running service. A task with `steps` has the instruction, verifier and
-    solution of its first step; `reward_strategy` combines the rewards of the steps.
+    solution of its first step; `reward_strategy` combines the rewards of the steps. `ignored` are keys of its settings
+    that the format does not have.
     """
 
     name: str
@@ -179,6 +182,7 @@ class TerminalTask:
     live: bool = False
     steps: tuple[TaskStep, ...] = ()
     reward_strategy: str = MEAN
+    ignored: tuple[str, ...] = ()
 
     def of_step(self, step: TaskStep) -> TerminalTask:
         """Return a step of this task as a separate task."""

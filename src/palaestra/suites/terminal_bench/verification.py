@@ -19,7 +19,7 @@ from palaestra.core.types import JSON, AllowList, Label, Network, Score, Task, T
 from palaestra.rollouts.grading.grader import LIVE, Grading
 from palaestra.rollouts.grading.tampering import CARRIED, REPLACED, SHADOWED, changes_in, is_below
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.slot import Slot, View
+from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot, View
 from palaestra.suites.grading.harness import TestsTimedOut, enough_time
 from palaestra.suites.images.agent_user import start_in
 from palaestra.suites.images.as_user import acting_as, home_of
@@ -174,7 +174,7 @@ class Verification:
         if self._part.task.verifier.environment is not None:
             return await self._verified_apart(problems)
         if group is not None and not self._grading.untouched:
-            await group.collect(self._part.task.verifier.collect, ())
+            await group.collect(self._part.step_name, self._part.task.verifier.collect, ())
         if self._grading.live:
             slot = await self._grading.slot()
             setup = self._setup()
@@ -214,12 +214,15 @@ class Verification:
         return ["the agent's commands ended the sandbox"]
 
     async def _verified_apart(self, problems: Sequence[str]) -> Score:
-        """Return the score of a verifier that has a root file system of its own."""
+        """Return the score of a verifier that has a root file system of its own. If the task is graded live, which
+        happens between steps with services, the agent's slot runs on."""
         environment = self._part.task.verifier.environment
         assert environment is not None
         group: ServiceGroup | None = None if self._grading.untouched else self._rollout.meta.get("services")
         with TemporaryFolder("artifacts") as folder:
-            beside = await group.collect(self._part.task.verifier.collect, environment.artifacts) if group else None
+            hooks, beside = self._part.task.verifier.collect, None
+            if group is not None:
+                beside = await group.collect(self._part.step_name, hooks, environment.artifacts)
             slot = await self._grading.slot(View())
             own = [each for each in environment.artifacts if each.service == MAIN]
             collected = await collect(slot, own, folder.path)
@@ -246,14 +249,7 @@ class Verification:
         """Yield a fresh slot over the root file system of a separate verifier."""
         environment, root = self._part.task.verifier.environment, self._work.roots[self._part.step_name]
         assert environment is not None
-        env = tuple(sorted({**root.config.env, **environment.env}.items()))
-        spec = replace(self._grading.spec, image=root.image, limits=environment.limits, env=env)
-        built = None
-        if root.build_key is not None:
-            building = replace(spec, network=self._build_network)
-            build = partial(build_in_slot, recipe=environment.recipe, base=root.base)
-            made = partial(sealed_after, self._rollout, building, None, build)
-            built = await self._rollout.run_context.workspaces.shared(root.build_key, made)
+        spec, built = await verifier_files(self._rollout, self._part, self._grading.spec, self._build_network)
         try:
             slot = await self._rollout.workspace.lease_slot(f"{self._rollout.rollout_id}:verifier", spec, built)
         except SandboxError:
@@ -459,6 +455,23 @@ class Verification:
             ignored=ignored,
             keeps=keeps,
         )
+
+
+async def verifier_files(
+    rollout: Rollout, part: GradedPart, spec: SlotSpec, network: Network | AllowList
+) -> tuple[SlotSpec, Snapshot | None]:
+    """Return the settings and the files of a separate verifier's slot, which are built once per run. `spec` has the
+    settings of a slot for grading, and `network` is that of the build."""
+    work: ResolvedTask = rollout.task.data
+    environment, root = part.task.verifier.environment, work.roots[part.step_name]
+    assert environment is not None
+    env = tuple(sorted({**root.config.env, **environment.env}.items()))
+    spec = replace(spec, image=root.image, limits=environment.limits, env=env)
+    if root.build_key is None:
+        return spec, None
+    build = partial(build_in_slot, recipe=environment.recipe, base=root.base)
+    made = partial(sealed_after, rollout, replace(spec, network=network), None, build)
+    return spec, await rollout.run_context.workspaces.shared(root.build_key, made)
 
 
 async def prepared_for(slot: Slot, tools: TestTools, user: str, *, own: bool) -> PreparedSlot:

@@ -139,3 +139,31 @@ def test_a_pool_leases_a_group_at_once_and_ends_it_together() -> None:
             assert (pool.available_slots, pool.acquired_slots) == (3, 0)
 
     asyncio.run(body())
+
+
+def test_a_place_that_no_member_uses_is_lent() -> None:
+    async def body() -> None:
+        async with SlotPool(SlotPoolConfig(max_slots=3), LocalBackend()) as pool:
+            first = await pool.acquire("group", spec=member("", 2, 3))
+            second = await pool.add(first, 3, SlotSpec(), "second")
+            await serve(second)
+            for _ in range(2):
+                beside = await pool.add(first, None, SlotSpec(), "beside")
+                assert await ask(beside, "198.19.0.3", "80") == ["OSError"], "it is not in the group's network"
+                with pytest.raises(AcquireTimeout, match="no place for another"):
+                    await pool.add(first, None, SlotSpec(), "another")
+                await pool.release(beside)
+            await pool.seal(await pool.add(first, None, SlotSpec(), "sealed"))
+            assert pool.available_slots == 0
+            assert await ask(first, "198.19.0.3", "80") == ["hello"]
+            left = await pool.add(first, None, SlotSpec(), "left")
+            await pool.release(first)
+            with pytest.raises(SandboxError):
+                await left.execute("true")
+            await pool.release(left)
+            with pytest.raises(AcquireTimeout):
+                await pool.add(first, None, SlotSpec(), "late")
+            assert (pool.available_slots, pool.acquired_slots) == (3, 0)
+            assert pool.backend.stats()["slots"] == 0
+
+    asyncio.run(body())
