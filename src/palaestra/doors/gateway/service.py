@@ -32,7 +32,6 @@ from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.turn_events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBegun, TurnEnded
 from palaestra.doors.gateway import choices, commands, files
 from palaestra.doors.gateway.access import Access
-from palaestra.doors.gateway.answer_parts import AnswerParts, answered_chat, outgoing_messages
 from palaestra.doors.gateway.commands import ChatCommand
 from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.connections import Connections, GatewayTasks
@@ -41,7 +40,7 @@ from palaestra.doors.gateway.mailbox import Mailbox, SessionRow, Waiting
 from palaestra.doors.gateway.messaging import Messaging
 from palaestra.doors.gateway.notices import Notices
 from palaestra.doors.gateway.observe.gateway_status import StatusKeeper
-from palaestra.doors.gateway.outbox import Outbox
+from palaestra.doors.gateway.outbox import AnswerParts, Outbox, answered_chat, outgoing_messages
 from palaestra.doors.gateway.platform import (
     ChatAddress,
     Incoming,
