@@ -33,6 +33,7 @@ server:
 toolsets: [terminal, file, todo, clarify]
 default_reset_policy: {mode: both, at_hour: 4, idle_minutes: 1440}
 limits: {messages_per_hour: 120}
+# speech: {base_url: http://127.0.0.1:8001/v1, transcription_model: NAME, speech_model: NAME}     # voice messages
 platforms:
   openai:                         # http://127.0.0.1:8643/v1 for any chat program
     token_file: ~/.palaestra/gateway/openai.token     # openssl rand -hex 32 > FILE

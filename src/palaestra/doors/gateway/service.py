@@ -180,6 +180,8 @@ class Gateway:
         )
         if receipt.decision == "taken":
             self._enqueue(key, message.address, receipt.row)
+            if questions.waits and not questions.unanswered and command is None:
+                self._tasks.start(self._answer_by_voice(session, message, receipt.row), f"voice {key}")
         elif receipt.decision == "limited":
             minutes = max(1, round((receipt.until - now) / 60))
             text = f"You have sent {limits.messages_per_hour} messages in an hour, which is the limit; "
@@ -187,6 +189,17 @@ class Gateway:
         elif receipt.decision == "full":
             text = f"{self.config.max_queued} messages are already waiting here; this one was not accepted."
             await self._answer_now(message, key, f"{text} Send it again later, or /stop the running turn.")
+
+    async def _answer_by_voice(self, session: GatewaySession, message: Incoming, row: int) -> None:
+        """Answer the model's question with a voice message. A message without a transcript, or whose transcript comes
+        too late, stays queued until the turn has ended."""
+        questions, asked = session.questions, session.questions.how_to_answer
+        heard = await self._voice.heard(message)
+        transcribed = heard.message is not message and not heard.notes
+        if transcribed and questions.waits and questions.how_to_answer == asked and not questions.unanswered:
+            session.waiting.remove(row)  # it is not the first one, which is the message of the running turn
+            questions.answer(heard.message.text)
+            await self.mailbox.finish(row, message, [], self._clock.wall())
 
     async def _is_repeated(self, message: Incoming) -> bool:
         """Return whether the gateway already has this request. If the request is answered, send its answer again.

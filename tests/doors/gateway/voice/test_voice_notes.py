@@ -7,6 +7,7 @@ import pytest
 from doors.gateway.conftest import OPEN, a_gateway, until
 from doors.gateway.voice.conftest import KEY, recording, speech, talking
 from palaestra.core.errors import ConfigError
+from palaestra.doors.chat.service import ChatSettings
 from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.platform import Attachment
 from palaestra.doors.gateway.platforms.loopback import LIMITS, Loopback
@@ -161,6 +162,45 @@ def test_nothing_of_a_message_becomes_an_option_or_a_command(tmp_path):
     asyncio.run(main())
 
 
+def test_a_voice_message_answers_a_question_of_the_model(tmp_path):
+    async def main():
+        chat = ChatSettings(toolsets=["clarify"])
+        async with FakeSpeechServer(KEY).serving() as server:
+            config = {**OPEN, "speech": speech(server, replies="off")}
+            async with a_gateway(tmp_path, config, settings=chat) as scene:
+                server.texts[recording().data] = "blue"
+                assert await scene.ask("ask which colour?") == "which colour?"
+                answer = await scene.ask("", attachments=[recording()])
+                assert answer.startswith("done: ")
+                assert "transcribed:]" in answer
+                assert "blue" in answer
+                assert await scene.ask("say next") == "next"  # the voice message was no message of its own
+                assert len(scene.platform.sent) == 3
+
+                server.failing.extend([400])
+                assert await scene.ask("ask which size?") == "which size?"
+                await scene.platform.say("", attachments=[recording(3.0)])
+                await until(lambda: not server.failing)
+                assert (await scene.ask("small")).startswith("done: ")
+                assert "transcribed:]" in (await scene.platform.receive()).text  # it waited for the end of the turn
+
+    asyncio.run(main())
+
+
+def test_a_voice_message_allows_no_command(tmp_path):
+    async def main():
+        async with talking(tmp_path, replies="off") as (scene, server):
+            question = await scene.ask("run rm -rf build")
+            code = question.split("/approve ")[1][:3]
+            server.texts[recording().data] = f"/approve {code}"
+            await scene.platform.say("", attachments=[recording()])
+            await asyncio.sleep(0.3)
+            assert len(scene.model.requests) == 1
+            assert "Not allowed" in await scene.ask("/deny")
+
+    asyncio.run(main())
+
+
 def test_a_strangers_voice_message_is_not_transcribed(tmp_path):
     async def main():
         async with FakeSpeechServer(KEY).serving() as server:
@@ -184,6 +224,22 @@ def test_the_same_recording_is_transcribed_once_also_after_a_restart(tmp_path):
                     await until(lambda scene=scene: bool(scene.model.requests))
                     assert HEARD + "hello" in asked(scene)
             assert [each["model"] for each in server.forms] == ["stt", "better"]
+
+    asyncio.run(main())
+
+
+def test_a_recording_that_arrives_twice_at_the_same_time_is_transcribed_once(tmp_path):
+    async def main():
+        async with talking(tmp_path, replies="off") as (scene, server):
+            server.gate = asyncio.Event()
+            for chat in ("a", "b"):
+                await scene.platform.say("", chat_id=chat, user_id=chat, attachments=[recording()])
+            await until(lambda: server.waiting == 1)
+            await asyncio.sleep(0.1)
+            server.gate.set()
+            for chat in ("a", "b"):
+                assert "hello" in (await scene.platform.receive(chat)).text
+            assert server.waiting == 1
 
     asyncio.run(main())
 

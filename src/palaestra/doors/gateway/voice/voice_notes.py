@@ -7,10 +7,12 @@ gateway that is killed does not request it again. A recording is stored before i
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import re
 from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
 from palaestra.core.clock import Clock
 from palaestra.core.errors import ToolUnavailable
@@ -50,6 +52,7 @@ class VoiceNotes:
         self._config = config or SpeechConfig()
         self._client = None if config is None else SpeechClient(config)
         self._mailbox, self._clock = mailbox, clock
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # Incoming messages
 
@@ -84,19 +87,21 @@ class VoiceNotes:
         """Return the text of a recording, and why there is none, or the empty string."""
         about = f"{self._config.transcription_model}\0{self._config.language or ''}\0".encode()
         key = hashlib.sha256(about + file.data).hexdigest()
-        known = await self._mailbox.do(
-            lambda db: db.execute("select text from transcripts where hash = ?", (key,)).fetchone()
-        )
-        if known is not None:
-            return str(known[0]), ""
-        try:
-            text = await client.transcribe(file.data, file.media_type)
-        except (ToolMistake, ToolUnavailable) as error:
-            logger.warning("a voice message was not transcribed: %s", error)
-            return "", str(error)
-        row = (key, text, self._clock.wall())
-        await self._mailbox.do(lambda db: db.execute("insert or replace into transcripts values (?, ?, ?)", row))
-        return text, ""
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:  # the same recording is requested once, also by messages that arrive together
+            known = await self._mailbox.do(
+                lambda db: db.execute("select text from transcripts where hash = ?", (key,)).fetchone()
+            )
+            if known is not None:
+                return str(known[0]), ""
+            try:
+                text = await client.transcribe(file.data, file.media_type)
+            except (ToolMistake, ToolUnavailable) as error:
+                logger.warning("a voice message was not transcribed: %s", error)
+                return "", str(error)
+            row = (key, text, self._clock.wall())
+            await self._mailbox.do(lambda db: db.execute("insert or replace into transcripts values (?, ?, ?)", row))
+            return text, ""
 
     # Answers
 
