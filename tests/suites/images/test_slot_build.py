@@ -187,6 +187,9 @@ COPY --from=made /out /usr/local/made
 COPY --from=made /out/bin/tool /out/*.txt here/
 COPY --from=1 /tmp/later.txt last.txt
 COPY --from=made --chmod=600 --chown=5:6 ["/out/a b.txt", "named"]
+RUN mkdir /there
+COPY --from=1 /tmp/later.txt /there
+COPY Dockerfile /there
 """
 
 
@@ -198,9 +201,10 @@ def test_stages_are_built_beside_each_other(tmp_path: Path) -> None:
             assert (await build_in_slot(slot, recipe(tmp_path / "task", STAGES))).workdir == "/app"
             assert await slot.stat("/out") is None, "the other stage's files are not here"
             look = "cat /opt/both/base /usr/local/made/lib/it here/* last.txt named; stat -c '%a %u:%g' named here/tool"
-            look += "; stat -c %u:%g /usr/local/made/lib; ls /tmp"
+            look += "; stat -c %u:%g /usr/local/made/lib; ls /tmp /there"
             return (await slot.execute(["/bin/sh", "-c", look], cwd="/app")).output
 
     assert asyncio.run(main()).split() == [
-        *("base", "tool", "one", "tool", "two", "one", "600", "5:6", "755", "0:0", "1234:1234")
+        *("base", "tool", "one", "tool", "two", "one", "600", "5:6", "755", "0:0", "1234:1234"),
+        *("/there:", "Dockerfile", "later.txt", "/tmp:"),
     ]

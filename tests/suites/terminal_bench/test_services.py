@@ -18,6 +18,7 @@ from palaestra.core.types import Blame
 from palaestra.envs.cheats.proof import policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
+from palaestra.suites.terminal_bench import terminal_bench_1
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
@@ -147,6 +148,12 @@ def test_a_terminal_bench_1_task_with_a_server(try_tasks: Try, tmp_path: Path) -
     copied(LEGACY / "hello", tmp_path, files)
     line = try_tasks(tmp_path)["hello"]
     assert line.finding is Finding.GOOD, line.reason
+    (tmp_path / "hello/client").mkdir()
+    (tmp_path / "hello/Dockerfile").rename(tmp_path / "hello/client/Dockerfile")
+    apart = CLIENT_AND_SERVER.replace("{dockerfile: Dockerfile}", "{context: client}")
+    (tmp_path / "hello/docker-compose.yaml").write_text(apart)
+    task = terminal_bench_1.read_task(tmp_path / "hello")
+    assert task.recipe.dockerfile == tmp_path / "hello/client/Dockerfile"
 
 
 READY = """

@@ -122,6 +122,7 @@ async def _run(
 async def _copy(slot: Slot, each: Instruction, config: ImageConfig, known: dict[str, str], context: Path) -> None:
     """Copy files of the build context into the slot as one tar archive."""
     sources, place, into = _places(each, config, known)
+    into = await _into(slot, place, into)
     documents = {document.name: document for document in each.heredocs}
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
@@ -144,6 +145,11 @@ def _places(each: Instruction, config: ImageConfig, known: dict[str, str]) -> tu
     *sources, target = words
     into = target.endswith("/") or len(sources) > 1 or target in (".", "..")
     return sources, normpath(join(config.workdir, target)), into
+
+
+async def _into(slot: Slot, place: str, into: bool) -> bool:
+    """Return whether a file is copied into its target, as it also is into a directory that exists."""
+    return into or (await slot.execute(["/bin/sh", "-c", '[ -d "$1" ]', "sh", place], cwd="/", spill=False)).success
 
 
 async def _own(slot: Slot, each: Instruction, place: str, known: dict[str, str]) -> None:
@@ -169,6 +175,7 @@ tar -C /tmp/palaestra-copy -cf /tmp/palaestra-copy.tar .
 async def _copy_built(slot: Slot, source: Slot, each: Instruction, config: ImageConfig, known: dict[str, str]) -> None:
     """Copy files of another stage's slot into the slot."""
     sources, place, into = _places(each, config, known)
+    into = await _into(slot, place, into)
     names = " ".join(_pattern(normpath(join("/", name))) for name in sources)
     script = f"set -- {shlex.quote(place)} '{'yes' if into else ''}' {names}\n{_GATHER}"
     await _must(source, ["/bin/sh", "-c", script], each)

@@ -57,10 +57,10 @@ def read_task(folder: Path) -> TerminalTask:
     parser = config.text("parser_name") or "pytest"
     if parser != "pytest":
         raise Unsupported(f"parser_name {parser!r} is not supported; only pytest's results are read")
-    if not (folder / "Dockerfile").is_file():
-        raise TaskError("Dockerfile is missing")
     services = _services(folder)
     main = services.get(MAIN)
+    if main is None and not (folder / "Dockerfile").is_file():
+        raise TaskError("Dockerfile is missing")
     workdir = main.workdir if main is not None else single_service(folder / COMPOSE_NAME).get("working_dir")
     return TerminalTask(
         name=folder.name,
@@ -88,7 +88,8 @@ def _services(folder: Path) -> dict[str, Service]:
     listed = content.get("services") if isinstance(content, dict) else None
     if not isinstance(listed, dict) or len(listed) < 2:
         return {}
-    own = ImageRecipe(folder=folder, dockerfile=folder / "Dockerfile")
+    dockerfile = folder / "Dockerfile"
+    own = ImageRecipe(folder=folder, dockerfile=dockerfile) if dockerfile.is_file() else None
     return read_services(folder, _COMPOSE_VARIABLES | VARIABLES, own, Limits(), task=folder, agents=_CLIENT)
 
 
