@@ -110,7 +110,7 @@ class ImageConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class BuildStage:
     """One stage of a Dockerfile, by its name or number. `instructions` are all that lead to it: those before the first
     FROM, those of the stage that its FROM names, if it names one, and its own."""
 
@@ -118,12 +118,12 @@ class Stage:
     instructions: tuple[Instruction, ...]
 
 
-def parse(text: str) -> tuple[Stage, ...]:
+def parse(text: str) -> tuple[BuildStage, ...]:
     """Return the stages of a Dockerfile. Raises `TaskError`."""
     return _stages(tuple(_instructions(text.splitlines())))
 
 
-def _stages(instructions: tuple[Instruction, ...]) -> tuple[Stage, ...]:
+def _stages(instructions: tuple[Instruction, ...]) -> tuple[BuildStage, ...]:
     starts = [number for number, each in enumerate(instructions) if each.name == "FROM"]
     if not starts:
         raise TaskError("Dockerfile has no FROM")
@@ -131,7 +131,7 @@ def _stages(instructions: tuple[Instruction, ...]) -> tuple[Stage, ...]:
     arguments: dict[str, str] = {}
     for each in before:
         _, arguments = follow(ImageConfig(), arguments, each)
-    found: dict[str, Stage] = {}
+    found: dict[str, BuildStage] = {}
     for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(instructions)], strict=True)):
         words = instructions[start].arguments.split()
         name = words[2].lower() if len(words) == 3 and words[1].lower() == "as" else str(number)
@@ -139,11 +139,11 @@ def _stages(instructions: tuple[Instruction, ...]) -> tuple[Stage, ...]:
         leading = before if parent is None else parent.instructions
         if parent is not None and len(leading) + end - start > _MOST_INSTRUCTIONS:
             raise TaskError(f"Dockerfile: more than {_MOST_INSTRUCTIONS} instructions lead to the stage {name:.100}")
-        found[name] = Stage(name, (*leading, *instructions[start:end]))
+        found[name] = BuildStage(name, (*leading, *instructions[start:end]))
     return tuple(found.values())
 
 
-def needed(stages: Sequence[Stage]) -> list[tuple[int, Stage]]:
+def needed(stages: Sequence[BuildStage]) -> list[tuple[int, BuildStage]]:
     """Return the numbers of the stages from which the last one copies, and these stages, in order. Raises
     `Unsupported` for a copy from another image, and `TaskError` for one from a later stage."""
     numbers = {each.name: number for number, each in enumerate(stages)}
@@ -172,7 +172,7 @@ def stage_number(each: Instruction, numbers: Mapping[str, int]) -> int:
     raise Unsupported(f"its Dockerfile copies from another image (line {each.line}), which needs docker")
 
 
-def parse_recipe(recipe: ImageRecipe) -> tuple[Stage, ...]:
+def parse_recipe(recipe: ImageRecipe) -> tuple[BuildStage, ...]:
     """Return the stages of a recipe's Dockerfile up to its target, with its arguments in place of the defaults of ARG.
     Raises `TaskError`."""
     assert recipe.dockerfile is not None
@@ -224,7 +224,7 @@ def check_images(text: str) -> None:
                 )
 
 
-def base_name(stages: Sequence[Stage]) -> str:
+def base_name(stages: Sequence[BuildStage]) -> str:
     """Return the name of the image that the last stage starts from. Raises `TaskError` if it is not a name, or
     `scratch`, and `Unsupported` if a stage from which it copies starts from another one."""
     name = _base_of(stages[-1].instructions)

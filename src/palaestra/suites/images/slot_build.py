@@ -26,11 +26,11 @@ from palaestra.core.errors import TaskError
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.images.dockerfile import (
+    BuildStage,
     Heredoc,
     ImageConfig,
     ImageRecipe,
     Instruction,
-    Stage,
     expand,
     follow,
     needed,
@@ -67,7 +67,7 @@ async def build_in_slot(slot: Slot, recipe: ImageRecipe, base: ImageConfig | Non
 
 
 async def _build(
-    slot: Slot, stage: Stage, recipe: ImageRecipe, config: ImageConfig, source: Callable[[Instruction], Slot]
+    slot: Slot, stage: BuildStage, recipe: ImageRecipe, config: ImageConfig, source: Callable[[Instruction], Slot]
 ) -> ImageConfig:
     """Build one stage. `source` returns the slot of the stage from which an instruction copies."""
     arguments, shell = dict[str, str](), list(_SHELL)
