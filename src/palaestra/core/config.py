@@ -277,9 +277,15 @@ def _explain(
         if mistake["type"] == "missing":
             what = "a value is required"
         written = spelled.get(name, ".".join(path)) or model_type.__name__
-        given = "" if mistake["type"] == "missing" or not path else f" {_short(name, mistake['input'])}"
+        unseen = mistake["type"] == "missing" or not path or _has_settings(mistake["input"])
+        given = "" if unseen else f" {_short(name, mistake['input'])}"
         lines.append(f"{written}{given}: {what[:1].lower()}{what[1:]}{where}")
     return "\n".join(dict.fromkeys(lines))
+
+
+def _has_settings(value: JSON) -> bool:
+    """Return whether a value has settings of its own, some of which may be secrets."""
+    return isinstance(value, Mapping) or (isinstance(value, list) and any(map(_has_settings, value)))
 
 
 def _short(name: str, value: JSON) -> str:

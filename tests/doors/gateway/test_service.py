@@ -202,6 +202,17 @@ def test_a_question_of_the_model_is_answered_by_the_next_message(tmp_path):
     asyncio.run(main())
 
 
+def test_of_two_messages_that_arrive_together_one_answers_a_question_and_the_other_is_answered(tmp_path):
+    async def main():
+        async with a_gateway(tmp_path, settings=ChatSettings(toolsets=["clarify"])) as scene:
+            assert await scene.ask("ask which colour?") == "which colour?"
+            await asyncio.gather(scene.platform.say("blue"), scene.platform.say("say red"))
+            assert '"user_response": "blue"' in (await scene.platform.receive()).text
+            assert (await scene.platform.receive()).text == "red"
+
+    asyncio.run(main())
+
+
 def test_a_late_answer_does_not_answer_the_next_question(tmp_path):
     async def main():
         config = {**OPEN, "approval_timeout_s": 2.0}

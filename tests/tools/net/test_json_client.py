@@ -96,6 +96,13 @@ def test_what_will_not_pass_is_not_tried_again(answer: FakeAnswer, says: str) ->
     assert len(server.seen) == 1
 
 
+def test_a_reply_that_repeats_the_key_does_not_reveal_it() -> None:
+    with pytest.raises(ToolUnavailable) as caught:
+        ask(LoopbackServer(FakeAnswer({"error": "the key secret is unknown"}, 401)))
+    assert "is unknown" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
 def test_a_reply_without_end_is_cut_off() -> None:
     with pytest.raises(ToolUnavailable, match="more than 16 MB"):
         ask(LoopbackServer(FakeAnswer(b"x" * ((16 << 20) + 1))))

@@ -39,11 +39,12 @@ class Questions:
         self._approval_code = ""
         self._question: asyncio.Future[str] | None = None
         self._code = ""
+        self._claimed = False
 
     @property
     def waits(self) -> bool:
-        """Whether the model's question waits for an answer."""
-        return self._question is not None
+        """Whether the model's question waits for an answer that no message has yet."""
+        return self._question is not None and not self._question.done() and not self._claimed
 
     @property
     def how_to_answer(self) -> str:
@@ -87,7 +88,7 @@ class Questions:
         lines = [question, *(f"- {choice}" for choice in choices)]
         if self.unanswered:
             lines.append(f"(Answer with /answer {code} TEXT, because an earlier question was not answered.)")
-        self._question = asyncio.get_running_loop().create_future()
+        self._question, self._claimed = asyncio.get_running_loop().create_future(), False
         try:
             await self._notices.post("\n".join(lines), self._address)
             async with asyncio.timeout(self._timeout_s):
@@ -125,10 +126,17 @@ class Questions:
         _settle(self._question, text.strip())
         return "Answered."
 
-    def answer(self, text: str) -> None:
-        """Answer the model's question."""
-        if self._question is not None:
-            _settle(self._question, text)
+    def claim(self, claimed: bool = True) -> None:
+        """Reserve the model's question for a message that is being stored, or give it up, so that only one message
+        becomes its answer."""
+        self._claimed = claimed
+
+    def answer(self, text: str) -> bool:
+        """Answer the model's question. Returns whether it was still open."""
+        if self._question is None or self._question.done():
+            return False
+        _settle(self._question, text)
+        return True
 
     def deny(self) -> None:
         """Deny the command that waits for approval, if any."""

@@ -166,10 +166,8 @@ class Gateway:
                 text = "An earlier question was not answered in time. To answer the current one, write "
                 text += f"{questions.how_to_answer}."
                 await self._answer_now(message, key, text)
-            elif (await self.mailbox.take(message, key, now, done=True)).decision == "taken":
-                questions.answer(message.text)
-                if self.platforms[message.address.platform].limits.requests:
-                    await self._notices.answer(message, "Answered.")
+            else:
+                await self._answer_question(session, message, now)
             return
         limits = self.config.limits
         if command is None and (refusal := await self._access.over_cost(message.address.platform, message.user_id)):
@@ -180,7 +178,8 @@ class Gateway:
         )
         if receipt.decision == "taken":
             self._enqueue(key, message.address, receipt.row)
-            if questions.waits and not questions.unanswered and command is None:
+            spoken = message.attachments and all(file.is_audio for file in message.attachments)
+            if spoken and questions.waits and not questions.unanswered and command is None:
                 self._tasks.start(self._answer_by_voice(session, message, receipt.row), f"voice {key}")
         elif receipt.decision == "limited":
             minutes = max(1, round((receipt.until - now) / 60))
@@ -190,16 +189,33 @@ class Gateway:
             text = f"{self.config.max_queued} messages are already waiting here; this one was not accepted."
             await self._answer_now(message, key, f"{text} Send it again later, or /stop the running turn.")
 
+    async def _answer_question(self, session: GatewaySession, message: Incoming, now: float) -> None:
+        """Answer the model's question with a text. A message that arrives meanwhile is not an answer."""
+        questions = session.questions
+        questions.claim()
+        try:
+            taken = (await self.mailbox.take(message, session.key, now, done=True)).decision == "taken"
+        except BaseException:
+            questions.claim(False)
+            raise
+        if not taken:
+            questions.claim(False)
+        elif not questions.answer(message.text):
+            await self._notices.answer(message, "The question is no longer open. Send this again if it is needed.")
+        elif self.platforms[message.address.platform].limits.requests:
+            await self._notices.answer(message, "Answered.")
+
     async def _answer_by_voice(self, session: GatewaySession, message: Incoming, row: int) -> None:
         """Answer the model's question with a voice message. A message without a transcript, or whose transcript comes
         too late, stays queued until the turn has ended."""
         questions, asked = session.questions, session.questions.how_to_answer
         heard = await self._voice.heard(message)
         transcribed = heard.message is not message and not heard.notes
-        if transcribed and questions.waits and questions.how_to_answer == asked and not questions.unanswered:
+        open_ = questions.waits and questions.how_to_answer == asked and not questions.unanswered
+        if transcribed and open_ and questions.answer(heard.message.text):
             session.waiting.remove(row)  # it is not the first one, which is the message of the running turn
-            questions.answer(heard.message.text)
-            await self.mailbox.finish(row, message, [], self._clock.wall())
+            done = partial(self.mailbox.finish, row, message, [], self._clock.wall())
+            await self._tasks.retried(done, f"{session.key}: an answer by voice")
 
     async def _is_repeated(self, message: Incoming) -> bool:
         """Return whether the gateway already has this request. If the request is answered, send its answer again.

@@ -2,8 +2,8 @@
 
 Addresses that a model names go through `web/fetch.py`, which refuses private addresses. Requests to the agent's model
 server go through `inference/http/transport.py`. Invariant: every failure is a mistake that the model reads
-(`ToolMistake`), or an infrastructure failure (`ToolUnavailable`). Messages quote the reply but no header of the
-request, so they reveal no key.
+(`ToolMistake`), or an infrastructure failure (`ToolUnavailable`). Messages quote the reply, without the values of the
+request's headers that it repeats, so they reveal no key.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from yarl import URL
 from palaestra.core.clock import Clock, SystemClock, take_turn
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.printable import without_middle
+from palaestra.core.redaction import redacted
 from palaestra.core.retry import RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
 from palaestra.core.types import JSON
 from palaestra.tools.tool import ToolMistake
@@ -77,7 +78,7 @@ class JsonServer:
         try:
             return msgspec.json.decode(told)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise self._down(f"did not answer with JSON: {_said(told)}") from None
+            raise self._down(f"did not answer with JSON: {self._said(told)}") from None
 
     async def _ask_for_bytes(self, method: str, url: URL, body: bytes | None, content_type: str = _JSON) -> bytes:
         clock = self.clock or SystemClock()
@@ -90,7 +91,7 @@ class JsonServer:
                 why = str(error) or type(error).__name__
                 raise TransientFailure(self._down(f"cannot be reached ({why}), tried {_times(tries)}")) from error
             if status in RETRIED_STATUSES:
-                problem = self._down(f"answered with HTTP {status}, tried {_times(tries)}: {_said(told)}")
+                problem = self._down(f"answered with HTTP {status}, tried {_times(tries)}: {self._said(told)}")
                 raise TransientFailure(problem, retry_after_s(retry_after, clock.wall()))
             return self._accepted(status, told)
 
@@ -123,11 +124,11 @@ class JsonServer:
 
     def _accepted(self, status: int, told: bytes) -> bytes:
         if status in (401, 402, 403):
-            raise self._down(f"denied access (HTTP {status}); check {self.key}: {_said(told)}")
+            raise self._down(f"denied access (HTTP {status}); check {self.key}: {self._said(told)}")
         if status in (400, 413, 414, 422):
-            raise ToolMistake(f"{self.name} rejected this request (HTTP {status}): {_said(told)}")
+            raise ToolMistake(f"{self.name} rejected this request (HTTP {status}): {self._said(told)}")
         if not 200 <= status < 300:
-            raise self._down(f"answered with HTTP {status}; check its address: {_said(told)}")
+            raise self._down(f"answered with HTTP {status}; check its address: {self._said(told)}")
         return told
 
     def _down(self, what: str) -> ToolUnavailable:
@@ -135,7 +136,14 @@ class JsonServer:
 
     def malformed(self, told: JSON) -> ToolUnavailable:
         """Return the error for a reply in an unexpected format."""
-        return self._down(f"answered in an unexpected format: {_said(msgspec.json.encode(told))}")
+        return self._down(f"answered in an unexpected format: {self._said(msgspec.json.encode(told))}")
+
+    def _said(self, told: bytes) -> str:
+        """Return the reply as part of a message."""
+        shown = redacted(
+            told.decode(errors="replace"), *(each.removeprefix("Bearer ") for each in self.headers.values())
+        )
+        return without_middle(" ".join(shown.split()), _SHOWN_CHARS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +213,6 @@ def rows(server: JsonServer, told: JSON, *path: str) -> list[dict[str, JSON]]:
 def text(row: Mapping[str, JSON], *names: str) -> str:
     """Return the first of these fields that contains text, or the empty string."""
     return next((str(row[name]) for name in names if isinstance(row.get(name), str) and row[name]), "")
-
-
-def _said(told: bytes) -> str:
-    return without_middle(" ".join(told.decode(errors="replace").split()), _SHOWN_CHARS)
 
 
 def _times(tries: int) -> str:

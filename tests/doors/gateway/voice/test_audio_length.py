@@ -45,6 +45,8 @@ def test_the_length_of_a_wav_and_of_an_mp4_file_is_read():
         out.setframerate(8000)
         out.writeframes(bytes(2 * 8000 * 3))
     assert audio_seconds(file.getvalue()) == 3.0
+    streamed = file.getvalue()[:40] + b"\xff" * 4 + file.getvalue()[44:]
+    assert 3.0 <= audio_seconds(streamed) < 3.1
     for version, size in ((0, 4), (1, 8)):
         times = bytes(2 * size) + (1000).to_bytes(4, "big") + (4500).to_bytes(size, "big")
         movie = bytes(4) + b"ftypM4A " + bytes(8) + b"mvhd" + bytes([version, 0, 0, 0]) + times
@@ -61,6 +63,8 @@ def test_the_length_of_a_wav_and_of_an_mp4_file_is_read():
         b"RIFF\0\0\0\0WAVEfmt ",
         b"ID3 of an mp3",
         bytes(4) + b"ftypM4A mvhd",
+        # chunks that are longer than the file
+        b"RIFF\xb4\x01\0\0WAVEfmt \x10\0\0\x80\x01\0\x01\0@\x1f\0\0\x80>\0\0\x02\0\x10\0data\x90\x80\0\0" + bytes(300),
     ],
 )
 def test_other_and_damaged_data_has_no_known_length(data):

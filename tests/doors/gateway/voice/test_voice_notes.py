@@ -187,6 +187,56 @@ def test_a_voice_message_answers_a_question_of_the_model(tmp_path):
     asyncio.run(main())
 
 
+def test_two_voice_messages_that_answer_one_question_are_both_heard(tmp_path):
+    async def main():
+        chat = ChatSettings(toolsets=["clarify"])
+        async with FakeSpeechServer(KEY).serving() as server:
+            config = {**OPEN, "speech": speech(server, replies="off")}
+            async with a_gateway(tmp_path, config, settings=chat) as scene:
+                server.gate = asyncio.Event()
+                server.texts |= {recording(1.0).data: "blue", recording(3.0).data: "green"}
+                assert await scene.ask("ask which colour?") == "which colour?"
+                for seconds in (1.0, 3.0):
+                    await scene.platform.say("", attachments=[recording(seconds)])
+                await until(lambda: server.waiting == 2)
+                server.gate.set()
+                texts = [(await scene.platform.receive()).text for _ in range(2)]
+                assert texts[0].startswith("done: ")
+                assert (
+                    {"blue" in texts[0], "blue" in texts[1]} == {"red" in texts[0], "red" in texts[1]} == {True, False}
+                )
+
+    asyncio.run(main())
+
+
+def test_a_voice_message_with_another_file_is_no_answer_to_a_question(tmp_path):
+    """The file would be lost."""
+
+    async def main():
+        chat = ChatSettings(toolsets=["clarify"])
+        async with FakeSpeechServer(KEY).serving() as server:
+            config = {**OPEN, "speech": speech(server, replies="off")}
+            async with a_gateway(tmp_path, config, settings=chat) as scene:
+                assert await scene.ask("ask which colour?") == "which colour?"
+                await scene.platform.say("", attachments=[recording(), Attachment("a.txt", "text/plain", b"a")])
+                assert '"user_response": "blue"' in await scene.ask("blue")
+                await scene.platform.receive()
+                assert "uploads/a.txt" in asked(scene)
+
+    asyncio.run(main())
+
+
+def test_a_speech_server_that_hangs_does_not_hold_back_the_chat(tmp_path):
+    async def main():
+        async with talking(tmp_path, replies="on", timeout_s=0.5) as (scene, server):
+            server.gate = asyncio.Event()
+            assert await scene.ask("say one") == "one"
+            assert "took more than 0.5 s" in (await scene.platform.receive()).text
+            assert await scene.ask("say two") == "two"
+
+    asyncio.run(main())
+
+
 def test_a_voice_message_allows_no_command(tmp_path):
     async def main():
         async with talking(tmp_path, replies="off") as (scene, server):
@@ -282,11 +332,11 @@ def test_a_platform_that_cannot_send_recordings_gets_only_text(tmp_path, limits)
 
 def test_a_recording_in_another_format_is_sent_as_a_file(tmp_path):
     async def main():
-        async with talking(tmp_path, replies="on", speech_format="mp3", max_spoken_chars=20) as (scene, server):
-            await scene.ask("say one two three four five six seven")
+        async with talking(tmp_path, replies="on", speech_format="mp3", max_spoken_chars=100) as (scene, server):
+            await scene.ask("say " + 25 * "word ")
             file = (await scene.platform.receive()).file
             assert (file.name, file.media_type, file.voice) == ("answer.mp3", "audio/mpeg", False)
-            assert server.said[0]["input"] == "one two"
+            assert 10 < server.said[0]["input"].count("word") < 25
 
     asyncio.run(main())
 
@@ -313,12 +363,20 @@ def test_settings_that_cannot_work_are_refused():
         ({"base_url": "http://", "speech_model": "m"}, "base_url"),
         ({"base_url": "http://h"}, "transcription_model"),
         ({"base_url": "http://h", "speech_model": "m", "api_key": "a\nb"}, "control character"),
+        ({"base_url": "http://u:p@h", "speech_model": "m"}, "password"),
     ]:
         with pytest.raises(ConfigError, match=why):
             SpeechClient(SpeechConfig(**wrong))
-    for wrong in ({"language": "en\r\n"}, {"replies": "loud"}, {"mode": "on"}, {"max_bytes": 0}):
-        with pytest.raises(ConfigError):
-            GatewayConfig.from_dict({"speech": wrong})
+    for wrong in [
+        {"language": "en\r\n"},
+        {"replies": "loud"},
+        {"mode": "on"},
+        {"max_bytes": 0},
+        {"max_spoken_chars": 5},
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            GatewayConfig.from_dict({"speech": {**wrong, "api_key": KEY}})
+        assert KEY not in str(caught.value)
     with pytest.raises(ConfigError, match="SPEECH_KEY is not set"):
         SpeechConfig(api_key_variable="SPEECH_KEY").with_variable({})
     with pytest.raises(ConfigError, match="both"):
@@ -332,6 +390,8 @@ def test_settings_that_cannot_work_are_refused():
         ("Look:\n```sh\nrm -rf /\n```\nDone.", "Look:\n\nDone."),
         ("- a [page](https://example.org/x)\n- 2 * 3 = 6", "a page\n2 * 3 = 6"),
         ("```\nan open block", ""),
+        ("2*3*4 and a_b_c, but *so* and [![a](b)](c)", "2*3*4 and a_b_c, but so and a"),
+        ("[" * 100_000, "[" * 100_000),
     ],
 )
 def test_markdown_is_read_aloud_without_its_marks(text, spoken):

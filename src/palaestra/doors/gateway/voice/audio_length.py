@@ -26,8 +26,14 @@ def audio_seconds(data: bytes) -> float | None:
     if data.startswith(b"RIFF"):
         try:
             with wave.open(io.BytesIO(data)) as file:
-                return float(file.getnframes() / file.getframerate())
-        except (wave.Error, EOFError, ZeroDivisionError):
+                stored = len(data) // (file.getnchannels() * file.getsampwidth())  # a stream states no true number
+                return float(min(file.getnframes(), stored) / file.getframerate())
+        except (
+            wave.Error,
+            EOFError,
+            ZeroDivisionError,
+            RuntimeError,
+        ):  # the last: its chunks contradict each other
             return None
     return _mp4_seconds(data) if data[4:8] == b"ftyp" else None
 

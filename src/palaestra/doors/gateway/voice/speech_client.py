@@ -36,6 +36,8 @@ class SpeechClient:
     def __init__(self, config: SpeechConfig) -> None:
         if not config.base_url.startswith(("http://", "https://")) or not _is_address(config.base_url):
             raise ConfigError("speech.base_url must be the address of a server, such as http://127.0.0.1:8001/v1")
+        if URL(config.base_url).user is not None:
+            raise ConfigError("speech.base_url contains a user name or a password; set speech.api_key instead")
         if not (config.transcription_model or config.speech_model):
             raise ConfigError("speech needs transcription_model, speech_model or both")
         key = sent_secret(config.api_key, "speech.api_key")
@@ -48,7 +50,7 @@ class SpeechClient:
     async def transcribe(self, data: bytes, media_type: str) -> str:
         """Return the text of a recording. Raises `ToolMistake` if the server refuses it, and `ToolUnavailable` for all
         other failures."""
-        kind = media_type.partition(";")[0].strip().lower()
+        kind = "audio/mp4" if data[4:8] == b"ftyp" else media_type.partition(";")[0].strip().lower()
         suffix = _SUFFIXES.get(kind, "ogg")
         fields = {"model": self._config.transcription_model or "", "response_format": "json"}
         if self._config.language:

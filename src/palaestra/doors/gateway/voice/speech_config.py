@@ -42,9 +42,14 @@ class SpeechConfig(Settings):
         600.0, "Maximum length in seconds of the audio of one message, if its format states the length.", gt=0
     )
     max_spoken_chars: int = setting(
-        1500, "Maximum number of characters of an answer that are spoken; the text has the rest.", ge=1, le=4096
+        1500, "Maximum number of characters of an answer that are spoken; the text has the rest.", ge=100, le=4096
     )
-    timeout_s: float = setting(60.0, "Time limit in seconds of one request; a failed request is repeated twice.", gt=0)
+    timeout_s: float = setting(
+        60.0,
+        "Time limit in seconds of one request. A failed transcription is repeated twice, within two minutes; a spoken "
+        "answer has only this time.",
+        gt=0, le=120,
+    )  # fmt: skip
 
     def with_variable(self, variables: Mapping[str, str]) -> Self:
         """Return these settings with the key from `api_key_variable`. Raises `ConfigError` if it is not set."""

@@ -33,8 +33,14 @@ _MEDIA_TYPES = {
     "flac": ("flac", "audio/flac"), "wav": ("wav", "audio/wav"),
 }  # fmt: skip
 _CODE = re.compile(r"^(```|~~~).*?(?:^\1\s*$|\Z)", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"!?\[([^\]\n]*)\]\([^)\s]*\)")
-_MARKS = re.compile(r"^[ \t]*(?:#{1,6}|>|[-*+])[ \t]+|[*_`]{1,3}(?=\S)|(?<=\S)[*_`]{1,3}", re.MULTILINE)
+_LINK = re.compile(r"!?\[([^\[\]\n]*)\]\([^)\s]{0,2000}\)")
+_MARKS = re.compile(
+    r"^[ \t]*(?:#{1,6}|>|[-*+])[ \t]+|(?<![\w*_`])[*_`]{1,3}(?=\S)|(?<=\S)[*_`]{1,3}(?![\w*_`])", re.MULTILINE
+)
+_MOST_READ = 20_000
+"""The maximum number of characters of an answer among which the spoken ones are looked for."""
+_MOST_TRANSCRIBED = 50_000
+"""The maximum number of characters of a transcript: more than an hour of speech."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,7 @@ class VoiceNotes:
             if known is not None:
                 return str(known[0]), ""
             try:
-                text = await client.transcribe(file.data, file.media_type)
+                text = (await client.transcribe(file.data, file.media_type))[:_MOST_TRANSCRIBED]
             except (ToolMistake, ToolUnavailable) as error:
                 logger.warning("a voice message was not transcribed: %s", error)
                 return "", str(error)
@@ -134,20 +140,23 @@ class VoiceNotes:
         mode, spoken = self._mode(conversation), any(file.is_audio for file in message.attachments)
         if mode == "off" or (mode == "auto" and not spoken):
             return ""
-        pieces = split_reply(speakable(text), PlatformLimits(self._config.max_spoken_chars))
+        pieces = split_reply(speakable(text[:_MOST_READ]), PlatformLimits(self._config.max_spoken_chars))
         return pieces[0].strip() if pieces else ""
 
     async def voiced(self, message: Outgoing, limits: PlatformLimits) -> Outgoing:
-        """Return an outgoing message with the recording of its `spoken` text, or with a note if there is none."""
+        """Return an outgoing message with the recording of its `spoken` text, or with a note if there is none. The
+        chat's later messages wait for it, so this takes no longer than a request and a second."""
         try:
             if self._client is None or not self._config.speech_model:
                 raise ToolMistake("the gateway has no setting speech.speech_model any more")
-            data = await self._client.speak(message.spoken)
+            async with asyncio.timeout(self._config.timeout_s + 1):
+                data = await self._client.speak(message.spoken)
             if len(data) > limits.max_file_bytes:
                 raise ToolMistake(f"the recording has {megabytes(len(data))}, more than the platform accepts")
-        except (ToolMistake, ToolUnavailable) as error:
-            logger.warning("%s: an answer was not spoken: %s", message.address.platform, error)
-            return replace(message, spoken="", text=f"(This answer could not be spoken: {error})")
+        except (ToolMistake, ToolUnavailable, TimeoutError) as error:
+            why = str(error) or f"the speech server took more than {self._config.timeout_s:g} s"
+            logger.warning("%s: an answer was not spoken: %s", message.address.platform, why)
+            return replace(message, spoken="", text=f"(This answer could not be spoken: {why})")
         suffix, media_type = _MEDIA_TYPES[self._config.speech_format]
         file = Attachment(f"answer.{suffix}", media_type, data, voice=is_ogg_opus(data))
         return replace(message, spoken="", file=file)
@@ -155,4 +164,5 @@ class VoiceNotes:
 
 def speakable(text: str) -> str:
     """Return Markdown as text to read aloud: without code blocks, the addresses of links, and marks."""
-    return _MARKS.sub("", _LINK.sub(r"\1", _CODE.sub("", text))).strip()
+    linked = _LINK.sub(r"\1", _CODE.sub("", text))
+    return _MARKS.sub("", _LINK.sub(r"\1", linked)).strip()  # twice: a picture may be the text of a link
