@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -51,6 +52,12 @@ class Scene:
         """Say something and return the next message of the gateway."""
         await self.platform.say(text, chat_id=chat_id, user_id=options.pop("user_id", chat_id), **options)
         return (await self.platform.receive(chat_id)).text
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 async def until(condition: Callable[[], bool]) -> None:

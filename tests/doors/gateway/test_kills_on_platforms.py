@@ -4,7 +4,6 @@ answer that may have been sent before says so."""
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import pytest
 import yaml
 
 from doors.gateway import mattermost_api, signal_daemon, slack_api, telegram_api, twilio_api, whatsapp_api
+from doors.gateway.conftest import free_port
 from doors.gateway.echo_model import EchoModel
 from doors.gateway.kills import killed_again_and_again
 
@@ -99,12 +99,6 @@ def sms() -> Conversation:
     return Conversation(
         api, lambda: {"token": twilio_api.TOKEN, "extra": {**extra, "api_url": api.url}}, api.write, api.sent
     )
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.mark.parametrize("platform", [mattermost, telegram, slack, signal, whatsapp, sms])

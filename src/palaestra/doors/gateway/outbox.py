@@ -73,20 +73,17 @@ def outgoing_messages(message: Incoming, answer: AnswerParts, platforms: Mapping
     pieces = split_reply("\n\n".join(text.rstrip() for text in texts), limits)
     if not pieces and not small:
         pieces = ["(The model gave no answer.)"]
-    contents = [
-        *({"text": text} for text in pieces),
-        *({"file": file} for file in small),
-        *([{"spoken": answer.spoken}] if answer.spoken else []),
-    ]
+    found = [Outgoing("", address, text) for text in pieces] + [Outgoing("", address, file=file) for file in small]
+    if answer.spoken:
+        found.append(Outgoing("", address, spoken=answer.spoken))
     tokens = answer.prompt_tokens, answer.completion_tokens
     return [
-        Outgoing(
-            f"{stem}-{number}",
-            address,
-            answers=None if message.job else Answers(message.message_id, number == len(contents) - 1, *tokens),
-            **content,  # type: ignore[arg-type]
+        replace(
+            each,
+            key=f"{stem}-{number}",
+            answers=None if message.job else Answers(message.message_id, number == len(found) - 1, *tokens),
         )
-        for number, content in enumerate(contents)
+        for number, each in enumerate(found)
     ]
 
 

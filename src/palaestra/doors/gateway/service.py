@@ -193,14 +193,15 @@ class Gateway:
         """Answer the model's question with a text. A message that arrives meanwhile is not an answer."""
         questions = session.questions
         questions.claim()
+        taken = False
         try:
             taken = (await self.mailbox.take(message, session.key, now, done=True)).decision == "taken"
-        except BaseException:
-            questions.claim(False)
-            raise
+        finally:
+            if not taken:
+                questions.claim(False)
         if not taken:
-            questions.claim(False)
-        elif not questions.answer(message.text):
+            return
+        if not questions.answer(message.text):
             await self._notices.answer(message, "The question is no longer open. Send this again if it is needed.")
         elif self.platforms[message.address.platform].limits.requests:
             await self._notices.answer(message, "Answered.")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, StrEnum
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 import msgspec
 
@@ -262,6 +262,15 @@ def placed_events(path: Path) -> Iterator[tuple[int, AnyJournalEvent]]:
             if isinstance(event, RunStarted):
                 check_schema(event.schema, path)
             yield place, event
+
+
+def event_at(path: Path, lines: IO[bytes], place: int) -> AnyJournalEvent:
+    """Return the event whose line begins at this offset of a journal that is open as `lines`. Raises `ConfigError`."""
+    lines.seek(place)
+    try:
+        return _decoder.decode(lines.readline())
+    except UNREADABLE as error:
+        raise ConfigError(f"{path}: the line at byte {place} cannot be read, or has changed: {error}") from error
 
 
 def check_schema(schema: str, path: Path) -> None:

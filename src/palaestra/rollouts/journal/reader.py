@@ -22,7 +22,7 @@ from palaestra.core.io.durable_files import UNREADABLE, lines_of
 from palaestra.core.types import JSON
 from palaestra.rollouts.events import AnyJournalEvent, GroupEnded, GroupStarted, RolloutEnded, RunResumed, RunStarted
 from palaestra.rollouts.export.exporter import ExportMeta
-from palaestra.rollouts.journal.journal import check_config, check_schema, damaged
+from palaestra.rollouts.journal.journal import check_config, check_schema, damaged, event_at
 from palaestra.rollouts.records import Group
 
 JOURNAL_NAME = "journal.jsonl"
@@ -217,11 +217,7 @@ class Recording:
         return group
 
     def _event(self, file: IO[bytes], place: int) -> AnyJournalEvent:
-        file.seek(place)
-        try:
-            return _events.decode(file.readline())
-        except UNREADABLE as error:
-            raise ConfigError(f"{self.path}: the line at byte {place} cannot be read: {error}") from error
+        return event_at(self.path, file, place)
 
 
 def _meta(line: bytes, path: Path) -> ExportMeta:

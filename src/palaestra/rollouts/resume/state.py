@@ -32,10 +32,9 @@ from palaestra.rollouts.events import (
     RunStarted,
     TurnTaken,
 )
-from palaestra.rollouts.journal.journal import is_whole, placed_events
+from palaestra.rollouts.journal.journal import event_at, is_whole, placed_events
 from palaestra.rollouts.records import CUT_OFF, Beside, Fork, Group, Trajectory
 
-_rollouts = msgspec.json.Decoder(RolloutEnded)
 _NOT_FINISHED = str(json.loads(NOT_FINISHED)["error"])
 
 
@@ -117,11 +116,10 @@ class FinishedRollouts(Mapping[int, Trajectory]):
             return found
         assert self._path is not None
         with self._path.open("rb") as journal:
-            journal.seek(found)
-            try:
-                return _rollouts.decode(journal.readline()).trajectory
-            except msgspec.MsgspecError as error:
-                raise ConfigError(f"{self._path}: the line at byte {found} has changed: {error}") from None
+            event = event_at(self._path, journal, found)
+        if not isinstance(event, RolloutEnded):
+            raise ConfigError(f"{self._path}: the line at byte {found} has changed: it ends no rollout any more")
+        return event.trajectory
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._found)
@@ -220,7 +218,8 @@ class _Reader:
                 self._schema = schema
             case GroupStarted(group=group):
                 self._begun[group.group_id] = group
-                group.tools = self._tools.setdefault(group.tools_hash, group.tools)
+                if group.tools_hash:  # it is empty in a group that failed before it had tools
+                    group.tools = self._tools.setdefault(group.tools_hash, group.tools)
                 work.asked[group.group_id] = group.asked
                 work.tasks[group.number] = group.task_id
                 work.rollouts.setdefault(group.group_id, FinishedRollouts(self._path))

@@ -17,7 +17,7 @@ import pytest
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, LoginPassword
 
-from doors.gateway.conftest import a_gateway, until
+from doors.gateway.conftest import a_gateway, free_port, until
 from doors.gateway.kills import Forked, killed_again_and_again
 from palaestra.core.errors import ConfigError
 from palaestra.doors.gateway.config import PlatformConfig
@@ -33,12 +33,6 @@ pytestmark = pytest.mark.slow
 needs_dovecot = pytest.mark.skipif(
     not DOVECOT.exists() or os.geteuid() != 0, reason="needs root and Dovecot (apt-get install dovecot-imapd)"
 )
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from doors.gateway.conftest import OPEN, Scene, a_gateway
+from palaestra.doors.chat.service import ChatSettings
 from palaestra.doors.gateway.platform import Attachment
 from palaestra.testing.fake_speech_server import FakeSpeechServer, silent_opus
 
@@ -24,10 +25,12 @@ def recording(seconds: float = 2.0) -> Attachment:
 
 
 @asynccontextmanager
-async def talking(home: Path, **more: Any) -> AsyncIterator[tuple[Scene, FakeSpeechServer]]:
+async def talking(
+    home: Path, chat: ChatSettings | None = None, **more: Any
+) -> AsyncIterator[tuple[Scene, FakeSpeechServer]]:
     """Both; the settings in `more` are those of `speech`."""
     async with (
         FakeSpeechServer(KEY).serving() as server,
-        a_gateway(home, {**OPEN, "speech": speech(server, **more)}) as scene,
+        a_gateway(home, {**OPEN, "speech": speech(server, **more)}, settings=chat) as scene,
     ):
         yield scene, server

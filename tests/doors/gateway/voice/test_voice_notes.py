@@ -16,6 +16,8 @@ from palaestra.doors.gateway.voice.speech_config import SpeechConfig
 from palaestra.doors.gateway.voice.voice_notes import speakable
 from palaestra.testing.fake_speech_server import FakeSpeechServer
 
+ASKING = ChatSettings(toolsets=["clarify"])
+"""The model may ask the person."""
 HEARD = "[The user spoke this in a voice message; it was transcribed:]\n\n"
 
 
@@ -164,47 +166,39 @@ def test_nothing_of_a_message_becomes_an_option_or_a_command(tmp_path):
 
 def test_a_voice_message_answers_a_question_of_the_model(tmp_path):
     async def main():
-        chat = ChatSettings(toolsets=["clarify"])
-        async with FakeSpeechServer(KEY).serving() as server:
-            config = {**OPEN, "speech": speech(server, replies="off")}
-            async with a_gateway(tmp_path, config, settings=chat) as scene:
-                server.texts[recording().data] = "blue"
-                assert await scene.ask("ask which colour?") == "which colour?"
-                answer = await scene.ask("", attachments=[recording()])
-                assert answer.startswith("done: ")
-                assert "transcribed:]" in answer
-                assert "blue" in answer
-                assert await scene.ask("say next") == "next"  # the voice message was no message of its own
-                assert len(scene.platform.sent) == 3
+        async with talking(tmp_path, ASKING, replies="off") as (scene, server):
+            server.texts[recording().data] = "blue"
+            assert await scene.ask("ask which colour?") == "which colour?"
+            answer = await scene.ask("", attachments=[recording()])
+            assert answer.startswith("done: ")
+            assert "transcribed:]" in answer
+            assert "blue" in answer
+            assert await scene.ask("say next") == "next"  # the voice message was no message of its own
+            assert len(scene.platform.sent) == 3
 
-                server.failing.extend([400])
-                assert await scene.ask("ask which size?") == "which size?"
-                await scene.platform.say("", attachments=[recording(3.0)])
-                await until(lambda: not server.failing)
-                assert (await scene.ask("small")).startswith("done: ")
-                assert "transcribed:]" in (await scene.platform.receive()).text  # it waited for the end of the turn
+            server.failing.extend([400])
+            assert await scene.ask("ask which size?") == "which size?"
+            await scene.platform.say("", attachments=[recording(3.0)])
+            await until(lambda: not server.failing)
+            assert (await scene.ask("small")).startswith("done: ")
+            assert "transcribed:]" in (await scene.platform.receive()).text  # it waited for the end of the turn
 
     asyncio.run(main())
 
 
 def test_two_voice_messages_that_answer_one_question_are_both_heard(tmp_path):
     async def main():
-        chat = ChatSettings(toolsets=["clarify"])
-        async with FakeSpeechServer(KEY).serving() as server:
-            config = {**OPEN, "speech": speech(server, replies="off")}
-            async with a_gateway(tmp_path, config, settings=chat) as scene:
-                server.gate = asyncio.Event()
-                server.texts |= {recording(1.0).data: "blue", recording(3.0).data: "green"}
-                assert await scene.ask("ask which colour?") == "which colour?"
-                for seconds in (1.0, 3.0):
-                    await scene.platform.say("", attachments=[recording(seconds)])
-                await until(lambda: server.waiting == 2)
-                server.gate.set()
-                texts = [(await scene.platform.receive()).text for _ in range(2)]
-                assert texts[0].startswith("done: ")
-                assert (
-                    {"blue" in texts[0], "blue" in texts[1]} == {"red" in texts[0], "red" in texts[1]} == {True, False}
-                )
+        async with talking(tmp_path, ASKING, replies="off") as (scene, server):
+            server.gate = asyncio.Event()
+            server.texts |= {recording(1.0).data: "blue", recording(3.0).data: "green"}
+            assert await scene.ask("ask which colour?") == "which colour?"
+            for seconds in (1.0, 3.0):
+                await scene.platform.say("", attachments=[recording(seconds)])
+            await until(lambda: server.waiting == 2)
+            server.gate.set()
+            texts = [(await scene.platform.receive()).text for _ in range(2)]
+            assert texts[0].startswith("done: ")
+            assert {"blue" in texts[0], "blue" in texts[1]} == {"red" in texts[0], "red" in texts[1]} == {True, False}
 
     asyncio.run(main())
 
@@ -213,15 +207,12 @@ def test_a_voice_message_with_another_file_is_no_answer_to_a_question(tmp_path):
     """The file would be lost."""
 
     async def main():
-        chat = ChatSettings(toolsets=["clarify"])
-        async with FakeSpeechServer(KEY).serving() as server:
-            config = {**OPEN, "speech": speech(server, replies="off")}
-            async with a_gateway(tmp_path, config, settings=chat) as scene:
-                assert await scene.ask("ask which colour?") == "which colour?"
-                await scene.platform.say("", attachments=[recording(), Attachment("a.txt", "text/plain", b"a")])
-                assert '"user_response": "blue"' in await scene.ask("blue")
-                await scene.platform.receive()
-                assert "uploads/a.txt" in asked(scene)
+        async with talking(tmp_path, ASKING, replies="off") as (scene, _):
+            assert await scene.ask("ask which colour?") == "which colour?"
+            await scene.platform.say("", attachments=[recording(), Attachment("a.txt", "text/plain", b"a")])
+            assert '"user_response": "blue"' in await scene.ask("blue")
+            await scene.platform.receive()
+            assert "uploads/a.txt" in asked(scene)
 
     asyncio.run(main())
 
