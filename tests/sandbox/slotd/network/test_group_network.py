@@ -86,7 +86,7 @@ def test_a_name_can_be_used_again_when_the_group_has_ended(on_each_rung: WithSlo
     async def body(backend: LocalBackend, _: Slot) -> None:
         for _ in range(3):
             slots = [await backend.create(member("again", number), "a") for number in (2, 3)]
-            with pytest.raises(SandboxError, match="File exists"):
+            with pytest.raises(SandboxError, match="another slot of the group has its number 3"):
                 await backend.create(member("again", 3), "the same number")
             async with slots[0].fork() as fork:
                 assert await ask(fork, "198.19.0.3", "80") == ["OSError"], "a fork is in no group"
