@@ -27,7 +27,7 @@ from palaestra.sandbox.slot import GroupAddress, SlotSpec
 
 MOST = 4.0  # of the time of one slot
 COMPOSE = "services:\n" + "".join(
-    f"  s{number}: {{image: {{image}}, command: [sleep, infinity], stop_signal: SIGKILL}}\n" for number in range(3)
+    f"  s{number}: {{image: IMAGE, command: [sleep, infinity], stop_signal: SIGKILL}}\n" for number in range(3)
 )
 
 
@@ -60,20 +60,24 @@ async def measure_slots(count: int, rung: str) -> dict[str, float]:
 
 
 def measure_docker(count: int) -> float | str:
-    """Return the median of docker compose, or why there is none."""
+    """Return the median time of docker compose in seconds, or why it was not measured."""
     docker = shutil.which("docker")
     if docker is None:
         return "docker is not installed"
     images = subprocess.run([docker, "images", "-q"], capture_output=True, text=True)
     if images.returncode or not images.stdout.split():
         return (images.stderr.strip() or "docker has no local image")[:200]
+    has_plugin = not subprocess.run([docker, "compose", "version"], capture_output=True).returncode
+    compose = [docker, "compose"] if has_plugin else [shutil.which("docker-compose") or ""]
+    if not compose[0]:
+        return "docker has no compose plugin, and docker-compose is not installed"
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "compose.yaml").write_text(COMPOSE.format(image=images.stdout.split()[0]))
+        Path(folder, "compose.yaml").write_text(COMPOSE.replace("IMAGE", images.stdout.split()[0]))
         times = []
         for _ in range(count):
             started = time.perf_counter()
             for words in (["up", "--detach", "--quiet-pull"], ["down", "--timeout", "0"]):
-                done = subprocess.run([docker, "compose", *words], cwd=folder, capture_output=True, text=True)
+                done = subprocess.run([*compose, *words], cwd=folder, capture_output=True, text=True)
                 if done.returncode:
                     return done.stderr.strip()[-200:]
             times.append(time.perf_counter() - started)
