@@ -135,4 +135,7 @@ def test_a_full_server_does_not_name_the_sandboxes_of_another_key() -> None:
         assert (refused.status, refused.headers["Should-Retry"]) == (503, "false")
         assert held.id not in refused.body.decode()
         assert "--sandboxes" in refused.json["message"]
+        other = Api(running.url, FIRST).call("POST", f"/sandboxes/{held.id}/fork", {})
+        assert other.json[0]["error"]["code"] == 503
+        assert held.id not in other.body.decode()
         assert held.kill() == 204

@@ -15,13 +15,13 @@ import logging
 import secrets
 import string
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.errors import AcquireTimeout, InfraError, PalaestraError, SandboxError, SlotLost
+from palaestra.core.errors import InfraError, PalaestraError, SandboxError, SlotLost
 from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.doors.e2b.api_keys import ApiKey
 from palaestra.doors.e2b.endings import Endings
@@ -29,7 +29,7 @@ from palaestra.doors.e2b.processes import ProcessRequest, ProcessTable
 from palaestra.doors.e2b.requests import NewSandbox
 from palaestra.doors.e2b.templates import Template, Templates, spec_of
 from palaestra.doors.e2b.watchers import Watchers
-from palaestra.doors.e2b.wire_errors import FULL, ApiError, NotRunning, not_found
+from palaestra.doors.e2b.wire_errors import ApiError, NotRunning, api_error, not_found
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Slot, Snapshot
 
@@ -174,13 +174,6 @@ class IdempotentRequests:
         return made.cancelled() or made.exception() is not None or not self._exists(made.result())
 
 
-async def _acquired(acquiring: Awaitable[Slot]) -> Slot:
-    try:
-        return await acquiring
-    except AcquireTimeout:
-        raise ApiError(503, FULL, retry=False) from None
-
-
 class Sandboxes:
     """All sandboxes of one server. Use it in an `async with` block, whose end ends them.
 
@@ -274,7 +267,7 @@ class Sandboxes:
     ) -> HostedSandbox:  # fmt: skip
         sandbox_id = "i" + "".join(secrets.choice(_ALPHABET) for _ in range(19))
         spec = replace(spec_of(template, snapshot), network=network, limits=self.limits)
-        slot = await _acquired(self.pool.acquire(sandbox_id, spec=spec, snapshot=snapshot))
+        slot = await self.pool.acquire(sandbox_id, spec=spec, snapshot=snapshot)
         sandbox = HostedSandbox(sandbox_id, key, template, request, network, slot, time.time() + timeout_s)
         if request.network.allow_public_traffic is False:
             sandbox.traffic_token = secrets.token_urlsafe(24)
@@ -356,7 +349,7 @@ class Sandboxes:
     async def _start_again(self, sandbox: HostedSandbox) -> None:
         snapshot = sandbox.snapshot
         assert snapshot is not None
-        sandbox.slot = await _acquired(self.pool.acquire(sandbox.sandbox_id, spec=snapshot.spec, snapshot=snapshot))
+        sandbox.slot = await self.pool.acquire(sandbox.sandbox_id, spec=snapshot.spec, snapshot=snapshot)
         sandbox.snapshot = None
         await self.pool.snapshots.forget(snapshot)
 
@@ -373,10 +366,8 @@ class Sandboxes:
                     return await self._begin(
                         sandbox.key, sandbox.template, sandbox.request, sandbox.network, snapshot, timeout_s
                     )
-            except ApiError as error:
-                return error
-            except PalaestraError as error:
-                return ApiError(500, str(error))
+            except (ApiError, PalaestraError) as error:
+                return api_error(error, sandbox.sandbox_id)
 
         try:
             return list(await asyncio.gather(*(one() for _ in range(count))))
