@@ -23,6 +23,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -69,6 +70,23 @@ _FOR_GOOD = frozenset({4004, 4010, 4011, 4012, 4013, 4014})
 """Close codes after which connecting again does not help: a wrong token, intents, version or shard."""
 
 
+@dataclass(slots=True)
+class _ReadState:
+    """What of the incoming messages has been read since the start. While `behind` is true, the history may contain
+    messages that were not accepted, and the position is not stored. The history is read once `readable` is true.
+    `session` counts the sessions of the websocket."""
+
+    waiting: deque[discord.Message] = field(default_factory=deque)
+    taken: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_WAITING))
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+    direct: set[int] = field(default_factory=set)
+    behind: bool = True
+    readable: bool = False
+    session: int = 0
+    last: int = 0
+    written_at: float = 0.0
+
+
 class Discord:
     """One bot. `connector` creates the aiohttp connector to use instead of the default."""
 
@@ -90,22 +108,11 @@ class Discord:
         self._closing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._kept: dict[str, str] = {}
-        self._forget()
-
-    def _forget(self) -> None:
-        """Reset the state to that of a new start. While `_behind` is true, the history may contain messages that were
-        not accepted, and the position is not stored. The history is read once `_readable` is true. `_session` counts
-        the sessions of the websocket."""
-        self._waiting: deque[discord.Message] = deque()
-        self._taken: deque[int] = deque(maxlen=_MOST_WAITING)
-        self._came = asyncio.Event()
-        self._direct: set[int] = set()
-        self._behind, self._readable, self._session = True, False, 0
-        self._last, self._written_at = 0, 0.0
+        self._reading = _ReadState()
 
     async def start(self, deliver: Deliver) -> None:
         await self.stop()
-        self._forget()
+        self._reading = _ReadState()
         self._kept = {} if self.notes is None else await self.notes.read()
         connected = asyncio.get_running_loop().create_future()
         self._tasks = [
@@ -166,35 +173,35 @@ class Discord:
             max_ratelimit_timeout=_LONGEST_RATE_LIMIT_S, connector=self._connector() if self._connector else None,
             allowed_mentions=discord.AllowedMentions.none(),
         )  # fmt: skip
-        self._behind, self._readable = True, False
+        self._reading.behind, self._reading.readable = True, False
 
         @client.event
         async def on_connect() -> None:
-            self._behind = True  # not called for a resumed session, for which Discord sends the missed messages
-            self._session += 1
+            self._reading.behind = True  # not called for a resumed session, for which Discord sends the missed messages
+            self._reading.session += 1
             if not connected.done():
                 connected.set_result(None)
 
         @client.event
         async def on_ready() -> None:
-            self._behind = self._readable = True
-            self._came.set()
+            self._reading.behind = self._reading.readable = True
+            self._reading.came.set()
 
         @client.event
         async def on_guild_available(guild: discord.Guild) -> None:
             if client.is_ready():
-                self._behind = self._readable = True
-                self._came.set()
+                self._reading.behind = self._reading.readable = True
+                self._reading.came.set()
 
         @client.event
         async def on_message(message: discord.Message) -> None:
             if _is_direct(message.channel):
-                self._direct.add(message.channel.id)
-            if len(self._waiting) < _MOST_WAITING:
-                self._waiting.append(message)
+                self._reading.direct.add(message.channel.id)
+            if len(self._reading.waiting) < _MOST_WAITING:
+                self._reading.waiting.append(message)
             else:
-                self._behind = self._readable = True
-            self._came.set()
+                self._reading.behind = self._reading.readable = True
+            self._reading.came.set()
 
         return client
 
@@ -204,13 +211,13 @@ class Discord:
         """Deliver messages as they arrive; a failed delivery is retried."""
         wait_s = 1.0
         while True:
-            await self._came.wait()
-            self._came.clear()
+            await self._reading.came.wait()
+            self._reading.came.clear()
             try:
-                while self._waiting:
-                    await self._take(self._waiting[0], deliver)
-                    self._waiting.popleft()
-                if self._readable and self._client is not None and self._client.is_ready():
+                while self._reading.waiting:
+                    await self._take(self._reading.waiting[0], deliver)
+                    self._reading.waiting.popleft()
+                if self._reading.readable and self._client is not None and self._client.is_ready():
                     await self._read_history(self._client, deliver)
                 wait_s = 1.0
             except PlatformError as error:
@@ -219,14 +226,14 @@ class Discord:
                 logger.exception("%s: a message could not be accepted; it will be read again", self.name)
             else:
                 continue
-            self._came.set()
+            self._reading.came.set()
             await asyncio.sleep(wait_s)
             wait_s = min(_LONGEST_WAIT_S, wait_s * 2)
 
     async def _read_history(self, client: discord.Client, deliver: Deliver) -> None:
         """Deliver the messages that were written while there was no connection. At the very first start, no position is
         stored, so only the position from which to begin is recorded."""
-        session, self._readable = self._session, False
+        session, self._reading.readable = self._reading.session, False
         channels = [channel for guild in client.guilds for channel in (*guild.channels, *guild.threads)]
         last = {each.id: each.last_message_id or 0 for each in channels if isinstance(each, discord.abc.Messageable)}
         if position := int(self._kept.get(_POSITION, 0)):
@@ -241,14 +248,14 @@ class Discord:
                     if isinstance(channel, discord.abc.Messageable) and last[channel.id] > after:
                         await self._read_channel(channel, after, deliver)
             except BaseException:
-                self._readable = True
+                self._reading.readable = True
                 raise
         else:
-            self._last = max(self._last, *last.values(), 0)
+            self._reading.last = max(self._reading.last, *last.values(), 0)
         missing = any(guild.unavailable for guild in client.guilds)
-        if session == self._session and not self._readable and not missing:
-            self._behind = False
-            await self._advance(self._last, now=True)
+        if session == self._reading.session and not self._reading.readable and not missing:
+            self._reading.behind = False
+            await self._advance(self._reading.last, now=True)
 
     async def _read_channel(self, channel: discord.abc.Messageable, after: int, deliver: Deliver) -> None:
         try:
@@ -259,7 +266,7 @@ class Discord:
             logger.info("%s", error)
 
     async def _take(self, message: discord.Message, deliver: Deliver) -> None:
-        if message.id in self._taken:
+        if message.id in self._reading.taken:
             return
         await self._keep_direct()
         if _POSITION not in self._kept:
@@ -273,27 +280,27 @@ class Discord:
             incoming = None
         if incoming is not None:
             await deliver(incoming)
-        self._taken.append(message.id)
+        self._reading.taken.append(message.id)
         await self._advance(message.id, now=incoming is not None)
 
     async def _keep_direct(self) -> None:
         """Store the direct channels before their messages are accepted, because a channel that is not stored could not
         be read again later."""
-        for channel in list(self._direct):
+        for channel in list(self._reading.direct):
             if f"{_DIRECT}{channel}" not in self._kept:
                 await self._keep(f"{_DIRECT}{channel}", "")
-            self._direct.discard(channel)
+            self._reading.direct.discard(channel)
 
     async def _advance(self, message_id: int, *, now: bool) -> None:
         """Update the position up to which all messages are accepted. With `now`, store it immediately, otherwise at
-        most every `_WRITE_EVERY_S` seconds. While `_behind` is true, nothing is stored."""
-        self._last = max(self._last, message_id)
+        most every `_WRITE_EVERY_S` seconds. While `behind` is true, nothing is stored."""
+        self._reading.last = max(self._reading.last, message_id)
         time_s = asyncio.get_running_loop().time()
-        if self._behind or not (now or time_s - self._written_at > _WRITE_EVERY_S):
+        if self._reading.behind or not (now or time_s - self._reading.written_at > _WRITE_EVERY_S):
             return
-        if self._last > int(self._kept.get(_POSITION, 0)):
-            self._written_at = time_s
-            await self._keep(_POSITION, str(self._last))
+        if self._reading.last > int(self._kept.get(_POSITION, 0)):
+            self._reading.written_at = time_s
+            await self._keep(_POSITION, str(self._reading.last))
 
     async def _keep(self, name: str, value: str) -> None:
         if self.notes is not None:
