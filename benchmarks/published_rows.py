@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/published_rows.py                    # all rows, a minute or two each
     .venv/bin/python benchmarks/published_rows.py --only cjson uuid  # some of them
+    .venv/bin/python benchmarks/published_rows.py --root PATH        # with the programs of other languages from a root
     .venv/bin/python benchmarks/published_rows.py --measure          # find the tests of each row again
 
 `published_rows.jsonl` names two releases of a package, the data set whose columns its row has, and the tests that the
@@ -233,11 +234,13 @@ def suffixes(package: Package) -> tuple[str, ...]:
     return LANGUAGES[package.language].suffixes
 
 
-async def play_rows(file: Path, repositories: Path, packages: Sequence[Package], workers: int) -> list[Played]:
+async def play_rows(
+    file: Path, repositories: Path, packages: Sequence[Package], workers: int, roots: Mapping[str, str]
+) -> list[Played]:
     """Play both policies over a file with the rows of these packages."""
     settings = ["--env.dataset_name", str(file), "--env.shuffle", "false", "--env.repo_base_url"]
     settings += [f"file://{repositories}", "--env.test_timeout_s", str(TEST_S)]
-    settings += ["--env.install_timeout_s", str(INSTALL_S)]
+    settings += ["--env.install_timeout_s", str(INSTALL_S), "--env.roots", json.dumps(roots)]
     refused = [str(error) for error in load_rows(file) if isinstance(error, TaskError)]
     found = await play("published rows", settings, [package.id for package in packages], workers)
 
@@ -331,13 +334,13 @@ async def measure_all(packages: Sequence[Package], cache: Path) -> None:
         PACKAGES.write_text("".join(f"{line}\n" for line in lines))
 
 
-async def play_all(packages: Sequence[Package], cache: Path, workers: int) -> list[Played]:
+async def play_all(packages: Sequence[Package], cache: Path, workers: int, roots: Mapping[str, str]) -> list[Played]:
     with tempfile.TemporaryDirectory() as folder:
         repositories = Path(folder)
         rows = [await row_of(package, repositories, cache) for package in packages]
         file = repositories / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return await play_rows(file, repositories, packages, workers)
+        return await play_rows(file, repositories, packages, workers, roots)
 
 
 def main() -> int:
@@ -348,6 +351,9 @@ def main() -> int:
         "--cache", type=Path, default=local_path(CACHE_DIR) / "published_rows", help="the folder of releases"
     )
     options.add_argument("--workers", type=int, default=2, help="the number of concurrent rows (default 2)")
+    options.add_argument(
+        "--root", type=Path, metavar="PATH", help="a root file system with the programs of every language but Python"
+    )
     options.add_argument("--json", type=Path, metavar="FILE", help="also write the table to FILE")
     given = options.parse_args()
     cache = given.cache.absolute()
@@ -356,7 +362,10 @@ def main() -> int:
     if given.measure:
         asyncio.run(measure_all(packages, cache))
         return 0
-    table = asyncio.run(play_all([each for each in packages if each.fail_to_pass], cache, given.workers))
+    packages = [each for each in packages if each.fail_to_pass]
+    languages = sorted({each.language for each in packages} - {"python"}) if given.root else []
+    roots = dict.fromkeys(languages, str(given.root))
+    table = asyncio.run(play_all(packages, cache, given.workers, roots))
     for played in table:
         reason = played.reason.strip().splitlines()[0] if played.reason.strip() else ""
         kind = f"{played.name:<20} {played.language:<11} {played.schema:<15}"
