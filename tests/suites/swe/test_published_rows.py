@@ -248,11 +248,14 @@ build-backend = "setuptools.build_meta"
 [project]
 name = "versioned"
 dynamic = ["version"]
+[project.optional-dependencies]
+test = ["toolz"]
 [tool.setuptools]
 packages = ["pkg"]
 [tool.setuptools_scm]
 """
 VERSION = """
+import toolz
 from importlib.metadata import version
 
 def test_version():
@@ -262,6 +265,7 @@ def test_version():
 
 @pytest.mark.network
 def test_a_package_that_takes_its_version_from_git(tmp_path: Path, installed_pytest: DependencyCache) -> None:
+    """It is installed twice: the second time with what it declares for its tests."""
     source = Source.make(tmp_path / "source", {**BASE, "pyproject.toml": SCM, "tests/test_version.py": VERSION})
     git(source.path, "tag", "versioned-2.5.1")
     git(source.path, "tag", "v2.6rc1")

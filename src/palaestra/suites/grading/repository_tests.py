@@ -105,10 +105,8 @@ async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:
     await slot.write_text(f"{root}/pytest.ini", "[pytest]\n")
     canary = await _pytest(slot, toolchain, root, ["test_canary.py"], _CANARY_TIMEOUT_S)
     if not canary.complete or list(canary.statuses.values()) != [Status.PASSED]:
-        raise GraderError(
-            f"the tests did not finish in {slot.slot_id}, and neither did a canary test, so the slot is broken.\n"
-            f"{canary.output[-2000:]}"
-        )
+        what = f"pytest cannot run in {slot.slot_id}, not even a test that cannot fail (the canary)"
+        raise GraderError(f"{what}: {canary.output[-2000:].strip()}")
 
 
 async def run_django(

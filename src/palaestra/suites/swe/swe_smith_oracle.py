@@ -70,6 +70,7 @@ from palaestra.suites.swe.workspace import (
     replace_work,
     restore_files,
     start_history,
+    tagged,
     unpack,
     work_paths,
     write_texts,
@@ -309,16 +310,17 @@ class SweEnvironment(ContractEnvironment):
         work: ResolvedRow = task.data
         row, settings = work.row, self.settings
         await unpack(sandbox, await self.repositories.export_tree(row), REPOSITORY)
-        await start_history(sandbox, REPOSITORY, tag=await self.repositories.newest_tag(row))
-        if row.recipe is not None:
-            limit_s, env = settings.install_timeout_s, settings.install_env
-            await install_language(sandbox, row, work.toolchain, REPOSITORY, timeout_s=limit_s, env=env)
-        else:
-            try:
-                await self._venv(work, sandbox).make(row.install)
-            except PrepareError as error:
-                cause = cause_of(str(error)) or "the installation failed"
-                raise PrepareError(f"{cause}; {row.instance_id}: {error}") from None
+        await start_history(sandbox, REPOSITORY)
+        async with tagged(sandbox, REPOSITORY, await self.repositories.newest_tag(row)):
+            if row.recipe is not None:
+                limit_s, env = settings.install_timeout_s, settings.install_env
+                await install_language(sandbox, row, work.toolchain, REPOSITORY, timeout_s=limit_s, env=env)
+            else:
+                try:
+                    await self._venv(work, sandbox).make(row.install)
+                except PrepareError as error:
+                    cause = cause_of(str(error)) or "the installation failed"
+                    raise PrepareError(f"{cause}; {row.instance_id}: {error}") from None
         await sandbox.remove(f"{REPOSITORY}/.git")
 
     def prepares(self, task: Task) -> bool:
@@ -376,9 +378,11 @@ class SweEnvironment(ContractEnvironment):
         if not work.installs or work.row.recipe is not None:
             return
         texts, paths = await self._declarations(work.row), await self.repositories.list_files(work.row)
+        release = await self.repositories.newest_tag(work.row)
         for each in declared(texts, paths):
             try:
-                await self._venv(work, sandbox).add([*work.row.install.requirements, *each.requirements])
+                async with tagged(sandbox, REPOSITORY, release):
+                    await self._venv(work, sandbox).add([*work.row.install.requirements, *each.requirements])
             except PrepareError as error:
                 _log.info("%s: %s was not installed: %s", work.row.instance_id, each.place, error)
             else:

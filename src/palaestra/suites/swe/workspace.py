@@ -10,7 +10,8 @@ history therefore does not contain the fix, and preparing twice gives the same c
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from palaestra.core.errors import TaskError
 from palaestra.sandbox.slot import Change, Slot
@@ -25,6 +26,9 @@ _DATE = "2000-01-01T00:00:00+0000"
 _LAST_PART = re.compile(r" - | > |::|/")
 _PATCH_BYTES = 100_000
 """The maximum number of bytes of an agent's patch that are recorded."""
+_INSTALLED = "*.egg-info"
+"""What setuptools writes when it installs a repository. If git had it, a second installation would change the tree, and
+a version that is taken from git would not be that of the release."""
 _IDENTITY = {
     "GIT_AUTHOR_NAME": "Palaestra",
     "GIT_AUTHOR_EMAIL": "palaestra@localhost",
@@ -48,7 +52,7 @@ async def prepare_repository(
     await write_texts(slot, repo_dir, await _changed_by(row.bug_patch, cache, row))
     if not keep_tests and row.kind is not RowKind.BENCH:  # a BENCH row's commit does not have its tests
         await write_texts(slot, repo_dir, await _agent_tests(cache, row))
-    products = sorted(row.recipe.language.products) if row.recipe is not None else []
+    products = sorted(row.recipe.language.products) if row.recipe is not None else [_INSTALLED]
     await start_history(slot, repo_dir, without=products)
 
 
@@ -58,11 +62,11 @@ async def unpack(slot: Slot, tree: bytes, repo_dir: str) -> None:
         await check_execute(slot, argv, f"cannot unpack the repository: {argv[0]}", stdin=stdin)
 
 
-async def start_history(slot: Slot, repo_dir: str, *, tag: str | None = None, without: Sequence[str] = ()) -> None:
+async def start_history(slot: Slot, repo_dir: str, *, without: Sequence[str] = ()) -> None:
     """Commit everything as the only commit of a new repository. If the slot has no git, do nothing.
 
-    `tag` is for the installation of packages that take their version from git. `without` are names of directories that
-    an installation or a build makes: they are not committed, and git ignores them.
+    `without` are names of directories that an installation or a build makes: they are not committed, and git ignores
+    them.
     """
     if not (await slot.execute(["git", "--version"], cwd="/")).success:
         return
@@ -71,13 +75,25 @@ async def start_history(slot: Slot, repo_dir: str, *, tag: str | None = None, wi
         ["init", "--quiet", "--initial-branch=main", "--template="],
         ["add", "--all", "--force", "--", ".", *(f":(exclude,glob)**/{name}/**" for name in without)],
         ["commit", "--quiet", "--no-verify", "--allow-empty", "--message=Start"],
-        *([["tag", tag]] if tag else []),
     ):
         argv = ["git", *settings, *command]
         environment = {**_IDENTITY, "HOME": "/"}
         await check_execute(slot, argv, f"git {command[0]} in the slot failed", cwd=repo_dir, env=environment)
     if without:
         await slot.write_text(f"{repo_dir}/.git/info/exclude", "".join(f"{name}/\n" for name in without))
+
+
+@asynccontextmanager
+async def tagged(slot: Slot, repo_dir: str, release: str | None) -> AsyncIterator[None]:
+    """Give the only commit the tag of a release during the block, which installs the repository: many packages take
+    their version from git. If there is no release, or the slot has no git, do nothing."""
+    argv = ["git", "-c", f"safe.directory={repo_dir}", "tag"]
+    made = release is not None and (await slot.execute([*argv, release], cwd=repo_dir)).success
+    try:
+        yield
+    finally:
+        if made and release is not None:
+            await check_execute(slot, [*argv, "--delete", release], "git tag in the slot failed", cwd=repo_dir)
 
 
 async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
