@@ -43,6 +43,10 @@ def test_the_older_stock_scripts() -> None:
         ("pip install pytest==8.4.1", ":"),
         ("pip3 install pytest 2>/dev/null || pip install pytest", ":"),
         ("pip install -q pytest || true", ":"),
+        ("pip3 install --quiet pytest-json-ctrf==0.3.5 2>&1 | head -n 5 || true", ":"),
+        ("pip install rich > install.log 2>&1 | tee -a log | tail -1", "palaestra-needs-python rich"),
+        ("apt-get update -qq 2>&1 | tail -3 && apt-get install -y jq 2> errors.txt | cat", "palaestra-needs jq"),
+        ("pip install pytest | sh", "pip install pytest | sh"),
         ("apt-get install -y jq || (true)", "apt-get install -y jq || (true)"),
         ("python3 -m pip install --quiet -r requirements.txt", ":"),
         ("pip install 'numpy>=2' pytest", "palaestra-needs-python 'numpy>=2'"),
@@ -56,6 +60,11 @@ def test_the_older_stock_scripts() -> None:
 )
 def test_installing_lines(line: str, wanted: str) -> None:
     assert offline(line + "\n").text == wanted + "\n"
+
+
+def test_filters_and_files_of_an_installation_are_not_packages() -> None:
+    script = offline("pip install rich > install.log 2>&1 | head -n 5\npytest /tests\n")
+    assert script.requirements == ("rich",)
 
 
 @pytest.mark.parametrize(

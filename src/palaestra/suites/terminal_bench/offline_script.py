@@ -43,6 +43,9 @@ _RUN_STOCK = re.compile(r"(?:source|\.|bash|sh)\s+\S*run-uv-pytest\.sh\S*")
 _MODULE = re.compile(r"\bpython3?\s+-m\s+pytest\b")
 _WITH = re.compile(r"(?:--with|-w)[= ]\s*(['\"]?)([^\s'\"]+)\1")
 _RUNNER = re.compile(r"\b(?:pytest|py\.test|uvx)\b|\buv\s+run\b")
+_FILTER = re.compile(r"(?:\s*\|&?\s*(?:head|tail|grep|cat|tee)\b[^|]*)+$")
+"""What shortens the output of an installation, as in `pip install pytest | tail -1`."""
+_REDIRECTS = frozenset({">", ">>", "1>", "2>", "&>", "<"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VALUED = frozenset({"-i", "--index-url", "--extra-index-url", "-r", "--requirement", "-p", "--python", "--target"})
 
@@ -168,8 +171,9 @@ def _replaced(line: str, python_check: str) -> str:
 
 
 def _commands(line: str) -> list[str]:
-    """Return the commands of a line, split at `&&`, `||` and `;`."""
-    return [part.strip() for part in re.split(r"&&|\|\||;", line)]
+    """Return the commands of a line, split at `&&`, `||` and `;`. Installations lose the filters of their output."""
+    parts = [part.strip() for part in re.split(r"&&|\|\||;", line)]
+    return [_FILTER.sub("", part) if any(each.match(part) for each in (_APT, _PIP)) else part for part in parts]
 
 
 def _instead(command: str, python_check: str) -> str | None:
@@ -186,7 +190,7 @@ def _instead(command: str, python_check: str) -> str | None:
     match = _APT.fullmatch(command)
     if match is None:
         return None
-    words = [word for word in match[1].split() if not word.startswith("-") and ">" not in word and word != "/dev/null"]
+    words = [each for each in re.sub(r"[12&]?>>?\s*\S+", "", match[1]).split() if not each.startswith("-")]
     if words[:1] and words[0] in ("update", "upgrade", "clean"):
         return ""
     if words[:1] not in (["install"], ["add"]):
@@ -213,7 +217,7 @@ def _names(words: list[str]) -> list[str]:
     for word in words:
         if skip:
             skip = False
-        elif word in _VALUED:
+        elif word in _VALUED or word in _REDIRECTS:
             skip = True
         elif not word.startswith("-") and ">" not in word[:2]:
             found.append(word.strip("'\""))

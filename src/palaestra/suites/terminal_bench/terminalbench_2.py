@@ -50,7 +50,14 @@ class TerminalBench2EvalEnv(ListedEnv):
         source = str(BUILT_IN_TASKS) if config.dataset_name == BUILT_IN else config.dataset_name or ""
         named = source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
         folders = [] if named is None else await named_folders(named, config.registry, cache)
-        loaded = load_tasks(source, cache, split=config.dataset_split, fields=config.dataset_fields, folders=folders)
+        loaded = load_tasks(
+            source,
+            cache,
+            split=config.dataset_split,
+            fields=config.dataset_fields,
+            folders=folders,
+            variables=config.task_variables,
+        )
         chosen = self._chosen(list(loaded.tasks))
         if loaded.tasks and not chosen:
             names = ", ".join(task.name for task in loaded.tasks[:5]) + (", …" if len(loaded.tasks) > 5 else "")
