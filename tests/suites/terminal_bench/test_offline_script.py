@@ -62,6 +62,13 @@ def test_installing_lines(line: str, wanted: str) -> None:
     assert offline(line + "\n").text == wanted + "\n"
 
 
+def test_a_program_that_itself_runs_pytest_is_not_a_test_session() -> None:
+    program = "python3 - <<'PY'\nimport subprocess\nsubprocess.run(['python', '-m', 'pytest', 'tests'])\nPY\n"
+    assert not offline(f"{program}echo 1 > /logs/verifier/reward.txt\n").pytest
+    assert offline(f"{program}pytest /tests\n").pytest
+    assert offline("cat > run.sh <<END\npytest /tests\nEND\nbash run.sh\n").pytest
+
+
 def test_filters_and_files_of_an_installation_are_not_packages() -> None:
     script = offline("pip install rich > install.log 2>&1 | head -n 5\npytest /tests\n")
     assert script.requirements == ("rich",)

@@ -46,6 +46,8 @@ _RUNNER = re.compile(r"\b(?:pytest|py\.test|uvx)\b|\buv\s+run\b")
 _FILTER = re.compile(r"(?:\s*\|&?\s*(?:head|tail|grep|cat|tee)\b[^|]*)+$")
 """What shortens the output of an installation, as in `pip install pytest | tail -1`."""
 _REDIRECTS = frozenset({">", ">>", "1>", "2>", "&>", "<"})
+_PROGRAM = re.compile(r"\b(?:python[\d.]*|node|perl|ruby)\b[^|;&]*<<-?\s*(['\"]?)(\w+)\1")
+"""The begin of a program that a script contains, as in `python3 - <<'END'`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VALUED = frozenset({"-i", "--index-url", "--extra-index-url", "-r", "--requirement", "-p", "--python", "--target"})
 
@@ -140,8 +142,17 @@ def with_others(script: OfflineScript, others: Mapping[str, str]) -> OfflineScri
 
 
 def _uses_pytest(text: str) -> bool:
-    """Return whether a line that is not a comment starts pytest."""
-    return any(_RUNNER.search(line) for line in text.splitlines() if not line.lstrip().startswith("#"))
+    """Return whether a line that is neither a comment nor part of a program in another language starts pytest."""
+    end = ""
+    for line in text.splitlines():
+        if end:
+            end = "" if line.strip() == end else end
+        elif not line.lstrip().startswith("#"):
+            if _RUNNER.search(line):
+                return True
+            program = _PROGRAM.search(line)
+            end = program[2] if program else ""
+    return False
 
 
 def _whole_lines(text: str) -> list[str]:

@@ -53,7 +53,7 @@ from palaestra.suites.images.pytest_toolchain import (
     TestTools,
     find_test_tools,
 )
-from palaestra.suites.images.slot_build import build_in_slot
+from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
 from palaestra.suites.images.task_images import TaskImages
 from palaestra.suites.images.task_root import TaskRoot, TaskRoots
 from palaestra.suites.slot_commands import check_execute
@@ -212,6 +212,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         work: ResolvedTask = task.data
         spec = replace(super().slot_spec(task, phase), env=tuple(sorted(work.env.items())))
         spec = replace(spec, mounts=work.tools.mounts)  # the official verdict is computed in the agent's slot
+        if phase is Phase.PREPARE:
+            return replace(spec, limits=limits_of_build(spec.limits))
         if work.plan is None or phase is not Phase.AGENT:
             return spec
         return work.plan.leading(spec, spare=1 if task.grading == LIVE else 0)
