@@ -89,6 +89,23 @@ def test_a_package_of_the_image_that_the_tests_cannot_reach_is_not_the_works_fau
     assert (line.finding, line.noop, line.solution) == (Finding.VERIFIER_FAILS, None, None), line.reason
 
 
+def test_a_judge_that_only_work_makes_the_verifier_ask(try_tasks: Try, tmp_path: Path) -> None:
+    """Over the prepared workspace the verifier ends before it asks, so the work seemed to break it."""
+    judge = """
+import os, sys, urllib.request
+if not os.path.exists("/app/hello.txt"):
+    open("/logs/verifier/reward.txt", "w").write("0")
+    sys.exit()
+key = os.environ.get("OUR_API_KEY")
+urllib.request.urlopen("http://judge.example/grade")
+"""
+    files = {"tests/test.sh": f"#!/bin/bash\n{_SYSTEM_PYTHON} /tests/judge.py\n", "tests/judge.py": judge}
+    copied(HARBOR / "greeting", tmp_path, files)
+    line = try_tasks(tmp_path)["greeting"]
+    assert (line.finding, line.noop, line.solution) == (Finding.VERIFIER_FAILS, 0.0, None)
+    assert line.reason.startswith("no network")
+
+
 _SERVED = """\
 import urllib.request
 

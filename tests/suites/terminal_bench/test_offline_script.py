@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.suites.terminal_bench.offline_script import needs_network, offline, with_others
+from palaestra.suites.terminal_bench.offline_script import lacks_judge, needs_network, offline, with_others
 from suites.terminal_bench.mini import HARBOR, LEGACY
 
 
@@ -60,6 +60,14 @@ def test_the_older_stock_scripts() -> None:
 )
 def test_installing_lines(line: str, wanted: str) -> None:
     assert offline(line + "\n").text == wanted + "\n"
+
+
+def test_a_judge_without_a_network() -> None:
+    failed = "anthropic.APIConnectionError: Connection error.\n"
+    judge = "from anthropic import Anthropic\n"
+    assert lacks_judge(["python /tests/judge.py\n", judge], failed)
+    assert not lacks_judge(["python /tests/judge.py\n", "import calc\n"], failed)
+    assert not lacks_judge([judge], "0 of 3 facts\n")
 
 
 def test_a_program_that_itself_runs_pytest_is_not_a_test_session() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from palaestra.suites.task_files import read_text
@@ -55,6 +55,11 @@ _REACHES_OUT = re.compile(r"\b(?:git\s+clone|curl|wget|npm|npx|cargo|go\s+(?:get
 _CANNOT_REACH = re.compile(
     r"Could not resolve host|Temporary failure (?:in name resolution|resolving)|Network is unreachable"
     r"|unable to resolve host address|EAI_AGAIN|ENOTFOUND|Failed to fetch"
+)
+_JUDGE = re.compile(r"\b(?:anthropic|openai|litellm|genai|[A-Z]+_API_KEY)\b")
+_NO_JUDGE = re.compile(
+    rf"{_CANNOT_REACH.pattern}|APIConnectionError|ConnectError|NewConnectionError|NameResolutionError"
+    r"|Name or service not known"
 )
 
 STARTUP_FILES = re.compile(r"\.bashrc|\.bash_profile|\.profile|/etc/profile|bash\s+-\w*[il]|\.local/bin")
@@ -125,6 +130,11 @@ def needs_network(text: str, output: str) -> bool:
     """Return whether a script downloads something and its output shows that the download failed."""
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return _CANNOT_REACH.search(output) is not None and any(_REACHES_OUT.search(line) for line in lines)
+
+
+def lacks_judge(texts: Iterable[str], output: str) -> bool:
+    """Return whether a verifier with these files asks a model, and its output shows that it did not reach one."""
+    return _NO_JUDGE.search(output) is not None and any(_JUDGE.search(text) for text in texts)
 
 
 def with_others(script: OfflineScript, others: Mapping[str, str]) -> OfflineScript:
