@@ -50,7 +50,8 @@ _CAUSES: tuple[tuple[str, str], ...] = tuple(
         (
             "no network",
             (r"\bECONNRESET\b|\bETIMEDOUT\b",
-             r"\bAPIConnectionError\b", r"Temporary failure in name resolution", r"Name or service not known", r"Network is unreachable",
+             r"\bAPIConnectionError\b",
+             r"Temporary failure in name resolution", r"Name or service not known", r"Network is unreachable",
              r"failed to (?:download|fetch) .*?registry", r"proxy\.golang\.org", r"download of config\.json failed"),
         ),
         (
