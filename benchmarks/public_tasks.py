@@ -2,10 +2,14 @@
 
     .venv/bin/python benchmarks/public_tasks.py FOLDER...       # each folder is a set of tasks, such as a checkout
     .venv/bin/python benchmarks/public_tasks.py --compose FOLDER...
+    .venv/bin/python benchmarks/public_tasks.py --play --root python:3.12=PATH --root ubuntu:24.04=PATH FOLDER...
 
 For each set: the tasks, those that load, the share of the Dockerfiles' build steps that a build in a slot carries, and
 the compose files of services that are carried or refused by the name of a key. Nothing is started. A step counts as
 carried if it and all steps before it are; files of the context must be there. `--show` prints the reasons.
+
+`--play` plays the reference solution and doing nothing on every task. `--root NAME=PATH` says which root file system
+(of `palaestra images make`) stands for the images whose names begin with NAME. A task with another image is only named.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import harbor_task, terminal_bench_1
 from palaestra.suites.terminal_bench.compose import read_services
 from palaestra.suites.terminal_bench.find_tasks import read_folder
+from palaestra.suites.terminal_bench.import_tasks import TriedTask, import_tasks
 from palaestra.suites.terminal_bench.terminal_task import TerminalTask
 
 _LINE = re.compile(r"line (\d+)")
@@ -161,14 +166,81 @@ def read_compose(place: Path, known: Mapping[str, str]) -> Counter[str]:
     return found
 
 
+def root_for(task: TerminalTask, roots: Mapping[str, str]) -> tuple[str, str]:
+    """Return the root file system that stands for the images of a task, and the images for which there is none."""
+    found = {}
+    for recipe in recipes_of(task):
+        stages = parse_recipe(recipe)
+        froms = {each.arguments.split()[0] for stage in stages for each in stage.instructions if each.name == "FROM"}
+        for image in froms - {stage.name for stage in stages}:
+            name = image.removeprefix("public.ecr.aws/docker/library/").removeprefix("docker.io/library/")
+            found[image] = next((roots[each] for each in roots if name.startswith(each)), "")
+    missing = sorted(image for image, root in found.items() if not root)
+    return next(iter(found.values()), next(iter(roots.values()))), ", ".join(missing)
+
+
+def play_set(place: Path, given: argparse.Namespace) -> int:
+    """Play the tasks of one set, and print a row for each. Returns how many are good."""
+    roots, words = (dict(each.split("=", 1) for each in given.root), given.only)
+    known = dict(each.split("=", 1) for each in given.variable)
+    settings = [*given.set, *(f"--env.task_variables={each}" for each in given.variable)]
+    groups: dict[tuple[Path, str], list[str]] = {}
+    features: dict[str, str] = {}
+    good = 0
+    for folder in task_folders(place):
+        if words and not any(word in folder.name for word in words):
+            continue
+        try:
+            task = read_folder(folder, known)
+            root, missing = root_for(task, roots)
+        except TaskError as error:
+            print(_cells(place.name, folder.name, "", "-", "-", str(error)), flush=True)
+            continue
+        features[folder.name] = ", ".join(features_of(task))
+        if missing:
+            reason = f"no root file system for {missing}"
+            print(_cells(place.name, folder.name, features[folder.name], "-", "-", reason), flush=True)
+            continue
+        groups.setdefault((folder if folder == place else folder.parent, root), []).append(folder.name)
+
+    def show(line: TriedTask) -> None:
+        if line.name not in features:
+            return  # a task that the run left out, or that this set names elsewhere
+        reason = f"{line.finding.value}: {line.reason}" if line.reason else line.finding.value
+        print(
+            _cells(place.name, line.name, features.get(line.name, ""), line.solution, line.noop, reason),
+            flush=True,
+        )
+
+    for (parent, root), names in groups.items():
+        chosen = [] if parent == place and len(names) == 1 else ["--env.task_filter", ",".join(names)]
+        report = import_tasks(str(parent), ["--env.base_image", root, *chosen, *settings], progress=show)
+        good += len(report.lines) - len(report.bad)
+    return good
+
+
+def _cells(*cells: object) -> str:
+    shown = (" ".join(str("-" if each is None else each).split()).replace("|", "/")[:400] for each in cells)
+    return f"| {' | '.join(shown)} |"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", nargs="+", type=Path, metavar="FOLDER")
     parser.add_argument("--most", type=int, help="the maximum number of tasks of each set (default: all)")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="show the N most frequent reasons of each set")
     parser.add_argument("--compose", action="store_true", help="read the compose files below each folder instead")
-    parser.add_argument("--variable", action="append", default=[], metavar="NAME=VALUE", help="for compose files")
+    parser.add_argument("--variable", action="append", default=[], metavar="NAME=VALUE", help="for tasks")
+    parser.add_argument("--play", action="store_true", help="play every task over the roots of --root")
+    parser.add_argument("--root", action="append", default=[], metavar="NAME=PATH", help="the root of an image")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="only tasks whose names contain a word")
+    parser.add_argument("--set", action="append", default=[], metavar="--env.FIELD=VALUE", help="a further setting")
     given = parser.parse_args()
+    if given.play:
+        print("| set | task | features | oracle | noop | result |\n|---|---|---|---:|---:|---|")
+        good = sum(play_set(place, given) for place in given.sets)
+        print(f"{good} tasks are good")
+        return 0
     if given.compose:
         known = dict(each.split("=", 1) for each in given.variable)
         counts = sum((read_compose(place, known) for place in given.sets), Counter[str]())

@@ -98,13 +98,15 @@ def read_yaml_file(path: Path) -> JSON:
 
 class TypedFields:
     """One table. `name` is the path of the table in error messages. A key that is missing or null counts as not set.
-    Methods raise `TaskError` for a value of the wrong type."""
+    `known` are the values of the host's variables to which a table may refer. Methods raise `TaskError` for a value of
+    the wrong type."""
 
-    def __init__(self, values: JSON, name: str = "") -> None:
+    def __init__(self, values: JSON, name: str = "", known: Mapping[str, str] | None = None) -> None:
         if not isinstance(values, Mapping):
             raise TaskError(f"{name or 'the file'} must be a table, not {type(values).__name__}")
         self.values: Mapping[str, JSON] = values
         self._name = name
+        self._known = known or {}
 
     def key(self, name: str) -> str:
         """Return a key's full name for error messages."""
@@ -113,11 +115,16 @@ class TypedFields:
     def section(self, name: str) -> TypedFields:
         """Return a table inside this table, or an empty table if the key is missing."""
         value = self.values.get(name)
-        return TypedFields({} if value is None else value, self.key(name))
+        return TypedFields({} if value is None else value, self.key(name), self._known)
+
+    def over(self, other: TypedFields) -> TypedFields:
+        """Return this table with the keys of another table that it does not set."""
+        return TypedFields({**other.values, **self.values}, self._name, self._known)
 
     def sections(self, name: str) -> list[TypedFields]:
         """Return a list of tables inside this table."""
-        return [TypedFields(value, f"{self.key(name)}[{number}]") for number, value in enumerate(self._list(name))]
+        values = enumerate(self._list(name))
+        return [TypedFields(value, f"{self.key(name)}[{number}]", self._known) for number, value in values]
 
     def text(self, name: str) -> str | None:
         """Return a string, or None if the key is missing."""
@@ -163,13 +170,17 @@ class TypedFields:
         return tuple(values)
 
     def variables(self, name: str) -> dict[str, str]:
-        """Return environment variables. A value that refers to a variable of the host needs a default:
-        `${NAME:-default}`."""
-        found = {key: self._expanded(f"{name}.{key}", value) for key, value in self.section(name).values.items()}
+        """Return environment variables. A value that refers to a variable of the host needs a known variable or a
+        default: `${NAME:-default}`."""
+        found = self.expanded(name)
         for key, value in found.items():
             if not is_variable(key, value):
                 raise TaskError(f"{self.key(f'{name}.{key}')!r:.200} cannot be an environment variable")
         return found
+
+    def expanded(self, name: str) -> dict[str, str]:
+        """Return a table of texts that may refer to variables of the host, as in `variables`."""
+        return {key: self._expanded(f"{name}.{key}", value) for key, value in self.section(name).values.items()}
 
     def size_bytes(self, plain: str, megabytes: str) -> int | None:
         """Return a size in bytes, or None. The size is either text (`2G`) under the key `plain`, or a number under the
@@ -195,9 +206,13 @@ class TypedFields:
             raise TaskError(f"{self.key(name)} must be text, not {_shown.repr(value)}")
 
         def default(match: re.Match[str]) -> str:
-            if match[2] is None:
-                raise Unsupported(f"{self.key(name)} refers to the host's variable {match[1]}, which slots cannot see")
-            return match[2]
+            found = self._known.get(match[1], match[2])
+            if found is None:
+                raise Unsupported(
+                    f"{self.key(name)} refers to the host's variable {match[1]}, which slots cannot see; set it with "
+                    f"--env.task_variables {match[1]}=VALUE"
+                )
+            return found
 
         return _VARIABLE.sub(default, str(value))
 

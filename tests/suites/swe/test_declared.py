@@ -104,6 +104,13 @@ def test_packages_are_not_older_than_the_interpreter(created_at: str, expected: 
         ("main.c:1:10: fatal error: zlib.h: No such file or directory", 2, "missing header: zlib.h"),
         ("bash: line 1: cargo: command not found", 127, "missing program: cargo"),
         ("npm error code ECONNRESET", 1, "no network"),
+        ("Could not fetch URL https://index.example/simple/pillow/: There was a problem confirming the certificate: "
+         "HTTPSConnectionPool(host='index.example', port=443): Max retries exceeded (Caused by SSLError("
+         "SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed')))\n"
+         "ERROR: No matching distribution found for pillow==12.2.0", 1,
+         "no network: the certificate of index.example is not trusted here"),
+        ("curl: (60) SSL certificate problem: unable to get local issuer certificate", 60,
+         "no network: a certificate is not trusted here"),
         ("Could not find gem 'simplecov (> 0.2)' in locally installed gems.", 7, "missing package: simplecov (> 0.2)"),
         ("Cannot access central (https://x) in offline mode and the artifact com.google:truth:jar:1.1 has not been "
          "downloaded from it before.", 1, "missing package: com.google:truth:jar:1.1"),

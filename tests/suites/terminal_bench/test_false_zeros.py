@@ -43,6 +43,34 @@ def test_tests_import_a_package_of_the_image(try_tasks: Try, tmp_path: Path, nam
 
 
 @pytest.mark.skipif(not _SYSTEM_PYTHON.exists(), reason="needs a Python in /usr")
+def test_an_image_with_the_report_plugin_of_the_stock_script(try_tasks: Try, tmp_path: Path) -> None:
+    """The plugin adds the option `--ctrf`, as the launcher does."""
+    place = _purelib()
+    plugin = "def pytest_addoption(parser):\\n    parser.addoption('--ctrf')\\n"
+    install = (
+        f'RUN mkdir -p {place}/ctrf-1.dist-info && printf "{plugin}" > {place}/ctrfmain.py\n'
+        f"RUN printf '[pytest11]\\nctrf = ctrfmain\\n' > {place}/ctrf-1.dist-info/entry_points.txt\n"
+        f"RUN printf 'Name: ctrf\\nVersion: 1\\n' > {place}/ctrf-1.dist-info/METADATA\n"
+    )
+    dockerfile = (HARBOR / "greeting/environment/Dockerfile").read_text()
+    copied(HARBOR / "greeting", tmp_path, {"environment/Dockerfile": f"{dockerfile}\n{install}"})
+    line = try_tasks(tmp_path)["greeting"]
+    assert (line.finding, line.noop, line.solution) == (Finding.GOOD, 0.0, 1.0), line.reason
+
+
+def test_an_image_that_is_larger_than_the_memory_of_its_task(try_tasks: Try, tmp_path: Path) -> None:
+    """Container tools do not build under the limits of the task's containers."""
+    dockerfile = (HARBOR / "greeting/environment/Dockerfile").read_text()
+    files = {
+        "environment/Dockerfile": f"{dockerfile}\nRUN head -c 300M /dev/zero > /opt/large\n",
+        "task.toml": "[environment]\nmemory_mb = 256\n",
+    }
+    copied(HARBOR / "greeting", tmp_path, files)
+    line = try_tasks(tmp_path)["greeting"]
+    assert (line.finding, line.noop, line.solution) == (Finding.GOOD, 0.0, 1.0), line.reason
+
+
+@pytest.mark.skipif(not _SYSTEM_PYTHON.exists(), reason="needs a Python in /usr")
 def test_a_package_of_the_image_that_the_tests_cannot_reach_is_not_the_works_fault(
     try_tasks: Try, tmp_path: Path
 ) -> None:
@@ -59,6 +87,23 @@ def test_a_package_of_the_image_that_the_tests_cannot_reach_is_not_the_works_fau
     copied(HARBOR / "greeting", tmp_path, files)
     line = try_tasks(tmp_path)["greeting"]
     assert (line.finding, line.noop, line.solution) == (Finding.VERIFIER_FAILS, None, None), line.reason
+
+
+def test_a_judge_that_only_work_makes_the_verifier_ask(try_tasks: Try, tmp_path: Path) -> None:
+    """Over the prepared workspace the verifier ends before it asks, so the work seemed to break it."""
+    judge = """
+import os, sys, urllib.request
+if not os.path.exists("/app/hello.txt"):
+    open("/logs/verifier/reward.txt", "w").write("0")
+    sys.exit()
+key = os.environ.get("OUR_API_KEY")
+urllib.request.urlopen("http://judge.example/grade")
+"""
+    files = {"tests/test.sh": f"#!/bin/bash\n{_SYSTEM_PYTHON} /tests/judge.py\n", "tests/judge.py": judge}
+    copied(HARBOR / "greeting", tmp_path, files)
+    line = try_tasks(tmp_path)["greeting"]
+    assert (line.finding, line.noop, line.solution) == (Finding.VERIFIER_FAILS, 0.0, None)
+    assert line.reason.startswith("no network")
 
 
 _SERVED = """\

@@ -18,6 +18,7 @@ from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.find_tasks import load_tasks
+from palaestra.suites.terminal_bench.import_tasks import read_tasks
 from suites.terminal_bench.mini import HARBOR, LEGACY, TASKS, copied
 
 
@@ -225,6 +226,19 @@ def test_a_source_without_tasks_is_an_error(tmp_path: Path) -> None:
         load_tasks(str(tmp_path / "tasks.jsonl"), tmp_path)
     with pytest.raises(ConfigError, match="there is no"):
         load_tasks(str(tmp_path / "nowhere"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (["--env.task_filter", "greeting,needs-*"], ["greeting", "needs-gpu"]),
+        (["--env.task_filter", "needs-gpu"], ["needs-gpu"]),
+        (["--env.task_filter", "greeting", "--env.skip_tasks", "none"], ["greeting"]),
+        (["--env.task_filter", "greet*,needs-gpu", "--env.skip_tasks", "needs-*"], ["greeting"]),
+    ],
+)
+def test_refused_tasks_that_the_settings_leave_out_are_not_named(settings: list[str], names: list[str]) -> None:
+    assert [line.name for line in read_tasks(str(HARBOR), settings).lines] == names
 
 
 def test_a_filter_that_chooses_nothing_is_named_with_the_tasks(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.suites.terminal_bench.offline_script import needs_network, offline, with_others
+from palaestra.suites.terminal_bench.offline_script import lacks_judge, needs_network, offline, with_others
 from suites.terminal_bench.mini import HARBOR, LEGACY
 
 
@@ -43,6 +43,10 @@ def test_the_older_stock_scripts() -> None:
         ("pip install pytest==8.4.1", ":"),
         ("pip3 install pytest 2>/dev/null || pip install pytest", ":"),
         ("pip install -q pytest || true", ":"),
+        ("pip3 install --quiet pytest-json-ctrf==0.3.5 2>&1 | head -n 5 || true", ":"),
+        ("pip install rich > install.log 2>&1 | tee -a log | tail -1", "palaestra-needs-python rich"),
+        ("apt-get update -qq 2>&1 | tail -3 && apt-get install -y jq 2> errors.txt | cat", "palaestra-needs jq"),
+        ("pip install pytest | sh", "pip install pytest | sh"),
         ("apt-get install -y jq || (true)", "apt-get install -y jq || (true)"),
         ("python3 -m pip install --quiet -r requirements.txt", ":"),
         ("pip install 'numpy>=2' pytest", "palaestra-needs-python 'numpy>=2'"),
@@ -56,6 +60,26 @@ def test_the_older_stock_scripts() -> None:
 )
 def test_installing_lines(line: str, wanted: str) -> None:
     assert offline(line + "\n").text == wanted + "\n"
+
+
+def test_a_judge_without_a_network() -> None:
+    failed = "anthropic.APIConnectionError: Connection error.\n"
+    judge = "from anthropic import Anthropic\n"
+    assert lacks_judge(["python /tests/judge.py\n", judge], failed)
+    assert not lacks_judge(["python /tests/judge.py\n", "import calc\n"], failed)
+    assert not lacks_judge([judge], "0 of 3 facts\n")
+
+
+def test_a_program_that_itself_runs_pytest_is_not_a_test_session() -> None:
+    program = "python3 - <<'PY'\nimport subprocess\nsubprocess.run(['python', '-m', 'pytest', 'tests'])\nPY\n"
+    assert not offline(f"{program}echo 1 > /logs/verifier/reward.txt\n").pytest
+    assert offline(f"{program}pytest /tests\n").pytest
+    assert offline("cat > run.sh <<END\npytest /tests\nEND\nbash run.sh\n").pytest
+
+
+def test_filters_and_files_of_an_installation_are_not_packages() -> None:
+    script = offline("pip install rich > install.log 2>&1 | head -n 5\npytest /tests\n")
+    assert script.requirements == ("rich",)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,30 @@ def test_a_default_for_a_variable_of_the_host_is_taken(tmp_path: Path) -> None:
     assert harbor_task.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).env == {"KEY": "none and "}
 
 
+def test_variables_of_the_host_that_a_setting_gives(tmp_path: Path) -> None:
+    text = """
+[environment.env]
+KEY = "${SOME_KEY}"
+OTHER = "${OTHER:-default}"
+[[environment.mcp_servers]]
+name = "mail"
+url = "http://mail/mcp"
+headers = { authorization = "Bearer ${SOME_KEY}" }
+[[steps]]
+name = "one"
+[steps.verifier.env]
+JUDGE = "${SOME_KEY}"
+"""
+    files = {"task.toml": text, "steps/one/instruction.md": "do it", "cheat/solve.sh": "true"}
+    task = copied(HARBOR / "greeting", tmp_path, files)
+    loaded = harbor_task.read_task(task, {"SOME_KEY": "k", "OTHER": "o"})
+    assert loaded.env == {"KEY": "k", "OTHER": "o"}
+    assert loaded.agent.servers[0].headers == {"authorization": "Bearer k"}
+    assert loaded.steps[0].verifier.env == {"JUDGE": "k"}
+    with pytest.raises(Unsupported, match=r"--env\.task_variables SOME_KEY=VALUE"):
+        harbor_task.read_task(task, {"OTHER": "o"})
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -216,7 +216,7 @@ def test_what_a_task_declares_is_read(tmp_path: Path) -> None:
         ('command = "python3"\n', "", TaskError, "command"),
         ('"http://desk:8000/mcp"', '"file:///etc/passwd"', TaskError, "must be an http or https URL"),
         ('name = "desk"', 'name = "vault"', TaskError, "'vault' is the name of another server too"),
-        ('"7"', '"${HOME}"', Unsupported, "takes a variable of the host"),
+        ('"7"', '"${HOME}"', Unsupported, "refers to the host's variable HOME, which slots cannot see"),
         ('"/opt/skills"', '"../skills"', TaskError, "skills_dir must be an absolute path"),
         ("headers =", "heads =", Unsupported, "not a key of Harbor's schema"),
     ],

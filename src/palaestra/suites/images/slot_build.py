@@ -19,10 +19,12 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from posixpath import basename, join, normpath
 
 from palaestra.core.errors import PrepareError, TaskError
+from palaestra.core.types import Limits
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.images.dockerfile import (
@@ -43,12 +45,24 @@ from palaestra.suites.task_files import Unsupported, read_text
 
 _CONFIGURED = frozenset({"FROM", "ENV", "ARG", "USER", "WORKDIR", "CMD", "ENTRYPOINT"})
 _SKIPPED = frozenset({"EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "ONBUILD", "STOPSIGNAL", "VOLUME"})
+_BUILD_BYTES, _BUILD_PIDS = 8 << 30, 4096
 _SHELL = ("/bin/sh", "-c")
 _UNREACHED = re.compile(
     r"^.*(?:Could not resolve host|Temporary failure (?:in name resolution|resolving)"
     r"|unable to resolve host address|Failed to connect to).*$",
     re.MULTILINE,
 )
+
+
+def limits_of_build(limits: Limits) -> Limits:
+    """Return the limits of a slot that builds a Dockerfile. Container tools do not build under the limits that a task
+    sets for its containers, and what is built lies in memory here."""
+    return replace(
+        limits,
+        memory_bytes=limits.memory_bytes and max(limits.memory_bytes, _BUILD_BYTES),
+        disk_bytes=limits.disk_bytes and max(limits.disk_bytes, _BUILD_BYTES),
+        pids=limits.pids and max(limits.pids, _BUILD_PIDS),
+    )
 
 
 async def build_in_slot(slot: Slot, recipe: ImageRecipe, base: ImageConfig | None = None) -> ImageConfig:

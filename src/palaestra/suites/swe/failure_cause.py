@@ -38,8 +38,19 @@ _CAUSES: tuple[tuple[str, str], ...] = tuple(
              r"cannot open URL '\w+://([^/']+)"),
         ),
         (
+            "no network: the certificate of {} is not trusted here",
+            (r"host='([\w.-]+)'.*?(?:CERTIFICATE_VERIFY_FAILED|certificate verify failed)",
+             r"request to https?://([^/\s]+)\S* failed, reason: (?:self.signed|unable to (?:get|verify))"),
+        ),
+        (
+            "no network: a certificate is not trusted here",
+            (r"CERTIFICATE_VERIFY_FAILED", r"SSL certificate problem: ", r"SELF_SIGNED_CERT_IN_CHAIN",
+             r"invalid peer certificate", r"x509: certificate signed by unknown authority"),
+        ),
+        (
             "no network",
             (r"\bECONNRESET\b|\bETIMEDOUT\b",
+             r"\bAPIConnectionError\b",
              r"Temporary failure in name resolution", r"Name or service not known", r"Network is unreachable",
              r"failed to (?:download|fetch) .*?registry", r"proxy\.golang\.org", r"download of config\.json failed"),
         ),

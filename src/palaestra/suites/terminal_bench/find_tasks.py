@@ -65,9 +65,11 @@ def load_tasks(
     split: str = "train",
     fields: Mapping[str, str] | None = None,
     folders: Iterable[tuple[str, Path | TaskError, bool]] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> LoadedTasks:
-    """Read every task of a source. If `folders` are given, they are the source's tasks: name, folder or error, and
-    whether the task is graded live. Raises `ConfigError` if the source cannot be read or contains no task."""
+    """Read every task of a source. `variables` are those of the host to which tasks may refer. If `folders` are given,
+    they are the source's tasks: name, folder or error, and whether the task is graded live. Raises `ConfigError` if the
+    source cannot be read or contains no task."""
     path = local_path(source)
     tasks: dict[str, TerminalTask] = {}
     left_out: list[LeftOut] = []
@@ -79,7 +81,7 @@ def load_tasks(
             left_out.append(LeftOut(name, str(folder)))
             continue
         try:
-            task = read_folder(folder)
+            task = read_folder(folder, variables)
         except TaskError as error:
             left_out.append(LeftOut(name, str(error)))
             continue
@@ -103,11 +105,12 @@ def _warn_of_ignored(tasks: Iterable[TerminalTask]) -> None:
         _log.warning("%d tasks set %r, which Harbor's schema does not have, so it has no effect", count, key)
 
 
-def read_folder(folder: Path) -> TerminalTask:
-    """Return the task of one folder, in either format. Raises `TaskError`."""
+def read_folder(folder: Path, variables: Mapping[str, str] | None = None) -> TerminalTask:
+    """Return the task of one folder, in either format. `variables` are those of the host to which a Harbor task may
+    refer. Raises `TaskError`."""
     check_links(folder)
     if harbor_task.is_task(folder):
-        return harbor_task.read_task(folder)
+        return harbor_task.read_task(folder, variables)
     if terminal_bench_1.is_task(folder):
         return terminal_bench_1.read_task(folder)
     raise TaskError(f"{harbor_task.CONFIG_NAME} is missing")

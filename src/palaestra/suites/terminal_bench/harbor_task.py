@@ -105,9 +105,10 @@ def is_task(folder: Path) -> bool:
     return (folder / CONFIG_NAME).is_file()
 
 
-def read_task(folder: Path) -> TerminalTask:
-    """Return the task of a folder. Raises `TaskError`, and `Unsupported` for a task that slots cannot run."""
-    config = TypedFields(read_toml_file(folder / CONFIG_NAME))
+def read_task(folder: Path, variables: Mapping[str, str] | None = None) -> TerminalTask:
+    """Return the task of a folder. `variables` are the values of the host's variables to which its tables may refer.
+    Raises `TaskError`, and `Unsupported` for a task that slots cannot run."""
+    config = TypedFields(read_toml_file(folder / CONFIG_NAME), known=variables)
     _check_version(config)
     ignored = _check_supported(config)
     steps = _steps(config, folder)
@@ -155,12 +156,12 @@ def read_task(folder: Path) -> TerminalTask:
     )
 
 
-def read_cheat(task: TerminalTask) -> SolutionScript | None:
+def read_cheat(task: TerminalTask, variables: Mapping[str, str] | None = None) -> SolutionScript | None:
     """Return the script of `cheat/solve.sh`, with which the author of a task shows an attack that must not be paid.
     Submissions to Terminal-Bench 3 have one. Raises `TaskError`."""
     if task.format is not Format.HARBOR or not (task.path / "cheat").is_dir():
         return None
-    config = TypedFields(read_toml_file(task.path / CONFIG_NAME))
+    config = TypedFields(read_toml_file(task.path / CONFIG_NAME), known=variables)
     return _solution(task.path / "cheat", config.section("solution"))
 
 
@@ -429,9 +430,7 @@ def _servers(environment: TypedFields) -> tuple[TaskServer, ...]:
         url = entry.required("url")
         if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
             raise TaskError(f"{entry.key('url')} must be an http or https URL, not {url!r:.200}")
-        headers = {name: str(value) for name, value in entry.section("headers").values.items()}
-        if any("${" in value for value in headers.values()):
-            raise Unsupported(f"{entry.key('headers')} takes a variable of the host, which no slot gets")
+        headers = entry.expanded("headers")
         servers[name] = TaskServer(name, url, transport == "sse", headers)
     return tuple(servers.values())
 
@@ -464,7 +463,7 @@ def _steps(config: TypedFields, folder: Path) -> tuple[TaskStep, ...]:
             raise TaskError(f"{section.key('name')} must be a folder name that no other step has, not {name!r:.200}")
         place = folder / "steps" / name
         own, task = section.section("verifier"), config.section("verifier")
-        merged = TypedFields({**task.values, **own.values}, section.key("verifier"))
+        merged = own.over(task)
         try:
             steps[name] = TaskStep(
                 name=name,

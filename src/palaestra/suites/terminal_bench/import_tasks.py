@@ -23,6 +23,7 @@ from palaestra.envs.cheats.proof import FULL, PolicyRuns, parse_settings, policy
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.run.run import serve_limit
 from palaestra.inference.engines.scripted import NoopPolicy, OraclePolicy, Policy
+from palaestra.rollouts.environment import WORK_BREAKS_CHECK
 from palaestra.rollouts.records import Trajectory
 from palaestra.rollouts.schedule import numbered
 from palaestra.sandbox.pool import SlotPool
@@ -169,7 +170,8 @@ async def _play(policy: Policy, task: Task, runs: PolicyRuns) -> _Played:
     if not group.trajectories:
         return _Played(None, _with_cause(group.error or "", group.error or ""), False)
     trajectory = group.trajectories[0]
-    error = trajectory.error or str(trajectory.difference or trajectory.detail.get("output") or "")
+    shows = (trajectory.difference, *(trajectory.detail.get(key) for key in ("output", WORK_BREAKS_CHECK)))
+    error = trajectory.error or str(next(filter(None, shows), ""))
     shown = error[:800] if trajectory.error else error[-800:].strip()
     ended = _ended(trajectory)
     return _Played(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from palaestra.suites.task_files import read_text
@@ -43,6 +43,11 @@ _RUN_STOCK = re.compile(r"(?:source|\.|bash|sh)\s+\S*run-uv-pytest\.sh\S*")
 _MODULE = re.compile(r"\bpython3?\s+-m\s+pytest\b")
 _WITH = re.compile(r"(?:--with|-w)[= ]\s*(['\"]?)([^\s'\"]+)\1")
 _RUNNER = re.compile(r"\b(?:pytest|py\.test|uvx)\b|\buv\s+run\b")
+_FILTER = re.compile(r"(?:\s*\|&?\s*(?:head|tail|grep|cat|tee)\b[^|]*)+$")
+"""What shortens the output of an installation, as in `pip install pytest | tail -1`."""
+_REDIRECTS = frozenset({">", ">>", "1>", "2>", "&>", "<"})
+_PROGRAM = re.compile(r"\b(?:python[\d.]*|node|perl|ruby)\b[^|;&]*<<-?\s*(['\"]?)(\w+)\1")
+"""The begin of a program that a script contains, as in `python3 - <<'END'`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VALUED = frozenset({"-i", "--index-url", "--extra-index-url", "-r", "--requirement", "-p", "--python", "--target"})
 
@@ -50,6 +55,11 @@ _REACHES_OUT = re.compile(r"\b(?:git\s+clone|curl|wget|npm|npx|cargo|go\s+(?:get
 _CANNOT_REACH = re.compile(
     r"Could not resolve host|Temporary failure (?:in name resolution|resolving)|Network is unreachable"
     r"|unable to resolve host address|EAI_AGAIN|ENOTFOUND|Failed to fetch"
+)
+_JUDGE = re.compile(r"\b(?:anthropic|openai|litellm|genai|[A-Z]+_API_KEY)\b")
+_NO_JUDGE = re.compile(
+    rf"{_CANNOT_REACH.pattern}|APIConnectionError|ConnectError|NewConnectionError|NameResolutionError"
+    r"|Name or service not known"
 )
 
 STARTUP_FILES = re.compile(r"\.bashrc|\.bash_profile|\.profile|/etc/profile|bash\s+-\w*[il]|\.local/bin")
@@ -122,6 +132,11 @@ def needs_network(text: str, output: str) -> bool:
     return _CANNOT_REACH.search(output) is not None and any(_REACHES_OUT.search(line) for line in lines)
 
 
+def lacks_judge(texts: Iterable[str], output: str) -> bool:
+    """Return whether a verifier with these files asks a model, and its output shows that it did not reach one."""
+    return _NO_JUDGE.search(output) is not None and any(_JUDGE.search(text) for text in texts)
+
+
 def with_others(script: OfflineScript, others: Mapping[str, str]) -> OfflineScript:
     """Return the script together with the rewritten scripts `others`, which it may call. Its requirements include those
     of the other scripts."""
@@ -137,8 +152,17 @@ def with_others(script: OfflineScript, others: Mapping[str, str]) -> OfflineScri
 
 
 def _uses_pytest(text: str) -> bool:
-    """Return whether a line that is not a comment starts pytest."""
-    return any(_RUNNER.search(line) for line in text.splitlines() if not line.lstrip().startswith("#"))
+    """Return whether a line that is neither a comment nor part of a program in another language starts pytest."""
+    end = ""
+    for line in text.splitlines():
+        if end:
+            end = "" if line.strip() == end else end
+        elif not line.lstrip().startswith("#"):
+            if _RUNNER.search(line):
+                return True
+            program = _PROGRAM.search(line)
+            end = program[2] if program else ""
+    return False
 
 
 def _whole_lines(text: str) -> list[str]:
@@ -168,8 +192,9 @@ def _replaced(line: str, python_check: str) -> str:
 
 
 def _commands(line: str) -> list[str]:
-    """Return the commands of a line, split at `&&`, `||` and `;`."""
-    return [part.strip() for part in re.split(r"&&|\|\||;", line)]
+    """Return the commands of a line, split at `&&`, `||` and `;`. Installations lose the filters of their output."""
+    parts = [part.strip() for part in re.split(r"&&|\|\||;", line)]
+    return [_FILTER.sub("", part) if any(each.match(part) for each in (_APT, _PIP)) else part for part in parts]
 
 
 def _instead(command: str, python_check: str) -> str | None:
@@ -186,7 +211,7 @@ def _instead(command: str, python_check: str) -> str | None:
     match = _APT.fullmatch(command)
     if match is None:
         return None
-    words = [word for word in match[1].split() if not word.startswith("-") and ">" not in word and word != "/dev/null"]
+    words = [each for each in re.sub(r"[12&]?>>?\s*\S+", "", match[1]).split() if not each.startswith("-")]
     if words[:1] and words[0] in ("update", "upgrade", "clean"):
         return ""
     if words[:1] not in (["install"], ["add"]):
@@ -213,7 +238,7 @@ def _names(words: list[str]) -> list[str]:
     for word in words:
         if skip:
             skip = False
-        elif word in _VALUED:
+        elif word in _VALUED or word in _REDIRECTS:
             skip = True
         elif not word.startswith("-") and ">" not in word[:2]:
             found.append(word.strip("'\""))

@@ -27,7 +27,7 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import GroupAddress, Process, Slot, SlotSource, SlotSpec, Snapshot
 from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.images.as_user import acting_as, as_user
-from palaestra.suites.images.slot_build import build_in_slot
+from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
 from palaestra.suites.images.task_root import TaskRoot
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import Unsupported
@@ -377,7 +377,7 @@ async def prepared_files(rollout: Rollout, plan: ServicePlan, name: str, spec: S
     """Return the prepared files of a service, which the run prepares once per task. `spec` has the settings of a slot
     for preparation. Raises the errors of the build."""
     workspaces, each = rollout.run_context.workspaces, plan.services[name]
-    spec = service_spec(spec, each)
+    spec = replace(service_spec(spec, each), limits=limits_of_build(each.service.limits))
     built: Snapshot | None = None
     if each.root.build_key is not None:
 

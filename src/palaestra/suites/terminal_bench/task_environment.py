@@ -53,7 +53,7 @@ from palaestra.suites.images.pytest_toolchain import (
     TestTools,
     find_test_tools,
 )
-from palaestra.suites.images.slot_build import build_in_slot
+from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
 from palaestra.suites.images.task_images import TaskImages
 from palaestra.suites.images.task_root import TaskRoot, TaskRoots
 from palaestra.suites.slot_commands import check_execute
@@ -190,7 +190,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
     async def cheat_steps(self, task: Task) -> Sequence[ToolStep] | None:
         """Return the calls of the cheat that the author of a task shows, or None without one. Raises `TaskError`."""
-        cheat = read_cheat(task.data)
+        cheat = read_cheat(task.data, self.settings.task_variables)
         if cheat is None:
             return None
         work: ResolvedTask = (await self.resolve(task)).data
@@ -212,6 +212,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         work: ResolvedTask = task.data
         spec = replace(super().slot_spec(task, phase), env=tuple(sorted(work.env.items())))
         spec = replace(spec, mounts=work.tools.mounts)  # the official verdict is computed in the agent's slot
+        if phase is Phase.PREPARE:
+            return replace(spec, limits=limits_of_build(spec.limits))
         if work.plan is None or phase is not Phase.AGENT:
             return spec
         return work.plan.leading(spec, spare=1 if task.grading == LIVE else 0)

@@ -197,10 +197,13 @@ class TerminalTask:
 
     def is_named(self, wanted: str | None) -> bool:
         """Return whether a comma-separated list of names, patterns (`git-*`) and `category:NAME` matches this task."""
-        words = [word.strip() for word in (wanted or "").split(",") if word.strip()]
-        return any(
-            self.metadata.category == word.partition(":")[2]
-            if word.startswith("category:")
-            else fnmatch.fnmatchcase(self.name, word)
-            for word in words
-        )
+        return is_named(wanted, self.name, self.metadata.category)
+
+
+def is_named(wanted: str | None, name: str, category: str) -> bool:
+    """Return whether a comma-separated list of names, patterns and `category:NAME` matches a task."""
+    words = [word.strip() for word in (wanted or "").split(",") if word.strip()]
+    return any(
+        category == word.partition(":")[2] if word.startswith("category:") else fnmatch.fnmatchcase(name, word)
+        for word in words
+    )

@@ -23,7 +23,7 @@ from palaestra.suites.images.task_root import HOST
 from palaestra.suites.terminal_bench.find_tasks import load_tasks
 from palaestra.suites.terminal_bench.named_tasks import PREFIX, named_folders
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
-from palaestra.suites.terminal_bench.terminal_task import TerminalTask
+from palaestra.suites.terminal_bench.terminal_task import TerminalTask, is_named
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 
 BUILT_IN = "built-in"
@@ -50,15 +50,29 @@ class TerminalBench2EvalEnv(ListedEnv):
         source = str(BUILT_IN_TASKS) if config.dataset_name == BUILT_IN else config.dataset_name or ""
         named = source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
         folders = [] if named is None else await named_folders(named, config.registry, cache)
-        loaded = load_tasks(source, cache, split=config.dataset_split, fields=config.dataset_fields, folders=folders)
+        loaded = load_tasks(
+            source,
+            cache,
+            split=config.dataset_split,
+            fields=config.dataset_fields,
+            folders=folders,
+            variables=config.task_variables,
+        )
         chosen = self._chosen(list(loaded.tasks))
-        if loaded.tasks and not chosen:
+        left_out = [each for each in loaded.left_out if self._concerns(each.name)]
+        if loaded.tasks and not chosen and not left_out:
             names = ", ".join(task.name for task in loaded.tasks[:5]) + (", …" if len(loaded.tasks) > 5 else "")
             raise ConfigError(
                 f"task_filter {config.task_filter!r} and skip_tasks {config.skip_tasks!r} select none of the "
                 f"{len(loaded.tasks)} tasks of {source}: {names}"
             )
-        return [*chosen, *loaded.left_out]
+        return [*chosen, *left_out]
+
+    def _concerns(self, name: str) -> bool:
+        """Return whether the settings may select a task that could not be read, so that its category is unknown."""
+        wanted, skipped = self.config.task_filter, self.config.skip_tasks
+        chosen = wanted is None or "category:" in wanted or is_named(wanted, name, "")
+        return chosen and not is_named(skipped, name, "")
 
     def _chosen(self, tasks: list[TerminalTask]) -> list[TerminalTask]:
         config = self.config

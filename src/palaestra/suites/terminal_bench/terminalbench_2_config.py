@@ -41,6 +41,12 @@ class TerminalBench2EvalConfig(ListedEnvConfig):
         default=None,
         description="Tasks to grade in the agent's own slot, as in task_filter: tasks about running services.",
     )
+    task_variables: dict[str, str] = Field(
+        default={},
+        description="Values for `${NAME}` in the tables `env` and `headers` of task.toml, which Harbor takes from its "
+        "own environment, as NAME=VALUE. The run's settings record them, and agents can read those of "
+        "`[environment.env]`.",
+    )
     image_dir: str | None = Field(
         default=None,
         description="A folder of prebuilt root file systems: TASK or TASK.tar, with an optional TASK.json next to it.",

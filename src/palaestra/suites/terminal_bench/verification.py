@@ -29,7 +29,7 @@ from palaestra.suites.images.pytest_toolchain import (
     image_modules,
     working_command,
 )
-from palaestra.suites.images.slot_build import build_in_slot
+from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
 from palaestra.suites.images.task_root import TaskRoot
 from palaestra.suites.task_files import read_text
 from palaestra.suites.task_paths import TaskScope
@@ -470,7 +470,8 @@ async def verifier_files(
     if root.build_key is None:
         return spec, None
     build = partial(build_in_slot, recipe=environment.recipe, base=root.base)
-    made = partial(sealed_after, rollout, replace(spec, network=network), None, build)
+    building = replace(spec, network=network, limits=limits_of_build(spec.limits))
+    made = partial(sealed_after, rollout, building, None, build)
     return spec, await rollout.run_context.workspaces.shared(root.build_key, made)
 
 

@@ -32,7 +32,7 @@ from palaestra.suites.grading.harness import FAILED, Status, TestRun, TestsTimed
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.default_tests import default_tests
-from palaestra.suites.terminal_bench.offline_script import OfflineScript, needs_network
+from palaestra.suites.terminal_bench.offline_script import OfflineScript, lacks_judge, needs_network
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
 from palaestra.suites.terminal_bench.terminal_task import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
 from palaestra.suites.terminal_bench.verifier_files import install, place_tests, script_name
@@ -66,6 +66,13 @@ _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w
 GradedViews = Callable[[], AbstractAsyncContextManager[Slot]]
 """Opens a slot that contains the agent's work and in which no verifier has run. A task that is graded live has only the
 agent's slot, in which every run takes place."""
+
+
+class _LacksJudge(GraderError):
+    """The verifier asks a model, which it cannot reach. The work is not the cause, even if the verifier asks none about
+    a workspace without work."""
+
+    certain = True
 
 
 class _PaysWithoutTests(GraderError):
@@ -134,7 +141,11 @@ async def verify(
     script has run. If `watched` is true, a positive verdict has labels. Raises `GraderError`.
     """
     await _install(slot, task, setup)
-    session = await _session(slot, task, script, setup, {}, alone=alone)
+    try:
+        session = await _session(slot, task, script, setup, {}, alone=alone)
+    except TestsTimedOut as error:
+        _check_judge(task, script, str(error))
+        raise
     records, run, output = session.records, session.run, session.output
     if task.format is Format.TERMINAL_BENCH_1:
         assert run is not None
@@ -144,6 +155,7 @@ async def verify(
         try:
             rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
         except GraderError as error:
+            _check_judge(task, script, output)
             raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
     reward = single(rewards)
     if reward > 0 and run is not None and not has_started(records):
@@ -151,11 +163,21 @@ async def verify(
         raise (_PaysWithoutTests if await _ended_itself(slot, task, script, session.exit_code) else GraderError)(
             problem
         )
+    if reward < 1:
+        _check_judge(task, script, output)
     if reward < 1 and needs_network(script.text, output):
         raise GraderError(f"the verifier of {task.name} needs the network, which it does not have:\n{output[-1500:]}")
     watch = watched and reward > 0
     labels = await _labels(slot, task, script, reward, run, alone=alone) if watch else []
     return VerifierVerdict(reward, rewards, run, output, session.exit_code, labels)
+
+
+def _check_judge(task: TerminalTask, script: OfflineScript, output: str) -> None:
+    """Raise `_LacksJudge` if the output of a verifier shows that it could not ask a model."""
+    paths = (path for name, path in task.verifier.files().items() if name.endswith(".py"))
+    helpers = (read_text(path, "replace") for path in paths if path.is_file())
+    if lacks_judge((script.text, *script.others.values(), *helpers), output):
+        raise _LacksJudge(f"no network: the verifier of {task.name} asks a model:\n{output[-1500:]}")
 
 
 async def _install(slot: Slot, task: TerminalTask, setup: VerifierSetup, *, ends_well: bool = False) -> None:

@@ -79,7 +79,8 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
     # The verifier's folder is the root if every test that runs is in it.
     inside = bool(paths) and all(os.path.commonpath([path, tests]) == tests for path in paths)
     root = [f"--rootdir={tests}", f"--confcutdir={tests}"] if inside else []
-    status = int(pytest.main(["-p", "no:cacheprovider", *root, *arguments], plugins=plugins))
+    # The image may have the plugin `ctrf`, whose option `--ctrf` is ours here.
+    status = int(pytest.main(["-p", "no:cacheprovider", "-p", "no:ctrf", *root, *arguments], plugins=plugins))
     return 0 if plan["ends_well"] else status
 
 

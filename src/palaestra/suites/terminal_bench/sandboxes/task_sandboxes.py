@@ -29,7 +29,7 @@ from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.images.image_builder import ImageBuilder
-from palaestra.suites.images.slot_build import build_in_slot
+from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
 from palaestra.suites.images.task_images import PullPolicy, TaskImages
 from palaestra.suites.images.task_root import TaskRoot, TaskRoots
 from palaestra.suites.slot_commands import check_execute
@@ -223,7 +223,7 @@ class TaskSandboxes:
         per process; unless `force` is set, they are also looked up among those that were kept."""
         if root.build_key is None:
             return None
-        spec = SlotSpec(root.image, network=self._build_network(), limits=spec.limits)
+        spec = SlotSpec(root.image, network=self._build_network(), limits=limits_of_build(spec.limits))
         wanted = Recipe(spec, version=root.build_key, name=f"Dockerfile of {recipe.folder.parent.name}")
         key = wanted.key(self._backend.rung, lambda image: image)
 
