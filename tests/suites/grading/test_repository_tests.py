@@ -187,7 +187,7 @@ def test_arguments_that_pytest_refuses_are_the_graders_fault(run_bench: RunBench
     async def scenario(bench: Bench) -> None:
         async with bench.slot(await bench.prepared()) as slot:
             wrong = replace(bench.toolchain, pytest_args=("--no-such-option",))
-            with pytest.raises(GraderError, match="(?s)pytest cannot run .*--no-such-option"):
+            with pytest.raises(GraderError, match=r"(?s)pytest cannot run .*--no-such-option"):
                 await run_files(slot, wrong, REPO, ["tests/test_calc.py"], timeout_s=30)
 
     run_bench(scenario)

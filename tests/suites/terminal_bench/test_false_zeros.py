@@ -89,6 +89,29 @@ def test_a_package_of_the_image_that_the_tests_cannot_reach_is_not_the_works_fau
     assert (line.finding, line.noop, line.solution) == (Finding.VERIFIER_FAILS, None, None), line.reason
 
 
+@pytest.mark.skipif(not _SYSTEM_PYTHON.exists(), reason="needs a Python in /usr")
+def test_tests_of_the_work_that_must_fail_on_a_bug(try_tasks: Try, tmp_path: Path) -> None:
+    """The verifier runs the agent's tests on a program with a bug, where they have to fail."""
+    script = """#!/bin/bash
+cd /app
+echo 'def double(n): return 2 * n' > double.py
+python -m pytest -q test_double.py && right=1 || right=0
+echo 'def double(n): return n + 2' > double.py
+python -m pytest -q test_double.py && found=0 || found=1
+echo "$((right * found))" > /logs/verifier/reward.txt
+"""
+    tests = "from double import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
+    files = {
+        "instruction.md": "Write pytest tests of double.double, which doubles a number, to /app/test_double.py.",
+        "solution/solve.sh": f"#!/bin/bash\ncat > /app/test_double.py <<'X'\n{tests}X\n",
+        "tests/test.sh": script,
+    }
+    task = copied(HARBOR / "greeting", tmp_path, files)
+    (task / "tests/test_outputs.py").unlink()
+    line = try_tasks(tmp_path)["greeting"]
+    assert (line.finding, line.noop, line.solution) == (Finding.GOOD, 0.0, 1.0), line.reason
+
+
 def test_a_judge_that_only_work_makes_the_verifier_ask(try_tasks: Try, tmp_path: Path) -> None:
     """Over the prepared workspace the verifier ends before it asks, so the work seemed to break it."""
     judge = """

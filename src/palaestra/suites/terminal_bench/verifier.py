@@ -47,6 +47,7 @@ _SIGNALLED = 128
 """The lowest exit status of a command that a signal ended."""
 
 _SKIPPED = frozenset({Status.SKIPPED, Status.XFAILED, Status.XFAIL_CALLED, Status.XPASSED})
+_NOT_WRITTEN = re.compile(rf"^ERROR: file or directory not found: (?!{TESTS_DIR}/)", re.MULTILINE)
 _NOT_STARTED = re.compile(
     r"^.*\b(?:pytest|uvx?|python\S*)\b.*(?:not found|No such file|Permission denied)|No module named '?pytest", re.M
 )
@@ -357,7 +358,7 @@ async def _labels(
 ) -> list[Label]:
     """Return the labels of a positive verdict from the run itself."""
     found = [] if run is None else [*run.labels]
-    failed = [] if run is None else [name for name, status in run.statuses.items() if status in FAILED]
+    failed = [] if run is None else _failed_tests(task, run)
     if reward >= 1 and failed:
         evidence = f"the reward is {reward:g} although {len(failed)} tests failed, {failed[0]} first"
         found.append(Label("reward_not_of_the_tests", evidence, certain=True))
@@ -377,6 +378,13 @@ async def _labels(
             evidence = "a process that is not the verifier writes rewards"
             found.append(Label("reward_not_of_the_tests", evidence, certain=True))
     return found
+
+
+def _failed_tests(task: TerminalTask, run: TestRun) -> list[str]:
+    """Return the verifier's own tests that failed. Tests of the work may have to fail, for example on a bug that the
+    verifier puts in."""
+    own = _files_of(test_files(task), run.statuses)
+    return [name for name, status in run.statuses.items() if status in FAILED and name.partition("::")[0] in own]
 
 
 def _literal_rewards(task: TerminalTask, script: OfflineScript) -> set[float]:
@@ -434,6 +442,8 @@ def _check_ran(
         return  # the script ended before pytest; a positive reward is refused by the caller
     if run.collect_errors and _work_is_broken(task, run.collect_errors, setup):
         return
+    if _NOT_WRITTEN.search(output) and not any(default_tests(text) for text in test_files(task).values()):
+        return  # the agent has not written the tests that the verifier would run
     why = next((_last_error(text) for text in run.collect_errors.values()), "")
     raise GraderError(f"the verifier of {task.name} ran no test{': ' + why if why else tail}")
 
