@@ -10,6 +10,7 @@ history therefore does not contain the fix, and preparing twice gives the same c
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 
 from palaestra.core.errors import TaskError
@@ -25,6 +26,9 @@ _DATE = "2000-01-01T00:00:00+0000"
 _LAST_PART = re.compile(r" - | > |::|/")
 _PATCH_BYTES = 100_000
 """The maximum number of bytes of an agent's patch that are recorded."""
+_ARCHIVE = "/tmp/.palaestra-tree.tar"  # noqa: S108  in the slot, while the repository is unpacked
+_PIECE_BYTES = 16 << 20
+"""The number of bytes of an archive that one command takes as its input; slots accept 32 MiB."""
 _IDENTITY = {
     "GIT_AUTHOR_NAME": "Palaestra",
     "GIT_AUTHOR_EMAIL": "palaestra@localhost",
@@ -54,8 +58,12 @@ async def prepare_repository(
 
 async def unpack(slot: Slot, tree: bytes, repo_dir: str) -> None:
     """Unpack a tar archive into a directory of the slot, which is created if necessary. Raises `PrepareError`."""
-    for argv, stdin in ((["mkdir", "-p", repo_dir], b""), (["tar", "-x", "--no-same-owner", "-C", repo_dir], tree)):
-        await check_execute(slot, argv, f"cannot unpack the repository: {argv[0]}", stdin=stdin)
+    pieces = [tree[start : start + _PIECE_BYTES] for start in range(0, len(tree), _PIECE_BYTES)]
+    steps = [(f"mkdir -p -- {shlex.quote(repo_dir)} && rm -f {_ARCHIVE}", b"")]
+    steps += [(f"cat >> {_ARCHIVE}", piece) for piece in pieces]
+    steps += [(f"tar -xf {_ARCHIVE} --no-same-owner -C {shlex.quote(repo_dir)} && rm {_ARCHIVE}", b"")]
+    for command, stdin in steps:
+        await check_execute(slot, command, "cannot unpack the repository", stdin=stdin)
 
 
 async def start_history(slot: Slot, repo_dir: str, *, tag: str | None = None, without: Sequence[str] = ()) -> None:
