@@ -71,6 +71,7 @@ from palaestra.suites.swe.workspace import (
     restore_files,
     start_history,
     unpack,
+    without_absent_files,
     work_paths,
     write_texts,
 )
@@ -249,7 +250,7 @@ class SweEnvironment(ContractEnvironment):
         await super().open()
 
     async def resolve(self, task: Task) -> Task:
-        row: SweRow = task.data
+        row = await without_absent_files(self.repositories, task.data)
         image, python, date = await self.images.find(row), None, ""
         if row.recipe is not None:
             toolchain = language_toolchain(row.recipe.language, image=image is not None)
