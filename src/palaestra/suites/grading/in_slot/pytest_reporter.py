@@ -96,7 +96,7 @@ def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) ->
     code = getattr(inspect.unwrap(test), "__code__", None) if callable(test) else None
     # pytest 6 has no `path`, and pytest 6.0 no `rootpath`
     place = item.path if hasattr(item, "path") else item.fspath
-    root = item.config.rootpath if hasattr(item.config, "rootpath") else item.config.rootdir
+    root = getattr(item.config, "rootpath", None) or item.config.rootdir  # type: ignore[attr-defined]
     path = code.co_filename if code else str(place)  # for an inherited test, not the file in its node id
     lines = [entry.lineno + 1 for entry in excinfo.traceback if entry.frame.code.raw is code]
     arguments = getattr(item, "funcargs", {})
