@@ -6,7 +6,7 @@ import pytest
 
 from palaestra.suites.swe.declared import Declared, declared, required_python
 from palaestra.suites.swe.failure_cause import cause_of
-from palaestra.suites.toolchain.interpreters import allows, newest_date
+from palaestra.suites.toolchain.interpreters import Interpreter, allows, for_row, newest_date
 
 PYPROJECT = """
 [project]
@@ -80,6 +80,21 @@ def test_packages_are_not_older_than_the_interpreter(created_at: str, expected: 
 
 
 @pytest.mark.parametrize(
+    ("requires", "date", "expected"),
+    [
+        ("", "", "3.11.7"), ("", "2024-05-27", "3.11.7"), (">=3.12", "2022-01-01", "3.12.1"),
+        ("", "2021-05-01", "3.9.18"), ("", "2016-05-01", "3.8.18"), (">=3.9", "2016-05-01", "3.9.18"),
+        ("<3.8", "2016-05-01", "3.7.16"), ("<3", "2016-05-01", ""),
+    ],
+)  # fmt: skip
+def test_a_row_gets_an_interpreter_that_is_not_younger_than_the_row(requires: str, date: str, expected: str) -> None:
+    versions = ("3.11.7", "3.12.1", "3.11.7", "3.9.18", "3.8.18", "3.7.16")  # this Python first
+    candidates = [Interpreter(version, tuple(map(int, version.split(".")))) for version in versions]
+    found = for_row(candidates, requires, date)
+    assert (found.label if found else "") == expected
+
+
+@pytest.mark.parametrize(
     ("output", "exit_code", "cause"),
     [
         ("E  ModuleNotFoundError: No module named 'time_machine'", 2, "missing package: time_machine"),
@@ -89,6 +104,9 @@ def test_packages_are_not_older_than_the_interpreter(created_at: str, expected: 
         ("ERROR: Package 'x' requires a different Python: 3.11.7 not in '>=3.12'", 1,
          "wrong Python: 3.11.7 not in '>=3.12'"),
         ("TypeError: required field \"lineno\" missing from alias", 1, 'wrong Python: required field "lineno" missing'),
+        ("ImportError: cannot import name 'escape' from 'jinja2' (/v/lib/python3.9/site-packages/jinja2/__init__.py)",
+         1, "wrong version of a package: jinja2"),
+        ("ImportError: cannot import name 'escape' from 'jinja2' (/workspace/jinja2/__init__.py)", 1, ""),
         ("Killed", 137, "out of memory: raise the memory limit of the slots"),
         ("curl: (6) Could not resolve host: crates.io", 6, "no network: the tests or the installation need crates.io"),
         ("Err:1 http://deb.example/debian trixie InRelease\n  Temporary failure resolving 'deb.example'", 100,

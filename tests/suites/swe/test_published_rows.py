@@ -130,6 +130,22 @@ def django(source: Source) -> Row:
     )
 
 
+def django_data(source: Source) -> Row:
+    """Django: the test patch changes only data, so the names tell the modules that run."""
+    cases = CASES.replace("add(1, 2), 3", "add(*map(int, open('calc/terms.txt'))), 3")
+    files = {"runtests.py": RUNTESTS, "calc/__init__.py": "", "calc/terms.txt": "0\n3\n", "calc/tests.py": cases}
+    base = source.commit({f"tests/{path}": text for path, text in files.items()})
+    patch = source.diff({"tests/calc/terms.txt": "1\n2\n"})
+    names = {"FAIL_TO_PASS": ["test_add (calc.tests.CalcTests)"], "PASS_TO_PASS": ["Doubling is adding to itself."]}
+    return source.row(base_commit=base, test_patch=patch, **names)
+
+
+def leaked_name(source: Source) -> Row:
+    """pytest's own tests: the log also named a test of a file that a test had made."""
+    patch = source.diff({"tests/test_calc.py": f"{TESTS}\n"})
+    return source.row(test_patch=patch, PASS_TO_PASS=[*P2P, "test_inner.py::test_hello"])
+
+
 SOUND: list[Callable[[Source], Row]] = [
     added_test,
     fails_without_its_patch,
@@ -141,6 +157,8 @@ SOUND: list[Callable[[Source], Row]] = [
     five,
     rebench,
     django,
+    django_data,
+    leaked_name,
 ]
 
 
@@ -306,7 +324,7 @@ def test_packages_for_the_tests_are_named_for_a_run_or_a_repository(
     assert group.trajectories == []
     named = (*without, '--env.repo_requirements={"o/n": ["tomli-w"]}')
     (group,) = roll_out([row], "oracle", tmp_path / "named", installed_pytest, *named)
-    assert [each.reward for each in group.trajectories] == [1.0], group.error
+    assert [each.reward for each in group.trajectories] == [1.0], (group.error, group.trajectories)
 
 
 def test_a_patch_that_does_not_apply_has_no_score(tmp_path: Path, installed_pytest: DependencyCache) -> None:

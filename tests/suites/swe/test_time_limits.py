@@ -12,7 +12,7 @@ import pytest
 from palaestra.core.errors import PrepareError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult
-from palaestra.suites.grading.harness import Status, TestRun
+from palaestra.suites.grading.harness import FailedTest, Status, TestRun
 from palaestra.suites.swe import apply_diff
 from palaestra.suites.swe.baseline import PreparedRow, check_row
 from palaestra.suites.swe.command_tests import read_command
@@ -98,6 +98,17 @@ def test_a_slow_reference_solution_refuses_the_row(before: TestRun, narrow: bool
     """With `narrow`, tests that a slow machine did not reach must not be left out."""
     with pytest.raises(PrepareError, match=r"^out of time: raise --env.test_timeout_s; o__n-1; its tests did not end"):
         check(before, HANGS, narrow=narrow)
+
+
+def test_the_message_for_skipped_tests_begins_with_the_reason_that_they_give() -> None:
+    """Sphinx, for example, skips tests if Graphviz is not installed."""
+    columns = {"language": "", "kind": "swe-bench", "test_patch": apply_diff.between("t.py", "a\n", "b\n"),
+               "FAIL_TO_PASS": ["t.py::add"], "PASS_TO_PASS": ["t.py::double"]}  # fmt: skip
+    statuses = {"t.py::add": Status.SKIPPED, "t.py::double": Status.SKIPPED}
+    skipped = {"t.py::double": FailedTest("Skipped", "dot is required")}
+    before = TestRun(statuses, complete=True, failures=skipped)
+    with pytest.raises(PrepareError, match=r"^2 named tests skipped here \(dot is required\); o__n-1; only 0 of 1"):
+        check(before, before, **columns)
 
 
 def test_a_session_with_a_late_test_is_repeated_before_the_row_is_refused() -> None:

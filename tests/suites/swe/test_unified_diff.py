@@ -112,6 +112,39 @@ def test_a_diff_that_does_not_fit_is_refused() -> None:
         apply_diff.apply_to_text(file, "a\nx\n")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "file"),
+    [
+        ("1\n2\n3\na\n5\n6\n7\n8\n", "1\n2\n3\nA\n5\n6\n7\n8\n", "0\n{}"),
+        ("1\n2\n3\na\n5\n6\n7\n8\n", "1\n2\n3\nA\n5\n6\n7\n8\n", "0\n0\n0\n1\n2\n3\na\n5\n6\n7\n{}"),
+        ("0\n0\n0\n0\n1\nx\n3\n", "0\n0\n0\n0\n1\nx\n3\n4\n", "0\n{}"),
+        ("0\n0\n0\n0\n1\nx\n3\n", "0\n0\n0\n0\n1\nx\n3\n4\n", "0\n{}0\n"),
+        ("a\n2\n3\n4\n5\n", "A\n2\n3\n4\n5\n", "0\n{}"),
+    ],
+    ids=["one line off", "two places", "at the end", "not at the end", "not at the beginning"],
+)
+def test_a_hunk_with_another_line_number_applies_where_git_applies_it(
+    tmp_path: Path, old: str, new: str, file: str
+) -> None:
+    """Rows of SWE-bench Verified have such hunks, and their graders run `git apply`."""
+    text = file.format(old)
+    (tmp_path / "f").write_text(text)
+    patch = apply_diff.between("f", old, new)
+    (tmp_path / "p").write_text(patch)
+    done = subprocess.run(["git", "apply", "p"], cwd=tmp_path, capture_output=True, check=False)
+    (diff,) = unified_diff.parse(patch)
+    if done.returncode:
+        with pytest.raises(unified_diff.DiffError, match="does not match the file"):
+            apply_diff.apply_to_text(diff, text)
+        return
+    after = (tmp_path / "f").read_text()
+    assert apply_diff.apply_to_text(diff, text) == after
+    for each in apply_diff.replacements(diff, text):
+        assert text.count(each.old_text) == 1
+        text = text.replace(each.old_text, each.new_text)
+    assert text == after
+
+
 @pytest.mark.parametrize("text", ["", "hello\n", "diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n a\n"])
 def test_what_is_no_whole_diff_is_refused(text: str) -> None:
     with pytest.raises(unified_diff.DiffError):

@@ -59,6 +59,16 @@ def test_names_of_django() -> None:
     assert (fork.names, fork.recipe) == (TestNames.UNITTEST, None)
 
 
+def test_the_modules_of_django_s_names_run_if_the_test_patch_changes_only_data() -> None:
+    failing = ["test_validators (validators.tests.TestSimpleValidators)", "Named URLs should be reversible"]
+    passing = ["test_one (gis_tests.geoapp.tests.OneTest)", "test_a (validators.test_more.MoreTest.test_a)"]
+    row = verified("django/django", failing, passing, "tests/validators/invalid_urls.txt")
+    assert (row.names, row.recipe) == (TestNames.UNITTEST, None)
+    assert row.node_ids == (*failing, *passing)
+    modules = ("gis_tests/geoapp/tests", "validators/test_more", "validators/tests")
+    assert row.test_files == tuple(f"tests/{name}.py" for name in modules)
+
+
 def test_names_of_sympy() -> None:
     row = verified("sympy/sympy", ["test_issue_1"], ["test_a", "a test"], "sympy/core/tests/test_a.py")
     assert row.names is TestNames.FUNCTIONS

@@ -1,13 +1,16 @@
 """A row from its repository into a slot, and out again by its reference solution."""
 
 import asyncio
+import io
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import ToolStep
+from palaestra.sandbox.local.local_slot import MAX_STDIN_BYTES
 from palaestra.suites.swe import apply_diff
 from palaestra.suites.swe.apply_diff import between, solution_steps
 from palaestra.suites.swe.repository import RepositoryCache
@@ -18,6 +21,7 @@ from palaestra.suites.swe.workspace import (
     prepare_repository,
     replace_work,
     restore_files,
+    unpack,
     work_paths,
 )
 from suites.bench import FILES, REPO, Bench, RunBench
@@ -163,6 +167,24 @@ def test_a_patch_that_fits_neither_way_is_the_rows_fault(tmp_path: Path) -> None
     task = row(tmp_path, "something = 'else'\n", patch=BUG)
     with pytest.raises(TaskError, match="does not match"):
         asyncio.run(agent_texts(cache(tmp_path), task))
+
+
+@pytest.mark.slots
+def test_a_repository_larger_than_the_input_of_a_command_is_unpacked(tmp_path: Path, run_bench: RunBench) -> None:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        member = tarfile.TarInfo("large.bin")
+        member.size = MAX_STDIN_BYTES
+        archive.addfile(member, io.BytesIO(bytes(member.size)))
+
+    async def scenario(bench: Bench) -> None:
+        slot = await bench.acquire("prepare")
+        await unpack(slot, data.getvalue(), REPO)
+        found = await slot.stat(f"{REPO}/large.bin")
+        assert found is not None
+        assert found.size == MAX_STDIN_BYTES
+
+    run_bench(scenario)
 
 
 @pytest.mark.slots

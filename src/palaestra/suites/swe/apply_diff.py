@@ -1,6 +1,7 @@
 """Apply a diff to texts, make a diff, or convert one to the tool calls of a reference solution.
 
-Diffs are applied exactly: a hunk whose old lines differ from the file is a `DiffError`.
+A hunk applies where its old lines are in the file, next to its line number, as `git apply` finds it: some published
+patches have numbers that are a few lines off. A hunk whose old lines are not in the file is a `DiffError`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import difflib
 import shlex
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from palaestra.core.types import ToolStep
@@ -29,13 +30,39 @@ def apply_to_text(file: FileDiff, before: str) -> str:
     lines = split_lines(before)
     result: list[str] = []
     position = 0
-    for hunk in file.hunks:
-        start = hunk.old_start - 1 if hunk.old else hunk.old_start
-        if start < position or tuple(lines[start : start + len(hunk.old)]) != hunk.old:
-            raise DiffError(f"{file.path}: the hunk at line {hunk.old_start} does not match the file")
+    for hunk, start in _placed(file, lines):
         result += [*lines[position:start], *hunk.new]
         position = start + len(hunk.old)
     return "".join([*result, *lines[position:]])
+
+
+def _placed(file: FileDiff, lines: Sequence[str]) -> list[tuple[DiffHunk, int]]:
+    """Return the hunks of a file with the indices of the lines at which they apply. Raises `DiffError`."""
+    found: list[tuple[DiffHunk, int]] = []
+    least = 0
+    for hunk in file.hunks:
+        start = _place(hunk, lines, least)
+        if start is None:
+            raise DiffError(f"{file.path}: the hunk at line {hunk.old_start} does not match the file")
+        found.append((hunk, start))
+        least = start + len(hunk.old)
+    return found
+
+
+def _place(hunk: DiffHunk, lines: Sequence[str], least: int) -> int | None:
+    """Return the place of a hunk from `least` on, the nearest to its line number, or None. As in `git apply`, a hunk at
+    line 1 applies only at the beginning, and one that ends without context only at the end."""
+    old, size = hunk.old, len(hunk.old)
+    named = hunk.old_start - 1 if old else hunk.old_start
+    if named >= least and tuple(lines[named : named + size]) == old:
+        return named
+    if not old or hunk.old_start <= 1:
+        return None
+    last = len(lines) - size
+    at_end = hunk.lines[-1][0] != " "
+    starts = (last,) if at_end else range(least, last + 1)
+    places = (at for at in starts if at >= least and lines[at] == old[0] and tuple(lines[at : at + size]) == old)
+    return min(places, key=lambda at: (abs(at - named), -at), default=None)
 
 
 def apply(files: tuple[FileDiff, ...], tree: Mapping[str, str]) -> dict[str, str | None]:
@@ -86,12 +113,9 @@ def replacements(file: FileDiff, before: str) -> tuple[TextReplacement, ...]:
     """
     found = []
     text = before
-    for hunk in reversed(file.hunks):  # from the end, so that the line numbers of earlier hunks stay valid
+    for hunk, start in reversed(_placed(file, split_lines(before))):  # from the end: earlier places stay valid
         lines = split_lines(text)
-        start = hunk.old_start - 1 if hunk.old else hunk.old_start
         end = start + len(hunk.old)
-        if tuple(lines[start:end]) != hunk.old:
-            raise DiffError(f"{file.path}: the hunk at line {hunk.old_start} does not match the file")
         low, high = start, end
         while _occurrences(text, "".join(lines[low:high])) != 1:
             low, high = max(0, low - 1), min(len(lines), high + 1)

@@ -181,8 +181,12 @@ def _cause(row: SweRow, run: TestRun) -> str:
     found = cause_of(_evidence(row, run), run.exit_status, exceeded="test_timeout_s" if run.cut_off else "")
     last = [line for text in errors.values() for line in text.strip().splitlines()[-1:]]
     failed = sum(status in FAILED for status in run.statuses.values())
+    skipped = [name for name in row.node_ids if run.statuses.get(name) is Status.SKIPPED]
+    reason = next((run.failures[name].message for name in skipped if name in run.failures), "")
     return (
         found
         or next(iter(last), "")
-        or (f"{plural(failed, 'test')} failed here" if failed else "no test ran: its environment is not the row's")
+        or (f"{plural(failed, 'test')} failed here" if failed else "")
+        or (f"{plural(len(skipped), 'named test')} skipped here ({reason})" if skipped else "")
+        or "no test ran: its environment is not the row's"
     )

@@ -62,6 +62,7 @@ _CAUSES: tuple[tuple[str, str], ...] = tuple(
              r"(module 'collections' has no attribute '\w+')",
              r"(No module named '(?:distutils|imp|asyncore|cgi|pipes)')"),
         ),
+        ("wrong version of a package: {}", (r"cannot import name '\w+' from '(\w+)[\w.]*' \([^)]*site-packages",)),
         ("wrong version of Node: {}", (r"Unsupported engine[^\n]*?(\{[^\n]*\})",)),
         (
             "missing package: {}",

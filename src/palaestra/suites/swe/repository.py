@@ -149,6 +149,12 @@ class RepositoryCache:
         )
         return next((name for name in names if _RELEASE.fullmatch(name)), None)
 
+    async def commit_date(self, row: SweRow) -> str:
+        """Return the date (YYYY-MM-DD) of the row's commit."""
+        path, commit = await self.locate(row)
+        shown = await self._git(path, "show", "--no-patch", "--format=%cI", commit)
+        return shown.decode("ascii", "replace").strip()[:10]
+
     async def list_files(self, row: SweRow) -> tuple[str, ...]:
         """Return every file of the row's commit, relative to the repository's root."""
         return await self._files(*await self.locate(row))

@@ -36,7 +36,7 @@ from palaestra.suites.toolchain.toolchain import Install
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FUNCTION = re.compile(r"\w+(?:\[.*\])?")
-_UNITTEST = re.compile(r"\w+ \([\w.]+\)")
+_UNITTEST = re.compile(r"(\w+) \(([\w.]+)\)")
 _NODE_ID = re.compile(r"[^\s:]+::")
 _PROGRESS = re.compile(r"\[(?: *\d{1,3}%\])?")
 _PYTEST_FILES = (".py", ".pyx", ".rst", ".txt", ".md")
@@ -138,7 +138,8 @@ class SweRow:
 
     @property
     def test_files(self) -> tuple[str, ...]:
-        """The files of the named tests, sorted. Names without a file refer to the files of `test_patch`."""
+        """The files of the named tests, sorted. Names without a file refer to the files of `test_patch`; if none of
+        these is Python, the modules in the names of Django's runner tell the files."""
         if self.names is TestNames.PYTEST:
             return tuple(sorted({node_id.split("::", 1)[0] for node_id in self.node_ids}))
         changed = [file.path for file in unified_diff.parse(self.test_patch) if file.new_path is not None]
@@ -146,7 +147,10 @@ class SweRow:
             language = self.recipe.language
             found = [path for path in changed if path.endswith(language.suffixes) and language.is_test(path)]
             return tuple(sorted(set(found).union(self.recipe.files)))
-        return tuple(sorted(path for path in changed if path.endswith(".py")))
+        modules = {path for path in changed if path.endswith(".py")}
+        if not modules and self.names is TestNames.UNITTEST:  # `test_patch` changes only data of tests
+            modules = {path for name in self.node_ids if (path := _unittest_file(name))}
+        return tuple(sorted(modules))
 
     @property
     def excused(self) -> frozenset[Status]:
@@ -208,6 +212,16 @@ _EXCUSED = {
     TestNames.UNITTEST: (Status.SKIPPED,),
     TestNames.LOG: (Status.SKIPPED,),
 }
+
+
+def _unittest_file(name: str) -> str:
+    """Return the file of a test in the form `test_a (module.Class)` or `test_a (module.Class.test_a)`, or an empty
+    string: a line of a docstring tells no file."""
+    match = _UNITTEST.fullmatch(name)
+    if match is None:
+        return ""
+    owner = match[2].removesuffix(f".{match[1]}")
+    return f"tests/{owner.rpartition('.')[0].replace('.', '/')}.py" if "." in owner else ""
 
 
 def _without(names: tuple[str, ...], bad: Mapping[str, Status]) -> int:
@@ -298,7 +312,8 @@ def _language(row: RowFields) -> str:
     if any(name.partition("::")[0].endswith(_PYTEST_FILES) for name in names if "::" in name):
         return PYTHON
     named = row.optional("language") or row.optional("repo_language") or parser_name(row)
-    if not named and any(_UNITTEST.fullmatch(name) for name in names) and any(path.endswith(".py") for path in tested):
+    decisive = tested if language_of_files(tested) else [path for paths in changed for path in paths]
+    if not named and any(map(_UNITTEST.fullmatch, names)) and any(path.endswith(".py") for path in decisive):
         return PYTHON
     tests = next((paths for paths in changed if language_of_files(paths)), [])
     language = language_of(row, tests, names)

@@ -30,7 +30,7 @@ from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.contract.tool_context import ToolContext
 from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError, PrepareError, TaskError
+from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskError
 from palaestra.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
 from palaestra.rollouts.grading.grader import SEALED, Grading
@@ -72,13 +72,14 @@ from palaestra.suites.swe.workspace import (
     start_history,
     tagged,
     unpack,
+    without_absent_files,
     work_paths,
     write_texts,
 )
 from palaestra.suites.toolchain.interpreters import (
     Interpreter,
-    allows,
     find_interpreter,
+    for_row,
     installed,
     newest_date,
     this_interpreter,
@@ -155,7 +156,7 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
     python: str = Field(
         default="",
         description="The interpreter of public rows: a path or a version of this machine. By default this Python or, "
-        "if the repository does not allow it, the newest one that it allows.",
+        "if the repository does not allow it or the row is older, another one of this machine.",
     )
     roots: dict[str, str] = Field(
         default={},
@@ -221,6 +222,8 @@ class ResolvedRow:
     toolchain: Toolchain
     image: str | None = None
     python: Interpreter | None = None
+    date: str = ""
+    """Before this date, packages of the row must have been released; empty for the newest ones."""
 
     @property
     def installs(self) -> bool:
@@ -248,18 +251,19 @@ class SweEnvironment(ContractEnvironment):
         await super().open()
 
     async def resolve(self, task: Task) -> Task:
-        row: SweRow = task.data
-        image, python = await self.images.find(row), None
+        row = await without_absent_files(self.repositories, task.data)
+        image, python, date = await self.images.find(row), None, ""
         if row.recipe is not None:
             toolchain = language_toolchain(row.recipe.language, image=image is not None)
         elif image is not None:
             toolchain = IMAGE_TOOLCHAIN
         elif row.install.editable:
-            python = await self._python(row)
+            date = await self._date(row)
+            python = await self._python(row, date)
             toolchain = venv_toolchain(row.install, python)
         else:
             toolchain = await self.dependencies.toolchain(row.install)
-        work = ResolvedRow(row, toolchain, image, python)
+        work = ResolvedRow(row, toolchain, image, python, date)
         solution = await self._solution(row)
         root = image or self._language_root(row)
         return replace(task, data=work, image=root, solution=solution, network=self._network(work))
@@ -303,8 +307,7 @@ class SweEnvironment(ContractEnvironment):
         if row.recipe is not None:
             return f"{key}+{cache_key.of_data(row.recipe.install_script(), row.recipe.language.name)}"
         python = task.data.python or this_interpreter()
-        dated = newest_date(row.created_at, python.version) if self.settings.versions_as_of_row else ""
-        return f"{key}+{python.label}+{dated}"
+        return f"{key}+{python.label}+{newest_date(task.data.date, python.version)}"
 
     async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
         work: ResolvedRow = task.data
@@ -360,7 +363,11 @@ class SweEnvironment(ContractEnvironment):
         """
 
         async def tries(solved: bool) -> TestRun:
-            return await self._try(sandbox, work, work.row.node_ids, solved=solved)
+            try:
+                return await self._try(sandbox, work, work.row.node_ids, solved=solved)
+            except GraderError as error:  # what was installed for the row may break pytest itself
+                cause = cause_of(str(error)) or "pytest does not run with the packages of the row"
+                raise PrepareError(f"{cause}; {work.row.instance_id}: {error}") from error
 
         made = await check_row(work.row, tries, self._declared(work, sandbox), narrow=self.settings.narrow)
         await made.save(sandbox)
@@ -396,24 +403,28 @@ class SweEnvironment(ContractEnvironment):
 
     def _venv(self, work: ResolvedRow, sandbox: Slot) -> RepositoryVenv:
         python = work.python or this_interpreter()
-        before = newest_date(work.row.created_at, python.version) if self.settings.versions_as_of_row else ""
+        before = newest_date(work.date, python.version)
         timeout_s, env = self.settings.install_timeout_s, self.settings.install_env
         return RepositoryVenv(sandbox, REPOSITORY, python, before, timeout_s, env)
 
-    async def _python(self, row: SweRow) -> Interpreter:
-        """Return the interpreter for a row: the one of the settings or, if the repository does not allow this Python,
-        the newest one of this machine that it allows. Raises `TaskError` if there is none."""
-        if self.settings.python:
-            chosen = await asyncio.to_thread(find_interpreter, self.settings.python)
-            candidates: Sequence[Interpreter] = (chosen,)
-        else:
-            candidates = (this_interpreter(),)
+    async def _date(self, row: SweRow) -> str:
+        """Return the date of a row, or an empty string. SWE-bench's `created_at` is the day on which the pull request
+        was opened, which may be a year before the row's commit."""
+        if not self.settings.versions_as_of_row or not row.created_at:
+            return ""
+        return max(row.created_at[:10], await self.repositories.commit_date(row))
+
+    async def _python(self, row: SweRow, date: str) -> Interpreter:
+        """Return the interpreter for a row: the one of the settings; otherwise this Python or, if the repository does
+        not allow it or is older, another one of this machine (`for_row`). Raises `TaskError` if there is none."""
         requires = required_python(await self._declarations(row))
-        if not self.settings.python and not allows(requires, candidates[0].version):
-            candidates = await asyncio.to_thread(installed)
-        found = next((each for each in candidates if allows(requires, each.version)), None)
+        if self.settings.python:
+            candidates = [await asyncio.to_thread(find_interpreter, self.settings.python)]
+        else:
+            candidates = [this_interpreter(), *await asyncio.to_thread(installed)]
+        found = for_row(candidates, requires, date)
         if found is None:
-            here = ", ".join(each.label for each in candidates)
+            here = ", ".join(dict.fromkeys(each.label for each in candidates))
             raise TaskError(
                 f"wrong Python: {row.repo} requires Python {requires}, and this is {here}; {row.instance_id}: choose "
                 "an interpreter of this machine with --env.python VERSION"

@@ -10,17 +10,19 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError
 from palaestra.sandbox.slot import Mount
 
+_OLDEST = (3, 8)
+"""uv, which installs packages of a date, runs on this version and on newer ones."""
 _SYSTEM = ("/usr", "/bin", "/lib")
 _VERSION = re.compile(r"3\.\d+(?:\.\d+)?")
 _CLAUSE = re.compile(r"\s*(===?|~=|!=|<=|>=|<|>)\s*(\d+(?:\.\d+)*)(\.\*)?[a-z0-9.]*\s*")
-_ASK = "import json, sys; print(json.dumps([sys.executable, sys.base_prefix, list(sys.version_info[:3])]))"
+_ASK = "import ensurepip, json, sys; print(json.dumps([sys.executable, sys.base_prefix, list(sys.version_info[:3])]))"
 _ASK_S = 20.0
 _PLACES = ("/usr/bin/python3", "/usr/local/bin/python3", "~/.pyenv/versions/*/bin/python3",
            "~/.local/share/uv/python/*/bin/python3", "/opt/python*/bin/python3")  # fmt: skip
@@ -59,7 +61,10 @@ def find_interpreter(wanted: str) -> Interpreter:
     if not _VERSION.fullmatch(wanted):
         found = _asked(os.path.expanduser(wanted))
         if found is None:
-            raise ConfigError(f"{wanted!r} is not a Python 3 of this machine: give its path, or a version such as 3.12")
+            raise ConfigError(
+                f"{wanted!r} is not a Python 3 of this machine with the module ensurepip: give the path of one, or a "
+                "version such as 3.12"
+            )
         return found
     matching = [each for each in installed() if f"{each.label}.".startswith(f"{wanted}.")]
     if not matching:
@@ -82,6 +87,18 @@ def _paths() -> Iterator[str]:
             yield path
     for place in _PLACES:
         yield from sorted(glob.glob(os.path.expanduser(place)))
+
+
+def for_row(candidates: Sequence[Interpreter], requires: str, date: str) -> Interpreter | None:
+    """Return the interpreter for a row, or None if the repository allows none of these.
+
+    It is the first one that is older than the row, because a repository does not run on a Python that nobody knew then.
+    If all are younger, it is the oldest one.
+    """
+    allowed = [each for each in candidates if allows(requires, each.version)]
+    dated = [each for each in allowed if each.version >= _OLDEST]
+    older = [each for each in dated if newest_date(date, each.version) in ("", date)]
+    return next(iter([*older, *sorted(dated, key=lambda each: each.version), *allowed]), None)
 
 
 @functools.cache

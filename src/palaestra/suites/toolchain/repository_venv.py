@@ -9,15 +9,18 @@ Invariant: no installer and no code of a repository is executed on the host, and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from palaestra.core.errors import PrepareError
-from palaestra.sandbox.slot import Slot
+from palaestra.sandbox.slot import ExecutionResult, Slot
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.toolchain.interpreters import Interpreter, this_interpreter
 from palaestra.suites.toolchain.requirements import check_requirements
 from palaestra.suites.toolchain.toolchain import Install, Toolchain
+
+_log = logging.getLogger(__name__)
 
 VENV_DIR = "/opt/palaestra/venv"
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
@@ -27,6 +30,9 @@ _PYTHON = f"{VENV_DIR}/bin/python"
 _UV_DIR = "/opt/palaestra/uv"
 _UV_S = 120.0
 _PIP = (_PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet")
+_BACKENDS = ("setuptools", "flit-core", "poetry-core")
+_BACKENDS_OF = "2022-12-31"
+"""Older releases of the build backends cannot install a repository in the editable form of PEP 660 that uv requires."""
 _INDEXES = {"PIP_INDEX_URL": "UV_DEFAULT_INDEX", "PIP_EXTRA_INDEX_URL": "UV_INDEX", "PIP_FIND_LINKS": "UV_FIND_LINKS"}
 
 
@@ -75,11 +81,23 @@ class RepositoryVenv:
         settings |= {"UV_NO_CACHE": "1", "UV_PYTHON_DOWNLOADS": "never", "UV_COMPILE_BYTECODE": "1"}
         settings |= {"SSL_CERT_FILE": variables["PIP_CERT"]} if "PIP_CERT" in variables else {}
         argv = [f"{_UV_DIR}/bin/uv", "pip", "install", "--python", _PYTHON, "--exclude-newer", self.before, "--quiet"]
+        for name in _BACKENDS if self.before < _BACKENDS_OF else ():
+            argv += ["--exclude-newer-package", f"{name}={_BACKENDS_OF}"]
         environment = {**variables, **settings}
-        done = await self.slot.execute(
-            [*argv, *words], cwd=self.repo_dir, env=environment, timeout_s=self.timeout_s, max_output_bytes=10_000
-        )
+        done = await self._quiet([*argv, *words], environment)
+        if not done.success and "build_editable" in done.output:  # the repository pins an old build backend
+            whole = await self._quiet([*argv, *words[1:]], environment)
+            editable = [*_PIP, "--no-deps", "-e", self.repo_dir]
+            done = await self._quiet(editable, environment) if whole.success else whole
+        if not done.success:
+            what = f"the packages of {self.before} cannot be installed, so pip installs the newest ones"
+            _log.warning("%s: %s: %s", self.slot.slot_id, what, done.output[-1000:].strip())
         return done.success
+
+    async def _quiet(self, argv: Sequence[str], env: Mapping[str, str]) -> ExecutionResult:
+        return await self.slot.execute(
+            argv, cwd=self.repo_dir, env=env, timeout_s=self.timeout_s, max_output_bytes=10_000
+        )
 
     async def _variables(self) -> dict[str, str]:
         # Use the host's certificates if the slot has them, so that pip trusts an index with a privately signed one.

@@ -94,7 +94,10 @@ class Reporter:
 def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) -> dict[str, object]:
     test = getattr(item, "obj", None)
     code = getattr(inspect.unwrap(test), "__code__", None) if callable(test) else None
-    path = code.co_filename if code else str(item.path)  # for an inherited test, not the file in its node id
+    # pytest 6 has no `path`, and pytest 6.0 no `rootpath`
+    place = item.path if hasattr(item, "path") else item.fspath
+    root = getattr(item.config, "rootpath", None) or item.config.rootdir  # type: ignore[attr-defined]
+    path = code.co_filename if code else str(place)  # for an inherited test, not the file in its node id
     lines = [entry.lineno + 1 for entry in excinfo.traceback if entry.frame.code.raw is code]
     arguments = getattr(item, "funcargs", {})
     params = getattr(getattr(item, "callspec", None), "params", {})
@@ -102,7 +105,7 @@ def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) ->
     return {
         "exception": excinfo.typename,
         "message": _short(excinfo.value),
-        "path": os.path.relpath(path, item.config.rootpath),
+        "path": os.path.relpath(path, str(root)),
         "line": lines[-1] if lines else 0,
         "params": {name: _short(_repr(value)) for name, value in direct.items()},
     }
