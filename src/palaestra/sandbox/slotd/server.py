@@ -208,18 +208,11 @@ class SlotServer:
         )  # fmt: skip
         self._slots.by_name[slot.name] = slot
         if (group := frame.fields.get("group")) is not None:
-            self._enter_group(slot, group[0])
+            self._groups.enter(slot.name, group[0])
         if change is None:
             self._start(slot, variables)
             return None
         return self._continue(slot, change, variables)
-
-    def _enter_group(self, slot: ServerSlot, name: str) -> None:
-        try:
-            self._groups.enter(slot.name, name)
-        except OSError as error:
-            self._clean(slot)
-            raise CannotMake(f"cannot make a slot: its network cannot be set up: {error}") from None
 
     def _continue(self, slot: ServerSlot, change: Any, variables: EnvBlock) -> Job:
         """Start a slot whose own changes begin as a copy of a layer."""

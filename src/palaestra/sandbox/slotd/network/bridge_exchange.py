@@ -30,9 +30,14 @@ class BridgeExchange:
         self._loop, self._folder, self._longest_s = loop, folder, longest_s
         self._offers: dict[str, tuple[socket.socket, int]] = {}
 
+    @property
+    def alone(self) -> bool:
+        """Whether there are no other servers."""
+        return not self._folder
+
     def offer(self, group: str, bridge: int) -> None:
         """Send a bridge to each server that asks for it, until `withdraw`. Raises OSError."""
-        if not self._folder:
+        if self.alone:
             return
         door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -56,7 +61,7 @@ class BridgeExchange:
 
     def ask(self, group: str) -> int | None:
         """Return a descriptor of the bridge that another server offers; None if no server does. Raises OSError."""
-        if not self._folder:
+        if self.alone:
             return None
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
             try:

@@ -75,28 +75,30 @@ class _InNamespace(threading.Thread):
 
 
 class _Group:
-    """A group, whose bridge another server may have made. Otherwise, it is made while the first slot starts. Raises
-    OSError."""
+    """A group. If no other server can have slots in it, its bridge is made while the first slot starts."""
 
     def __init__(self, name: str, exchange: BridgeExchange) -> None:
         self.members: set[str] = set()
         self._name, self._exchange = name, exchange
-        others = exchange.ask(name)
-        self._open = _InNamespace(_make_bridge).result if others is None else lambda: others
-        self._is_offered = others is not None
+        self._bridge: int | None = None
+        self._making = _InNamespace(_make_bridge) if exchange.alone else None
 
     def bridge(self) -> int:
         """Return a descriptor of the network namespace with the bridge. Raises OSError."""
-        bridge = self._open()
-        if not self._is_offered:
-            self._exchange.offer(self._name, bridge)
-            self._is_offered = True
-        return bridge
+        if self._bridge is None:
+            self._bridge = self._exchange.ask(self._name)
+        if self._bridge is None:
+            self._bridge = (self._making or _InNamespace(_make_bridge)).result()
+            self._exchange.offer(self._name, self._bridge)
+        return self._bridge
 
     def close(self) -> None:
         self._exchange.withdraw(self._name)
         with contextlib.suppress(OSError):  # the bridge could not be made
-            os.close(self._open())
+            if self._bridge is None and self._making is not None:
+                self._bridge = self._making.result()
+            if self._bridge is not None:
+                os.close(self._bridge)
 
 
 class GroupNetworks:
@@ -108,7 +110,7 @@ class GroupNetworks:
         self._groups: dict[str, _Group] = {}
 
     def enter(self, slot: str, name: str) -> None:
-        """Make a slot that is about to start a member of a group. Raises OSError."""
+        """Make a slot that is about to start a member of a group."""
         if name not in self._groups:
             self._groups[name] = _Group(name, self.exchange)
         self._groups[name].members.add(slot)
