@@ -260,10 +260,11 @@ class ServerBackend(StartedBackend):
         return snapshot_of(await ours.requests.make("checkpoint", ours.lease(), forget_topmost), ours.spec)
 
     @contextlib.asynccontextmanager
-    async def _forked(self, slot: LocalSlot) -> AsyncIterator[Slot]:
+    async def _forked(self, slot: LocalSlot, network: Network | AllowList) -> AsyncIterator[Slot]:
         snapshot = await self.checkpoint(slot)
         try:
-            fork = await self.create(snapshot.spec, f"{slot.trajectory_id} fork", snapshot)
+            spec = replace(snapshot.spec, network=network)
+            fork = await self.create(spec, f"{slot.trajectory_id} fork", snapshot)
             try:
                 yield fork
             finally:

@@ -533,8 +533,9 @@ class Slot(Protocol):
         """Suspend every process of the slot until the slot's next call, and return their number. A command that is
         already running counts as the next call."""
 
-    def fork(self) -> AbstractAsyncContextManager[Slot]:
+    def fork(self, *, network: Network | AllowList | None = None) -> AbstractAsyncContextManager[Slot]:
         """Yield a second slot that starts with this slot's current files and ends with the block; this slot continues.
+        `network` is that of the fork, by default that of this slot.
 
         The pool does not count the fork, because a caller that holds a slot must not wait for another slot. Processes
         and the contents of `/tmp` and `/dev/shm` are not copied. Raises `SandboxError` at levels below `userns`.

@@ -91,6 +91,18 @@ def test_without_network_not_even_the_hosts_loopback(on_each_rung: WithSlot) -> 
     on_each_rung(body)
 
 
+def test_a_fork_can_have_another_network(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
+        resolver = "cat /etc/resolv.conf"  # which only slots with a network have
+        online = await backend.create(SlotSpec(network=Network.ON), "online")
+        async with online.fork() as same, online.fork(network=Network.OFF) as without:
+            assert (await same.execute(resolver)).success
+            assert not (await without.execute(resolver)).success
+            assert without.spec.network is Network.OFF
+
+    on_each_rung(body)
+
+
 def test_privileges_cannot_be_regained(on_each_rung: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         attempts = {

@@ -298,6 +298,26 @@ def test_a_package_that_takes_its_version_from_git(tmp_path: Path, installed_pyt
     assert trajectory.detail["patch"].count("diff --git") == 1
 
 
+ONLINE = """
+import socket
+
+def test_online():
+    socket.create_connection(("pypi.org", 443), timeout=20).close()
+"""
+
+
+@pytest.mark.network
+def test_tests_that_need_a_network_are_found_before_the_first_rollout(
+    tmp_path: Path, installed_pytest: DependencyCache
+) -> None:
+    """They are installed with a network, and would pass with it, but never in grading."""
+    source = Source.make(tmp_path / "source", {**BASE, "pyproject.toml": PACKAGE, "tests/test_online.py": ONLINE})
+    row = source.row(PASS_TO_PASS=[*P2P, "tests/test_online.py::test_online"])
+    del row["install"]
+    (group,) = roll_out([row], "oracle", tmp_path / "run", installed_pytest, "--env.controls=false")
+    assert "no network" in group.error
+
+
 PACKAGE = """
 [build-system]
 requires = ["setuptools>=64"]

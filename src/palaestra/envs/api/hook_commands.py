@@ -147,8 +147,8 @@ class _WatchedSlot:
         return await self.watched.call(function, *args, **settings)
 
     @asynccontextmanager
-    async def fork(self) -> AsyncIterator[Slot]:
-        async with self.watched.fork() as slot:
+    async def fork(self, **settings: Any) -> AsyncIterator[Slot]:
+        async with self.watched.fork(**settings) as slot:
             yield cast("Slot", _WatchedSlot(slot, self._commands))
 
     async def shell(self, **settings: Any) -> Shell:

@@ -21,7 +21,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from palaestra.core.errors import SandboxError, SlotLost, StaleLease, TaskError
-from palaestra.core.types import JSON, Network
+from palaestra.core.types import JSON, AllowList, Network
 from palaestra.sandbox.local.client import CommandNotStarted, Requests
 from palaestra.sandbox.slot import (
     DEFAULT_OUTPUT_BYTES,
@@ -57,7 +57,8 @@ class LocalSlot(Slot):
 
     def __init__(
         self, requests: Requests, slot_id: str, epoch: int, rung: Rung, spec: SlotSpec, trajectory_id: str,
-        fork: Callable[[LocalSlot], AbstractAsyncContextManager[Slot]], loop: asyncio.AbstractEventLoop,
+        fork: Callable[[LocalSlot, Network | AllowList], AbstractAsyncContextManager[Slot]],
+        loop: asyncio.AbstractEventLoop,
     ) -> None:  # fmt: skip
         self.requests, self.slot_id, self.epoch, self.rung = requests, slot_id, epoch, rung
         self.spec, self.trajectory_id, self.loop, self._fork = spec, trajectory_id, loop, fork
@@ -250,8 +251,8 @@ class LocalSlot(Slot):
         """Return the changes since the slot's start; commands may run while the changes are collected."""
         return [Change(**change) for change in await self.requests.listing("changes", self.lease())]
 
-    def fork(self) -> AbstractAsyncContextManager[Slot]:
-        return self._fork(self)
+    def fork(self, *, network: Network | AllowList | None = None) -> AbstractAsyncContextManager[Slot]:
+        return self._fork(self, self.spec.network if network is None else network)
 
     def result(self, reply: Frame, timeout_s: float) -> ExecutionResult:
         """Return the result of a command from its RESULT frame, with the next execution ID."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from palaestra.core.errors import PrepareError
 from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, AllowList, Network
 from palaestra.sandbox.slot import (
     MAX_FILE_BYTES,
     WORKSPACE,
@@ -103,9 +103,9 @@ class UserSlot(Slot):
         return await self._slot.freeze()
 
     @contextlib.asynccontextmanager
-    async def fork(self) -> AsyncIterator[Slot]:
+    async def fork(self, *, network: Network | AllowList | None = None) -> AsyncIterator[Slot]:
         """Call `Slot.fork`; the fork has the same user."""
-        async with self._slot.fork() as fork:
+        async with self._slot.fork(network=network) as fork:
             yield UserSlot(fork, self._user, self._home)
 
     async def processes(self) -> Sequence[Process]:

@@ -373,8 +373,9 @@ class SweEnvironment(ContractEnvironment):
         await made.save(sandbox)
 
     async def _try(self, prepared: Slot, work: ResolvedRow, names: Sequence[str], *, solved: bool) -> TestRun:
-        """Run the tests in a fork of a prepared slot, over the bug or over the reference solution."""
-        async with prepared.fork() as fork:
+        """Run the tests in a fork of a prepared slot, over the bug or over the reference solution. As in grading, they
+        have no network."""
+        async with prepared.fork(network=Network.OFF) as fork:
             if solved:
                 await replace_work(fork, self.repositories, work.row, REPOSITORY, (), solved=True)
             await add_tests(fork, self.repositories, work.row, REPOSITORY)
