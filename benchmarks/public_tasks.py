@@ -183,7 +183,7 @@ def play_set(place: Path, given: argparse.Namespace) -> int:
     """Play the tasks of one set, and print a row for each. Returns how many are good."""
     roots, words = (dict(each.split("=", 1) for each in given.root), given.only)
     known = dict(each.split("=", 1) for each in given.variable)
-    settings = [*given.set, *(f"--env.task_variables={each}" for each in given.variable)]
+    settings = [*given.set, *(f"--env.task_env_vars={each}" for each in given.variable)]
     groups: dict[tuple[Path, str], list[str]] = {}
     features: dict[str, str] = {}
     good = 0

@@ -210,7 +210,7 @@ class TypedFields:
             if found is None:
                 raise Unsupported(
                     f"{self.key(name)} refers to the host's variable {match[1]}, which slots cannot see; set it with "
-                    f"--env.task_variables {match[1]}=VALUE"
+                    f"--env.task_env_vars {match[1]}=VALUE"
                 )
             return found
 

@@ -84,7 +84,7 @@ JUDGE = "${SOME_KEY}"
     assert loaded.env == {"KEY": "k", "OTHER": "o"}
     assert loaded.agent.servers[0].headers == {"authorization": "Bearer k"}
     assert loaded.steps[0].verifier.env == {"JUDGE": "k"}
-    with pytest.raises(Unsupported, match=r"--env\.task_variables SOME_KEY=VALUE"):
+    with pytest.raises(Unsupported, match=r"--env\.task_env_vars SOME_KEY=VALUE"):
         harbor_task.read_task(task, {"OTHER": "o"})
 
 

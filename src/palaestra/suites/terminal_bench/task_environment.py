@@ -190,7 +190,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
     async def cheat_steps(self, task: Task) -> Sequence[ToolStep] | None:
         """Return the calls of the cheat that the author of a task shows, or None without one. Raises `TaskError`."""
-        cheat = read_cheat(task.data, self.settings.task_variables)
+        cheat = read_cheat(task.data, self.settings.task_env_vars)
         if cheat is None:
             return None
         work: ResolvedTask = (await self.resolve(task)).data

@@ -56,7 +56,7 @@ class TerminalBench2EvalEnv(ListedEnv):
             split=config.dataset_split,
             fields=config.dataset_fields,
             folders=folders,
-            variables=config.task_variables,
+            variables=config.task_env_vars,
         )
         chosen = self._chosen(list(loaded.tasks))
         left_out = [each for each in loaded.left_out if self._concerns(each.name)]

@@ -41,11 +41,10 @@ class TerminalBench2EvalConfig(ListedEnvConfig):
         default=None,
         description="Tasks to grade in the agent's own slot, as in task_filter: tasks about running services.",
     )
-    task_variables: dict[str, str] = Field(
+    task_env_vars: dict[str, str] = Field(
         default={},
         description="Values for `${NAME}` in the tables `env` and `headers` of task.toml, which Harbor takes from its "
-        "own environment, as NAME=VALUE. The run's settings record them, and agents can read those of "
-        "`[environment.env]`.",
+        "own environment, as NAME=VALUE. Records hide them, but agents can read those of `[environment.env]`.",
     )
     image_dir: str | None = Field(
         default=None,
