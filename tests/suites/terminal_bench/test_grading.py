@@ -114,7 +114,8 @@ def test_work_that_ends_the_verifier_scores_nothing(try_tasks: Try, tmp_path: Pa
 
 
 def test_tasks_that_cannot_be_trusted_are_named(try_tasks: Try) -> None:
-    lines = try_tasks(task_filter="wrong-solution,pays-for-nothing,no-solution,does-not-build,only-an-image")
+    names = "wrong-solution,pays-for-nothing,no-solution,does-not-build,only-an-image,broken-toml"
+    lines = try_tasks(task_filter=names)
     assert lines["wrong-solution"].finding is Finding.SOLUTION_FAILS
     assert lines["wrong-solution"].solution == 0.0
     assert "assert '41' == '42'" in lines["wrong-solution"].reason
