@@ -51,7 +51,7 @@ def test_the_status_has_platforms_queues_and_last_errors(tmp_path):
             await cut.say("hello")
             await picky.say("hello")
             status = await stored(
-                mailbox, lambda it: it.platforms["cut"].error and it.platforms["picky"].refused and it.sessions == 3
+                mailbox, lambda it: it.platforms["cut"].error and it.platforms["picky"].error and it.sessions == 3
             )
             assert all(each.connected for each in status.platforms.values())
             assert (status.platforms["cut"].unsent, status.platforms["loopback"].unsent) == (1, 0)

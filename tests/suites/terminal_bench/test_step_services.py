@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -110,8 +111,11 @@ def test_a_killed_run_goes_on_and_leaves_nothing(tmp_path: Path) -> None:
     place: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "TMPDIR": str(home)}}
 
     def commands(pid: int) -> list[str]:
-        paths = [Path(f"/proc/{process.pid}/cmdline") for process in descendants(pid)]
-        return [path.read_bytes().replace(b"\0", b" ").decode() for path in paths if path.exists()]
+        found = []
+        for process in descendants(pid):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found.append(Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
 
     with killed_after(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **place) as run:
         until(lambda: any("sleep 1.5" in each for each in commands(run.pid)), "the second step waits")
