@@ -165,7 +165,7 @@ def files_of(job: Job, form: str) -> dict[str, str]:
         files["environment/desk.py"] = _MCP
         files["environment/Dockerfile"] += "COPY desk.py /opt/\n"
     if form == "skills":
-        files["environment/skills/work/SKILL.md"] = f"---\nname: work\ndescription: How to work.\n---\n{job.solve}\n"
+        files["environment/skills/job/SKILL.md"] = f"---\nname: job\ndescription: How to do it.\n---\n{job.solve}\n"
         files["environment/Dockerfile"] += "COPY skills /opt/skills\n"
     return steps_of(job, files) if form == "steps" else files
 
@@ -210,13 +210,13 @@ def steps_of(job: Job, files: dict[str, str]) -> dict[str, str]:
     files = dict(files)
     first = {name: files.pop(name) for name in list(files) if name.startswith(("instruction", "solution", "tests"))}
     del files["cheat/solve.sh"]
-    files |= {f"steps/work/{name}": text for name, text in first.items()}
+    files |= {f"steps/make/{name}": text for name, text in first.items()}
     files |= {
         "steps/copy/instruction.md": f"Copy /app/{job.output} to /app/copy.txt.\n",
         "steps/copy/solution/solve.sh": f"#!/bin/bash\ncp /app/{job.output} /app/copy.txt\n",
         "steps/copy/tests/test.sh": f"#!/bin/bash\nif cmp /app/{job.output} /app/copy.txt; {_PAYS}\n",
     }
-    files["task.toml"] += '[[steps]]\nname = "work"\n[[steps]]\nname = "copy"\n'
+    files["task.toml"] += '[[steps]]\nname = "make"\n[[steps]]\nname = "copy"\n'
     return files
 
 

@@ -207,10 +207,7 @@ def play_set(place: Path, given: argparse.Namespace) -> int:
         if line.name not in features:
             return  # a task that the run left out, or that this set names elsewhere
         reason = f"{line.finding.value}: {line.reason}" if line.reason else line.finding.value
-        print(
-            _cells(place.name, line.name, features.get(line.name, ""), line.solution, line.noop, reason),
-            flush=True,
-        )
+        print(_cells(place.name, line.name, features[line.name], line.solution, line.noop, reason), flush=True)
 
     for (parent, root), names in groups.items():
         chosen = [] if parent == place and len(names) == 1 else ["--env.task_filter", ",".join(names)]

@@ -302,7 +302,7 @@ ONLINE = """
 import socket
 
 def test_online():
-    socket.create_connection(("pypi.org", 443), timeout=20).close()
+    socket.create_connection(("example.org", 443), timeout=20).close()
 """
 
 
