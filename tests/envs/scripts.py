@@ -1,6 +1,8 @@
 """Environments as users write them, as files for the tests that run them from a command line."""
 
 import asyncio
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -162,3 +164,19 @@ def need_level(level: str) -> None:
     """Skip the test if this isolation level is not available here."""
     if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
         pytest.skip(f"{level} is not available here")
+
+
+def acting(path: Path, works: Mapping[str, str | Sequence[str]], group_size: int = 1) -> str:
+    """Write a recording in which the agent of each task runs these commands, and return the policy that plays it. The
+    task's own solution is left to be the reference."""
+    lines = []
+    for task_id, commands in works.items():
+        said: list[dict[str, object]] = []
+        for number, command in enumerate([commands] if isinstance(commands, str) else commands):
+            function = {"name": "terminal", "arguments": json.dumps({"command": command})}
+            call = {"id": f"call_{number}", "type": "function", "function": function}
+            said += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        said += [{"role": "assistant", "content": "Done."}]
+        lines += [{"task_id": task_id, "index": index, "messages": said} for index in range(group_size)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return f"replay:{path}"

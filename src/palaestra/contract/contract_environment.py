@@ -301,8 +301,6 @@ class ContractEnvironment(CollectedEnvironment):
         tools = grading.tools(self._settings.tool_timeout_s, commands.slot)
         exec_tool = ExecTool(commands.slot, lambda: tools)
         meta = rollout.meta.get("workspace_meta")
-        if grading.untouched and self._sets_up(rollout):  # otherwise a check could fail whatever the agent did
-            meta = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
         context = ToolContext(rollout.rollout_id, slot=commands.slot, tools=tools)
         with commands.explained():
             if self._verifies and self._hooks(rollout):

@@ -190,10 +190,6 @@ class PrepareError(InfraError):
 
 
 class GraderError(InfraError):
-    """The check could not run, did not run its tests, or did not report a result.
+    """The check could not run, did not run its tests, or did not report a result."""
 
-    `certain` means that the check is wrong, whatever the agent did.
-    """
-
-    certain = False
     blame = Blame.GRADER

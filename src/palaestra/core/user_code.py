@@ -270,12 +270,6 @@ def score_of(answer: JSON, said: str) -> Score:
     )
 
 
-class UnusableLabels(GraderError):
-    """Raised if labels have the wrong form, which only the author of the check can cause."""
-
-    certain = True
-
-
 def checked_score(score: object, doing: str) -> Score:
     """Return the score with plain numbers. Metrics that are not finite numbers are moved into the detail, because they
     cannot be averaged.
@@ -287,7 +281,7 @@ def checked_score(score: object, doing: str) -> Score:
     reward = _checked_number(score.reward, "a reward", doing)
     official = None if score.official is None else _checked_number(score.official, "an official verdict", doing)
     if not isinstance(score.labels, Sequence) or not all(map(_is_label, score.labels)):
-        raise UnusableLabels(
+        raise GraderError(
             f"{doing} returned the labels {score.labels!r:.200}: return a list of Label(name, evidence), whose names "
             "consist of letters, digits, _, - and ., and whose evidence is text"
         )

@@ -9,14 +9,16 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import GraderError, InfraError, SlotEnded, WorkError
+from palaestra.core.errors import GraderError, PrepareError, SlotEnded, TaskError, WorkError
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, AllowList, Network, Score, Task
 from palaestra.core.user_code import checked_score, run_hook
+from palaestra.rollouts.grading.blame import blame, session_s
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.rollout import Rollout
@@ -35,6 +37,9 @@ LIVE_PROCESSES = "live_processes"
 
 WORK_BREAKS_CHECK = "work_breaks_check"
 """The metric, and the part of a score's detail with the error, of work on which the check fails."""
+
+CHECK_FAILURES = (GraderError, PrepareError, SlotEnded, TaskError)
+"""The errors of a check that work can cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,38 +174,35 @@ class Environment(ABC):
         return await rollout.run_agent()
 
     async def grade(self, rollout: Rollout) -> Score:
-        """Score the rollout in a grading view of its workspace.
-
-        A check that ends with an error counts as a failure of the grader, and so does a check whose commands end their
-        own slot (`SlotEnded`). Unless the error is `certain`, the check is then repeated on the prepared workspace and
-        on the agent's work. If it fails only on the agent's work, the work is the cause, and the score is 0. If it does
-        not fail again, the repetition decides, because work that fails a check at random must not escape its score. If
-        the agent's own slot has ended, a live check scores 0. Raises an `InfraError` that occurred during the check,
-        even if `score` caught it and returned a value.
-        """
+        """Score the rollout in a grading view of its workspace."""
         grading = Grading(rollout, self.slot_spec(rollout.task, Phase.GRADE))
         return await self.check(rollout, grading, lambda shown: self.score(rollout, shown))
 
     async def check(self, rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> Score:
-        """Score what `grading` shows, and repeat a check that fails as `grade` describes."""
+        """Score what `grading` shows. A check that fails is played over the reference solution, which must get through
+        it, and again over the work. If it fails again, the score is 0; otherwise the repetition decides, because work
+        that makes a check fail at random must not escape its score.
+
+        Raises the failure of a check that fails over the reference too. Raises an `InfraError` that occurred during the
+        check, even if `score` caught it and returned a value.
+        """
         live = grading.live
         try:
             return await _score_soundly(rollout, grading, score)
-        except (GraderError, SlotEnded) as error:
-            if isinstance(error, SlotEnded) and live:  # the agent's slot, of which nothing is left to run
-                return _broken(error)
-            certain = isinstance(error, GraderError) and error.certain
-            if certain or not await _holds_untouched(rollout, grading, score):
-                raise
-            try:
+        except CHECK_FAILURES as error:
+            failure = error
+        if not live:
+            await grading.restart()
+            grading.usual_s = session_s(await blame(rollout, failure))
+        if not live or (grading.live and not isinstance(failure, SlotEnded)):
+            with suppress(*CHECK_FAILURES):
                 repeated = await _score_soundly(rollout, grading, score)
-            except (GraderError, SlotEnded):
-                return _broken(error)
-            except InfraError:
-                raise error from None
-            if live and not grading.live:  # the repetition no longer saw the agent's processes
-                raise
-            return replace(repeated, detail={**repeated.detail, "first_check_failed": without_middle(str(error), 2000)})
+                first = {"first_check_failed": without_middle(str(failure), 2000)}
+                return replace(repeated, detail={**repeated.detail, **first})
+        if live:  # the agent's processes end with its slot, so the reference comes last
+            await rollout.release()
+            await blame(rollout, failure)
+        return broken(failure)
 
     @abstractmethod
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
@@ -227,8 +229,9 @@ def _network_of(task: Task, phase: Phase) -> Network | AllowList:
     return {Phase.PREPARE: policy.prepare, Phase.AGENT: policy.agent, Phase.GRADE: policy.grade}[phase]
 
 
-def _broken(error: InfraError) -> Score:
-    return Score(0.0, {WORK_BREAKS_CHECK: 1.0}, {WORK_BREAKS_CHECK: without_middle(str(error), 2000)})
+def broken(failure: Exception) -> Score:
+    """Return the score of work that is to blame for the failure of its check."""
+    return Score(0.0, {WORK_BREAKS_CHECK: 1.0}, {WORK_BREAKS_CHECK: without_middle(str(failure), 2000)})
 
 
 async def _score_soundly(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> Score:
@@ -245,16 +248,3 @@ async def _score_soundly(rollout: Rollout, grading: Grading, score: Callable[[Gr
         seen[LIVE_PROCESSES] = grading.processes_at_end
     labels = (*found.labels, *grading.labels)
     return replace(found, detail={**found.detail, **seen}, labels=labels) if seen or labels else found
-
-
-async def _holds_untouched(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> bool:
-    """Return whether the check ends without an error over the prepared workspace."""
-    await grading.restart()  # release the slot first: a rollout that holds one slot must not wait for a second
-    untouched = Grading(rollout, grading.spec, untouched=True)
-    try:
-        await _score_soundly(rollout, untouched, score)
-    except InfraError:
-        return False
-    finally:
-        await untouched.aclose()
-    return True

@@ -112,7 +112,7 @@ class Rollout:
         self.score: Score | None = None
         self.projection = Projection()
         self.stages = Stages(self.rollout_id, run.events.alive, run.settings.idle_limits)
-        self._hooks = hooks
+        self.hooks = hooks
         self._foreign_result = False
         slot_spec = hooks.slot_spec(spec.task, Phase.AGENT)
         if run.program is not None:
@@ -162,11 +162,11 @@ class Rollout:
         except TaskError as error:
             self.fail(error, Blame.TASK)
         finally:
-            await self._give_back()
+            await self.release()
             self.stages.end()
 
     async def _play(self) -> None:
-        hooks = self._hooks
+        hooks = self.hooks
         self.workspace.check_start()
         with self.stages.stage("setup"):
             await run_hook(PrepareError, hooks.begin(self), f"setting up {self.rollout_id}")
@@ -197,13 +197,13 @@ class Rollout:
         self.workspace.begin()
         try:
             async with self.stages.watched():
-                await run_hook(PrepareError, self._hooks.begin(self), f"setting up {self.rollout_id}")
+                await run_hook(PrepareError, self.hooks.begin(self), f"setting up {self.rollout_id}")
                 await self.seat.aclose()
                 self.result = result
                 self.workspace.restore(sealed)
-                return self._decided(await self._hooks.grade(self))
+                return self._decided(await self.hooks.grade(self))
         finally:
-            await self._give_back()
+            await self.release()
 
     def _decided(self, score: object) -> Score:
         checked = checked_score(score, f"scoring {self.rollout_id}")
@@ -228,9 +228,9 @@ class Rollout:
         when the group has ended."""
         self.score, self.projection = score, projection
 
-    async def _give_back(self) -> None:
+    async def release(self) -> None:
         """Release the rollout's slot and tools. This is shielded from cancellation, and has a time limit, so that it
-        cannot hang the run."""
+        cannot hang the run. Idempotent."""
 
         async def close_all() -> None:
             try:

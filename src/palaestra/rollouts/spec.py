@@ -121,7 +121,8 @@ class AgentSettings:
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
     """One rollout of a group. `snapshot` is the group's prepared workspace; None for the bare image. `sampling` is the
-    random generator of a scripted model, if that is not the rollout's own (`seeded`)."""
+    random generator of a scripted model, if that is not the rollout's own (`seeded`). A rollout that `replays` another
+    one (`grading/blame.py`) raises the failures of its own check."""
 
     group_id: str
     index: int
@@ -130,6 +131,7 @@ class RolloutSpec:
     kit: Kit
     snapshot: Snapshot | None
     sampling: Seeded | None = None
+    replays: bool = False
 
     @property
     def rollout_id(self) -> str:

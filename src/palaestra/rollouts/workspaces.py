@@ -15,6 +15,7 @@ import math
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
@@ -52,6 +53,12 @@ class Workspaces:
         self.prepared = prepared
         self.kept = kept
         self._shared: dict[str, asyncio.Future[Snapshot]] = {}
+
+    def keeping_nothing(self) -> Workspaces:
+        """Return the same workspaces for rollouts whose work is not stored."""
+        other = copy(self)
+        other.kept = None
+        return other
 
     async def lease(
         self,

@@ -1,19 +1,17 @@
-"""A check that the work makes fail scores 0; one that fails anyway is a failure of the grader."""
+"""A check that the work makes fail scores 0; one that fails over the reference solution too is the grader's failure."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from envs.scripts import groups_file, need_level
+from envs.scripts import acting, groups_file, need_level
 from palaestra.cli.main import main
-
-ENV = """
-from palaestra import Task, environment
 
 ATTACKS = {
     "fifo": "rm -f answer.txt; mkfifo answer.txt",
@@ -25,10 +23,13 @@ ATTACKS = {
     "honest": "echo 4 > answer.txt",
 }
 
+ENV = f"""
+from palaestra import Task, environment
+
 @environment(toolsets=["terminal"])
 def breaking():
-    for name, command in ATTACKS.items():
-        yield Task(id=name, prompt="?", files={"answer.txt": "0"}, solution=command)
+    for name in {[*ATTACKS]}:
+        yield Task(id=name, prompt="?", files={{"answer.txt": "0"}}, solution="echo 4 > answer.txt")
 
 @breaking.score
 async def right(task, sandbox):
@@ -53,7 +54,7 @@ async def right(sandbox):
 def test_work_that_breaks_its_check_scores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("breaking_env.py").write_text(ENV)
-    assert main(["run", "breaking_env.py", "--policy", "oracle", "--env.group_size", "1"]) == 0
+    assert main(["run", "breaking_env.py", "--policy", acting(tmp_path / "works.jsonl", ATTACKS)]) == 0
     lines = [json.loads(line) for line in groups_file().read_text().splitlines()]
     assert {line["task_id"]: line["scores"] for line in lines} == {
         "fifo": [0.0],
@@ -71,8 +72,9 @@ def test_work_that_breaks_its_check_scores_nothing(tmp_path: Path, monkeypatch: 
 def test_a_closed_root_directory_gets_a_score(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_level(level)
     monkeypatch.chdir(tmp_path)
-    Path("closed_env.py").write_text(FAULTY.replace("echo 4 > answer.txt", "chmod 000 /").replace("nowhere", "answer"))
-    assert main(["run", "closed_env.py", "--policy", "oracle", "--env.isolation", level]) == 0
+    Path("closed_env.py").write_text(FAULTY.replace("nowhere", "answer"))
+    policy = acting(tmp_path / "works.jsonl", {"one": "chmod 000 /"})
+    assert main(["run", "closed_env.py", "--policy", policy, "--env.isolation", level]) == 0
 
 
 @pytest.mark.slots
@@ -90,7 +92,7 @@ CALLS = []
 @environment(toolsets=["terminal"])
 def random():
     for grading in ("sealed", "live"):
-        yield Task(id=grading, prompt="?", files={"answer.txt": "0"}, solution="echo 3 > answer.txt", grading=grading)
+        yield Task(id=grading, prompt="?", files={"answer.txt": "0"}, solution="echo 4 > answer.txt", grading=grading)
 
 @random.score
 async def right(task, sandbox):
@@ -106,8 +108,8 @@ async def right(task, sandbox):
 def test_work_that_breaks_its_check_only_once_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("random_env.py").write_text(RANDOM)
-    argv = ["run", "random_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.infra_retries", "0"]
-    assert main(argv) == 0
+    policy = acting(tmp_path / "works.jsonl", dict.fromkeys(["sealed", "live"], "echo 3 > answer.txt"))
+    assert main(["run", "random_env.py", "--policy", policy, "--env.infra_retries", "0"]) == 0
     lines = [json.loads(line) for line in groups_file().read_text().splitlines()]
     assert {line["task_id"]: line["scores"] for line in lines} == {"sealed": [0.0], "live": [0.0]}
     files = [path for path in groups_file().parent.rglob("*") if path.is_file()]
@@ -117,42 +119,40 @@ def test_work_that_breaks_its_check_only_once_is_scored(tmp_path: Path, monkeypa
 @pytest.mark.slots
 def test_work_that_breaks_a_live_check_scores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("breaking_env.py").write_text(ENV.replace("solution=command", 'solution=command, grading="live"'))
-    assert main(["run", "breaking_env.py", "--policy", "oracle", "--env.group_size", "1"]) == 0
+    Path("breaking_env.py").write_text(ENV.replace('prompt="?"', 'prompt="?", grading="live"'))
+    assert main(["run", "breaking_env.py", "--policy", acting(tmp_path / "works.jsonl", ATTACKS)]) == 0
     lines = [json.loads(line) for line in groups_file().read_text().splitlines()]
     scores = {line["task_id"]: line["scores"] for line in lines if line["task_id"] != "honest"}
     assert len(scores) == 6
     assert set(map(tuple, scores.values())) == {(0.0,)}
 
 
-EXHAUSTING = """
-import shlex
-
-from palaestra import Limits, Task, environment
-
-ATTACKS = {
+EXHAUSTING_WORKS = {
     "honest": "echo 4 > answer.txt",
-    "deep": "echo 'import os\\nfor _ in range(3000): os.mkdir(\\"d\\"); os.chdir(\\"d\\")' > deep.py; python3 deep.py",
+    "deep": 'echo \'import os\nfor _ in range(3000): os.mkdir("d"); os.chdir("d")\' > deep.py; python3 deep.py',
     "many": "mkdir many; cd many; seq 30000 | xargs mkdir",
     "no-place": "head -c 1G /dev/zero > fill; seq 200000 | xargs touch",
     "endless-device": "ln -sf /dev/zero answer.txt",
     "terminal": "ln -sf /dev/tty answer.txt; ln -sf /dev/stdin check.sh",
-    "socket": "rm answer.txt; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\\"answer.txt\\")'",
+    "socket": "rm answer.txt; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"answer.txt\")'",
     "circle": "ln -sf answer.txt answer.txt; ln -sf . loop",
     "sparse": "truncate -s 900G answer.txt",
     "closed": "chmod 000 . answer.txt",
-    "bytes": "touch $'x\\\\377' $'/opt/y\\\\377'; ln -s $'\\\\376' $'l\\\\377'; mkdir $'d\\\\377'",
+    "bytes": "touch $'x\\377' $'/opt/y\\377'; ln -s $'\\376' $'l\\377'; mkdir $'d\\377'",
     "times": "touch -d 9999-12-31 answer.txt .; touch -d 1901-01-01 old",
     "marked": "setfattr -n user.overlay.opaque -v y .; chattr +i answer.txt; chmod 7777 . answer.txt; mknod w c 0 0",
     "waiting": "rm answer.txt; mkfifo answer.txt check.sh listing",
 }
 
+EXHAUSTING = f"""
+from palaestra import Limits, Task, environment
+
 @environment(toolsets=["terminal"])
 def exhausting():
-    for name, command in ATTACKS.items():
+    for name in {[*EXHAUSTING_WORKS]}:
         limits = Limits(disk_bytes=64 << 20)
-        command = f"bash -c {shlex.quote(command)}"
-        yield Task(id=name, prompt="?", files={"answer.txt": "0"}, solution=command, limits=limits)
+        files, solution = {{"answer.txt": "0"}}, "echo 4 > answer.txt"
+        yield Task(id=name, prompt="?", files=files, solution=solution, limits=limits)
 
 @exhausting.score
 async def right(task, sandbox):
@@ -171,7 +171,9 @@ def test_work_that_exhausts_or_hangs_its_check_scores_nothing(tmp_path: Path, mo
     """Every attack gets a score, and no rollout beside it is lost."""
     monkeypatch.chdir(tmp_path)
     Path("exhausting_env.py").write_text(EXHAUSTING)
-    assert main(["run", "exhausting_env.py", "--policy", "oracle", "--env.group_size", "2"]) == 0
+    works = {name: f"bash -c {shlex.quote(command)}" for name, command in EXHAUSTING_WORKS.items()}
+    policy = acting(tmp_path / "works.jsonl", works, group_size=2)
+    assert main(["run", "exhausting_env.py", "--policy", policy, "--env.group_size", "2"]) == 0
     scores = {}
     for line in groups_file().read_text().splitlines():
         row = json.loads(line)
@@ -184,18 +186,17 @@ def test_work_that_exhausts_or_hangs_its_check_scores_nothing(tmp_path: Path, mo
 SET_UP = """
 from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 
-WORK = {"kept": "true", "removed": "rm state.txt", "garbage": "echo many > state.txt", "honest": "echo 4 > state.txt"}
-
 class SetUpEnv(HermesAgentBaseEnv):
     name = "set_up"
 
     @classmethod
     def config_init(cls):
-        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], group_size=1, total_steps=len(WORK))
+        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], group_size=1, total_steps=4)
         return config, [APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1")]
 
     async def setup(self):
-        self.left = [{"id": name, "prompt": "?", "solution": command} for name, command in WORK.items()]
+        self.left = [{"id": name, "prompt": "?", "solution": "echo 4 > state.txt"}
+                     for name in ("kept", "removed", "garbage", "honest")]
 
     async def get_next_item(self):
         return self.left.pop(0) if self.left else None
@@ -226,7 +227,13 @@ def test_work_that_breaks_the_check_of_its_own_set_up_scores_nothing(tmp_path: P
     """The check would fail on the prepared workspace without the set-up of the rollout."""
     script = tmp_path / "set_up_env.py"
     script.write_text(SET_UP)
-    argv = [sys.executable, str(script), "process", "--policy", "oracle"]
+    works = {
+        "kept": "true",
+        "removed": "rm state.txt",
+        "garbage": "echo many > state.txt",
+        "honest": "echo 4 > state.txt",
+    }
+    argv = [sys.executable, str(script), "process", "--policy", acting(tmp_path / "works.jsonl", works)]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in groups_file(tmp_path).read_text().splitlines()]

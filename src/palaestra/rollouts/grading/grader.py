@@ -72,6 +72,9 @@ def note_way(way: Way, example: str = "") -> None:
         ways.setdefault(way, example)
 
 
+SESSION_S = "session_s"
+"""The key of a rollout's `meta` with the seconds of the longest session of tests in its check."""
+_LEAST_AGAIN_S = 10.0
 _MOST_IN_LABEL = 5
 _COPY_S = 300.0
 _MOST_PTH_BYTES = 1 << 16
@@ -80,16 +83,14 @@ _DEEPEST, _LONGEST_BYTES = 400, 4000
 
 
 class Grading:
-    """Leases the grading slot when the check first needs it. The rollout closes this object when the rollout ends.
+    """Leases the grading slot when the check first needs it. The rollout closes this object when the rollout ends."""
 
-    If `untouched`, the check sees the prepared workspace in place of the agent's work.
-    """
-
-    def __init__(self, rollout: Rollout, spec: SlotSpec, *, untouched: bool = False) -> None:
-        self.untouched = untouched
+    def __init__(self, rollout: Rollout, spec: SlotSpec) -> None:
         self.rollout = rollout
         self.spec = spec
-        self.live = rollout.task.grading == LIVE and not untouched
+        self.live = rollout.task.grading == LIVE
+        self.usual_s: float | None = None
+        """The seconds of the longest session of tests over the reference solution, if a check is repeated after it."""
         self._slot: Slot | None = None
         self._shown: Slot | None = None
         self._trouble: InfraError | None = None
@@ -116,13 +117,11 @@ class Grading:
         return self.rollout.run_context.workspaces.pool
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
-        """Return the agent's sealed work; None if the agent never had a slot, or if `untouched`. Only the first call's
-        `view` counts. Raises `GraderError` if the check is live."""
+        """Return the agent's sealed work; None if the agent never had a slot. Only the first call's `view` counts.
+        Raises `GraderError` if the check is live."""
         if self.live:
             raise GraderError(f"task {self.rollout.task.id} is graded live, so its work is not sealed")
         async with self._sealing:
-            if self.untouched:
-                return None
             if not self._seal_done:
                 await self.carry_scratch()
                 self._seal_done = True  # set on failure too, because the agent's work is then lost
@@ -143,8 +142,8 @@ class Grading:
         benchmark's own protocol. Sealed checks later see only the fixed work. Close the slot before with
         `Rollout.aclose`, because a rollout that holds one slot must not wait for a second.
 
-        Returns None if there is no such slot: the check is live or `untouched`, the agent never had a slot, the work is
-        sealed or recorded, or the backend cannot copy a running slot.
+        Returns None if there is no such slot: the check is live, the agent never had a slot, the work is sealed or
+        recorded, or the backend cannot copy a running slot.
         """
         if self.live or self.begun or self.rollout.seat.slot is None:
             return None
@@ -174,8 +173,8 @@ class Grading:
         """Keep the files of the agent's `/tmp` and `/dev/shm` for the grading slot, and count the agent's live
         processes.
 
-        Does nothing if the check is live or `untouched`, if the agent never had a slot, or once the slot is sealed. In
-        a kept workspace that is graded again, the files are already there.
+        Does nothing if the check is live, if the agent never had a slot, or once the slot is sealed. In a kept
+        workspace that is graded again, the files are already there.
         """
         if self.live or self.begun or self._carried:
             return
@@ -220,8 +219,17 @@ class Grading:
 
     @property
     def begun(self) -> bool:
-        """Whether the agent's slot is sealed, or is not used because of `untouched`."""
-        return self._seal_done or self.untouched
+        """Whether the agent's slot is sealed."""
+        return self._seal_done
+
+    def limit_s(self, limit_s: float) -> float:
+        """Return the time limit of a session of tests: `limit_s` or, if the time that they take over the reference
+        solution at this load is known, a few times as long as that."""
+        return limit_s if self.usual_s is None else _LEAST_AGAIN_S + 3 * self.usual_s
+
+    def took(self, seconds: float) -> None:
+        """Record how long a session of tests took."""
+        self.rollout.meta[SESSION_S] = max(seconds, self.rollout.meta.get(SESSION_S, 0.0))
 
     async def restart(self) -> None:
         """Release the grading slot and clear any failure that was kept. The next slot shows the same work again."""
@@ -345,7 +353,7 @@ class Grading:
     async def _base(self, view: View | None) -> Snapshot | None:
         sealed = await self.seal()
         if sealed is None:
-            return self.rollout.spec.snapshot if self.untouched else self.rollout.workspace.snapshot
+            return self.rollout.workspace.snapshot
         if view is None and self.rollout.task.grading == FILES:
             return sealed
         if view is None:

@@ -27,12 +27,6 @@ _LAST_LINE_FIRST = (Status.FAILED, Status.ERROR, Status.XFAIL_CALLED, Status.XFA
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
 
 
-class _TestsCannotRun(GraderError):
-    """Tests do not run on the prepared workspace."""
-
-    certain = True
-
-
 async def run_row(
     slot: Slot,
     toolchain: Toolchain,
@@ -121,7 +115,7 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
     """
     if not prepared.complete:
         prepared.check_ended(f"{row.instance_id}, on the prepared workspace")
-        raise _TestsCannotRun(
+        raise GraderError(
             f"{row.instance_id}: its tests do not run on the prepared workspace:\n{prepared.output[-1500:]}"
         )
     statuses: dict[str, Status] = dict(run.statuses)
@@ -130,10 +124,10 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
         if after in row.excused and before is after:
             statuses[name] = Status.XFAILED
         if after is Status.MISSING and before is Status.MISSING:
-            raise _TestsCannotRun(f"{row.instance_id}: {name} does not run on the prepared workspace:{_why(prepared)}")
+            raise GraderError(f"{row.instance_id}: {name} does not run on the prepared workspace:{_why(prepared)}")
     missing = _missing(run.collect_errors) & _missing(prepared.collect_errors)
     if packages := [module for module in sorted(missing) if not _is_own(module, files, row)]:
-        raise _TestsCannotRun(f"{row.instance_id}: {not_installed(packages)}")
+        raise GraderError(f"{row.instance_id}: {not_installed(packages)}")
     return replace(run, statuses=statuses)
 
 

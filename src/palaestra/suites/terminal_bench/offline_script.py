@@ -126,15 +126,13 @@ def offline(text: str) -> OfflineScript:
     return OfflineScript("\n".join(new) + "\n", replaced, tuple(requirements), pytest)
 
 
-def needs_network(text: str, output: str) -> bool:
-    """Return whether a script downloads something and its output shows that the download failed."""
-    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    return _CANNOT_REACH.search(output) is not None and any(_REACHES_OUT.search(line) for line in lines)
-
-
-def lacks_judge(texts: Iterable[str], output: str) -> bool:
-    """Return whether a verifier with these files asks a model, and its output shows that it did not reach one."""
-    return _NO_JUDGE.search(output) is not None and any(_JUDGE.search(text) for text in texts)
+def lacks_network(scripts: Iterable[str], helpers: Iterable[str], output: str) -> bool:
+    """Return whether the output of a verifier has the words of a failed connection, and its scripts download something
+    or its files ask a model. Work can print such words too, so they only raise a doubt."""
+    lines = [line for text in scripts for line in text.splitlines() if not line.lstrip().startswith("#")]
+    if _CANNOT_REACH.search(output) and any(map(_REACHES_OUT.search, lines)):
+        return True
+    return _NO_JUDGE.search(output) is not None and any(map(_JUDGE.search, [*lines, *helpers]))
 
 
 def with_others(script: OfflineScript, others: Mapping[str, str]) -> OfflineScript:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaestra.core.errors import GraderError, InfraError, PrepareError, SandboxError, SlotEnded
+from palaestra.core.errors import InfraError, PrepareError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.rollouts.rollout import Rollout
@@ -164,10 +164,8 @@ async def set_up(slot: Slot, plan: ServicePlan, name: str) -> None:
     await slot.write_text("/etc/hosts", f"{known.rstrip()}\n{plan.hosts(name)}", mode=0o644)
 
 
-class ServicesEnded(GraderError):
+class ServicesEnded(SandboxError):
     """Recorded work of several services is to be graded again, but only the files of the agent's slot were kept."""
-
-    certain = True
 
 
 @dataclass(frozen=True, slots=True)

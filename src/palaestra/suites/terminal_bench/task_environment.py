@@ -38,9 +38,11 @@ from palaestra.agent.result import AgentResult
 from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import local_path
-from palaestra.core.errors import InfraError, PrepareError, SandboxError
+from palaestra.core.errors import InfraError, PrepareError, SandboxError, SlotEnded, SlotLost
 from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
 from palaestra.envs.config.build import kit
+from palaestra.rollouts.environment import broken
+from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
@@ -86,6 +88,7 @@ from palaestra.suites.terminal_bench.terminal_task import (
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.terminal_bench.verification import (
     PreparedSlot,
+    Reference,
     ResolvedTask,
     Verification,
     VerifierContext,
@@ -131,6 +134,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             TaskImages(settings.pull),
         )
         self._prepared: dict[str, PreparedSlot] = {}
+        self._references: dict[str, Reference] = {}
 
     async def open(self) -> None:
         self.roots.check()  # before the run's folder is made
@@ -301,7 +305,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
     def verification(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Verification:
         """Return the verification of a part of the rollout's task."""
         network = self.slot_spec(rollout.task, Phase.PREPARE).network
-        return Verification(rollout, grading, part, VerifierContext(self.settings, self._prepared, network))
+        context = VerifierContext(self.settings, self._prepared, network, self._references)
+        return Verification(rollout, grading, part, context)
 
 
 def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
@@ -335,13 +340,18 @@ class _Steps:
         rollout, work = self._rollout, self._rollout.task.data
         try:
             for number, part in enumerate(work.parts):
-                if number and (problem := await self._work_breaks_set_up(part.step)):
-                    detail = {"work_breaks_check": problem, "official_rewards": {}}
-                    label = Label("set_up_failed", problem[-300:])
-                    self.scores.append(Score(0.0, {"work_breaks_check": 1.0}, detail, labels=[label]))
-                    break
-                if not number:
+                try:
                     await self._begin(part.step)
+                except (PrepareError, SlotEnded) as error:
+                    if not number:
+                        raise
+                    await self._close()
+                    await rollout.release()
+                    await blame(rollout, error)
+                    score = broken(error)
+                    label = Label("set_up_failed", str(error)[-300:])
+                    self.scores.append(replace(score, detail={**score.detail, "official_rewards": {}}, labels=[label]))
+                    break
                 self._part = part
                 result = await self._environment.converse(rollout, part, later=number > 0)
                 if not result.outcome.scored:
@@ -372,7 +382,13 @@ class _Steps:
         if step.health is None:
             return
         longest_s = min(step.health.longest_s, _SETUP_S)
-        if (said := await wait_healthy(slot, step.health, workdir, longest_s)) is not None:
+        try:
+            said = await wait_healthy(slot, step.health, workdir, longest_s)
+        except SlotLost:
+            raise
+        except (SandboxError, OSError) as error:  # the agent may have removed the directory or replaced a program
+            said = str(error)
+        if said is not None:
             raise PrepareError(f"the health check of step {step.name} fails for {longest_s:g} s: {said}")
 
     async def _run_set_up(self, step: TaskStep, files: Path, slot: Slot) -> None:
@@ -386,20 +402,6 @@ class _Steps:
         if (files / "setup.sh").is_file():
             argv, problem = ["bash", f"{workdir}/setup.sh"], f"the setup.sh of step {step.name} failed"
             await check_execute(slot, argv, problem, cwd=workdir, timeout_s=_SETUP_S, shown=2000)
-
-    async def _work_breaks_set_up(self, step: TaskStep) -> str:
-        """Begin a later step. Return the error if the set-up fails over the agent's work but not over the prepared
-        workspace, otherwise an empty string. With services, which a prepared workspace lacks, such an error is always
-        that of the agent's work."""
-        try:
-            await self._begin(step)
-        except PrepareError as error:
-            if "services" in self._rollout.meta:
-                return str(error)[:2000]
-            async with self._gradings[-1].prepared() as slot:
-                await self._set_up(step, slot)
-            return str(error)[:2000]
-        return ""
 
     async def _verify(self, part: GradedPart) -> Score:
         rollout = self._rollout

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import shlex
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -16,11 +15,12 @@ from functools import partial
 from palaestra.core.errors import GraderError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
+from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import LIVE, Grading
 from palaestra.rollouts.grading.tampering import CARRIED, REPLACED, SHADOWED, changes_in, is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot, View
-from palaestra.suites.grading.harness import TestsTimedOut, enough_time
+from palaestra.suites.grading.harness import TestsTimedOut
 from palaestra.suites.images.agent_user import start_in
 from palaestra.suites.images.as_user import acting_as, home_of
 from palaestra.suites.images.pytest_toolchain import (
@@ -31,7 +31,6 @@ from palaestra.suites.images.pytest_toolchain import (
 )
 from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
 from palaestra.suites.images.task_root import TaskRoot
-from palaestra.suites.task_files import read_text
 from palaestra.suites.task_paths import TaskScope
 from palaestra.suites.terminal_bench.offline_script import GradedPart
 from palaestra.suites.terminal_bench.separate_verifier import collect, joined, put, run_hooks
@@ -57,7 +56,6 @@ from palaestra.suites.terminal_bench.verifier import (
     VerifierSetup,
     VerifierVerdict,
     falsified,
-    test_files,
     verify,
 )
 from palaestra.suites.terminal_bench.verifier_files import (
@@ -69,15 +67,6 @@ from palaestra.suites.terminal_bench.verifier_files import (
     ignored_settings,
     starts_inline_python,
 )
-
-_ABOUT_SERVICES = re.compile(
-    r"\b(?:servers?|services?|daemons?|ports?|localhost|127\.0\.0\.1|listen\w*|sockets?|https?://|nohup|setsid)\b",
-    re.IGNORECASE,
-)
-"""Signs that a task is about a running service."""
-
-_LEAST_REPEATED_S = 10.0
-"""The least time limit, in seconds, of a verifier that is run again because it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +114,12 @@ class PreparedSlot:
 class Checked:
     """The result of a verifier's run and the round with falsified tests. `verdict` is None if the run gave none.
 
-    If `decides`, the verdict of the agent's own slot is also the guarded one, unless the guarded view lacks something
-    that programs use. `hidden` are the agent's changes that the view lacks, and `processes` the number that ran at the
-    end.
+    `hidden` are the agent's changes that the view lacks, and `processes` the number that ran at the end.
     """
 
     verdict: VerifierVerdict | None
-    labels: Sequence[Label]
-    uncontrolled: Sequence[str]
-    decides: bool
+    labels: Sequence[Label] = ()
+    uncontrolled: Sequence[str] = ()
     hidden: Sequence[str] = ()
     processes: int = 0
 
@@ -144,13 +130,23 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
+class Reference:
+    """What the reference solution has shown of a verifier, to which it is known to be able to give a verdict.
+    `needs_processes` tells whether the solution is paid only where the processes run that it leaves."""
+
+    needs_processes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class VerifierContext:
     """What all verifications of an environment share: its settings, what preparing each workspace has found, by task,
-    and the network while a verifier's root is built."""
+    and the network while a verifier's root is built. `references` has what the reference solutions have shown, by task
+    and step."""
 
     settings: TerminalBench2EvalConfig
     prepared: dict[str, PreparedSlot]
     build_network: Network | AllowList
+    references: dict[str, Reference]
 
 
 class Verification:
@@ -160,20 +156,30 @@ class Verification:
         self._rollout, self._grading, self._part = rollout, grading, part
         self._work: ResolvedTask = rollout.task.data
         self._settings, self._prepared, self._build_network = context.settings, context.prepared, context.build_network
+        self._references = context.references
+        self._doubts = ""
+        """Why the output of a verifier suggests that it could not judge the work; only the reference can show it."""
 
     async def score(self) -> Score:
         """Return the score from a part's verifier: its official verdict, and the reward in the guarded view."""
+        score = await self._verdicts()
+        if not self._doubts or (not self._rollout.spec.replays and self._key in self._references):
+            return score
+        failure = GraderError(self._doubts)
+        if self._grading.live and self._part.step is not None:  # the next step needs the slot
+            raise failure
+        await (self._rollout.release() if self._grading.live else self._grading.restart())
+        await self._reference(failure)
+        return score
+
+    async def _verdicts(self) -> Score:
         group: ServiceGroup | None = self._rollout.meta.get("services")
-        if (
-            group is not None
-            and self._rollout.seat.slot is None
-            and not (self._grading.begun or self._grading.untouched)
-        ):
+        if group is not None and self._rollout.seat.slot is None and not self._grading.begun:
             raise ServicesEnded("work of several services cannot be graded again, because the services have ended")
         problems = await self._run_hooks()
         if self._part.task.verifier.environment is not None:
             return await self._verified_apart(problems)
-        if group is not None and not self._grading.untouched:
+        if group is not None:
             await group.collect(self._part.step_name, self._part.task.verifier.collect, ())
         if self._grading.live:
             slot = await self._grading.slot()
@@ -182,22 +188,53 @@ class Verification:
                 None if self._work.plan is None else self._grading.prepared
             )  # the solution cannot run without the services
             checked = await self._checked(setup, lambda: _same(slot), alone=False, prepared=before)
+            checked = replace(checked, processes=self._grading.processes_at_end)
             score = self._score(checked, checked)
             return score if group is None else replace(score, detail={**score.detail, "services": await group.report()})
         known: dict[str, Checked | None] = self._rollout.meta.setdefault("official", {})
         step = self._part.step_name
-        if step not in known and not self._grading.untouched:  # a repeated check has no running slot any more
+        if step not in known:  # a repeated check has no running slot any more
             known[step] = _no_verdict("it timed out")  # stays if it does, and the check is repeated
             known[step] = await self._official()
-        official = None if self._grading.untouched else known[step]
+        official = known[step]
         if official is not None and official.reward <= 0:
             return self._score(official, official)
-        if official is not None and official.decides:
-            await self._view()
-            if {REPLACED, SHADOWED}.isdisjoint(label.name for label in self._grading.labels):
-                return self._score(official, official)
-        guarded = await self._guarded()
-        return self._score(guarded, official)
+        if official is None or not official.processes:
+            return self._score(await self._guarded(), official)
+        reference = self._references.get(self._key)
+        if reference is None or not reference.needs_processes:
+            guarded = await self._guarded()
+            if official.reward <= guarded.reward:
+                return self._score(guarded, official)
+            self._rollout.meta.setdefault("needs_processes", {})[step] = True
+            if reference is not None or self._rollout.spec.replays or self._rollout.task.solution is None:
+                return self._score(guarded, official)
+            await self._grading.restart()
+            reference = await self._reference(GraderError(f"the verifier of {self._part.task.name} fails"))
+            if not reference.needs_processes:
+                return self._score(guarded, official)
+        return await self._where_it_runs(official)
+
+    async def _where_it_runs(self, official: Checked) -> Score:
+        """Return the score of work that is a running service: the verdict of the agent's own slot, unless the guarded
+        view lacks something that programs use."""
+        await self._view()
+        changed = [change.path.removeprefix(CARRIED) for change in await self._grading.changes()]
+        unsafe = {REPLACED, SHADOWED} & {label.name for label in self._grading.labels}
+        if unsafe or any(is_below(path, (TESTS_DIR, VERIFIER_LOGS)) for path in changed):
+            return self._score(await self._guarded(), official)
+        return self._score(official, official)
+
+    async def _reference(self, failure: GraderError) -> Reference:
+        """Play the reference solution, and return what it shows of this verifier. Raises `failure` if it gets no
+        verdict. The rollout must hold no slot."""
+        played = await blame(self._rollout, failure)
+        needs = bool(played.meta.get("needs_processes", {}).get(self._part.step_name))
+        return self._references.setdefault(self._key, Reference(needs))
+
+    @property
+    def _key(self) -> str:
+        return f"{self._rollout.task.id}:{self._part.step_name}"
 
     async def _run_hooks(self) -> list[str]:
         """Run the collect hooks of a part in the agent's slot, and return their problems."""
@@ -218,7 +255,7 @@ class Verification:
         happens between steps with services, the agent's slot runs on."""
         environment = self._part.task.verifier.environment
         assert environment is not None
-        group: ServiceGroup | None = None if self._grading.untouched else self._rollout.meta.get("services")
+        group: ServiceGroup | None = self._rollout.meta.get("services")
         with TemporaryFolder("artifacts") as folder:
             hooks, beside = self._part.task.verifier.collect, None
             if group is not None:
@@ -280,18 +317,16 @@ class Verification:
         own = await self._grading.checkpoint()
         if own is None and await self._grading.seal() is None:
             return None  # the agent never had a slot, so nothing differs
-        changed = [(change.path.removeprefix(CARRIED), change.kind) for change in await self._grading.changes()]
-        made = [path for path, kind in changed if kind == "file"]
-        serves = own is not None and self._grading.processes_at_end > 0 and _is_about_service(self._part)
-        serves = serves and not any(is_below(path, (TESTS_DIR, VERIFIER_LOGS)) for path, _ in changed)
+        made = [each.path.removeprefix(CARRIED) for each in await self._grading.changes() if each.kind == "file"]
         try:
             slot = await self._grading.slot(View()) if own is None else own
             await _restore_workdir(slot, self._work.workdir)
             setup = replace(self._setup(), made=made)
+            serves = own is not None and self._grading.processes_at_end > 0
             checked = await self._checked(setup, lambda: _same(slot), alone=False, watched=serves)
+        except TestsTimedOut:  # work that hangs costs one time limit, not two
+            raise
         except GraderError as error:
-            if error.certain or isinstance(error, TestsTimedOut):  # work that hangs costs one time limit, not two
-                raise
             return _no_verdict(str(error))
         finally:
             await (self._grading.restart() if own is None else self._rollout.seat.aclose())
@@ -299,7 +334,7 @@ class Verification:
             evidence = "the agent's own sandbox has ended or cannot be copied, so its files were verified in a copy"
             label = Label("official_on_copy", evidence)
             return replace(checked, labels=(*checked.labels, label))
-        return replace(checked, decides=serves, processes=self._grading.processes_at_end)
+        return replace(checked, processes=self._grading.processes_at_end)
 
     async def _guarded(self) -> Checked:
         """Return the verdict in the guarded view."""
@@ -336,14 +371,12 @@ class Verification:
     ) -> Checked:
         """Run the verifier in one of the views and, if it is `watched` and pays, once more with falsified tests.
         `prepared` opens the slot of a separate verifier without work; the reference solution cannot run there."""
-        limits_s: dict[str, float] = self._rollout.meta.setdefault("limits_s", {})  # of repeated checks, by step
-        step = self._part.step_name
-        setup = replace(setup, timeout_s=min(setup.timeout_s, limits_s.get(step, setup.timeout_s)))
+        setup = replace(setup, timeout_s=self._grading.limit_s(setup.timeout_s))
         async with views() as slot:
             started = time.monotonic()
             verdict = await verify(slot, self._part.task, self._part.script, setup, alone=alone, watched=watched)
-            if self._grading.untouched:
-                limits_s[step] = enough_time(time.monotonic() - started, _LEAST_REPEATED_S)
+            self._grading.took(time.monotonic() - started)
+        self._doubts = self._doubts or verdict.doubts
         labels: Sequence[Label] = verdict.labels
         uncontrolled: Sequence[str] = ()
         certain = any(label.certain for label in labels)
@@ -353,7 +386,7 @@ class Verification:
             before = prepared or self._grading.prepared
             shown = await falsified(views, self._part.task, self._part.script, setup, verdict, before, reference)
             labels, uncontrolled = (*labels, *shown.labels), shown.uncontrolled
-        return Checked(verdict, labels, uncontrolled, False)
+        return Checked(verdict, labels, uncontrolled)
 
     def _score(self, guarded: Checked, official: Checked | None) -> Score:
         """Return the score of two verdicts, which may be the same."""
@@ -368,6 +401,9 @@ class Verification:
             "uncontrolled": list(guarded.uncontrolled[:50]),
         }
         rewards, reward, own = verdict.rewards, verdict.reward, None if official is None else official.verdict
+        if guarded is official and guarded.processes and guarded.reward > 0:
+            evidence = f"{guarded.processes} processes of the agent ran during the check"
+            labels.append(Label("graded_where_it_runs", evidence))
         if official is not None and official is not guarded:
             labels += official.labels
         if own is not None and own is not verdict:
@@ -485,7 +521,7 @@ async def prepared_for(slot: Slot, tools: TestTools, user: str, *, own: bool) ->
 
 def _no_verdict(why: str) -> Checked:
     label = Label("official_failed", f"the verifier gave no verdict in the agent's own sandbox: {why:.300}")
-    return Checked(None, (label,), (), False)
+    return Checked(None, (label,))
 
 
 async def _restore_workdir(slot: Slot, workdir: str) -> None:
@@ -511,11 +547,3 @@ async def _solved(task: Task, grading: Grading) -> AsyncIterator[Slot]:
                     arguments["command"], cwd=task.data.workdir, timeout_s=arguments["timeout"], spill=False
                 )
         yield slot
-
-
-def _is_about_service(part: GradedPart) -> bool:
-    task = part.task
-    texts = [task.instruction, *test_files(task).values()]
-    if task.solution is not None:
-        texts.append(read_text(task.solution.folder / task.solution.script, "replace"))
-    return any(map(_ABOUT_SERVICES.search, texts))

@@ -18,7 +18,7 @@ and (in the agent's own slot) code under test that remembers an earlier run.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
@@ -32,7 +32,7 @@ from palaestra.suites.grading.harness import FAILED, Status, TestRun, TestsTimed
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.default_tests import default_tests
-from palaestra.suites.terminal_bench.offline_script import OfflineScript, lacks_judge, needs_network
+from palaestra.suites.terminal_bench.offline_script import OfflineScript, lacks_network
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
 from palaestra.suites.terminal_bench.terminal_task import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
 from palaestra.suites.terminal_bench.verifier_files import install, place_tests, script_name
@@ -43,16 +43,8 @@ OUTPUT_BYTES = 20_000
 """The maximum number of bytes of a verifier's output that are recorded."""
 
 _MAX_REWARD_BYTES = 1 << 20
-_SIGNALLED = 128
-"""The lowest exit status of a command that a signal ended."""
-
 _SKIPPED = frozenset({Status.SKIPPED, Status.XFAILED, Status.XFAIL_CALLED, Status.XPASSED})
 _NOT_WRITTEN = re.compile(rf"^ERROR: file or directory not found: (?!{TESTS_DIR}/)", re.MULTILINE)
-_NOT_STARTED = re.compile(
-    r"^.*\b(?:pytest|uvx?|python\S*)\b.*(?:not found|No such file|Permission denied)|No module named '?pytest", re.M
-)
-"""The error of a shell or of Python if pytest cannot be started."""
-
 _IN_BASH = 'if command -v bash > /dev/null; then exec bash -c "$1"; fi; eval "$1"'
 """Runs a command as Harbor does, because a script without a first line `#!` runs in the shell that starts it."""
 
@@ -67,19 +59,6 @@ _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w
 GradedViews = Callable[[], AbstractAsyncContextManager[Slot]]
 """Opens a slot that contains the agent's work and in which no verifier has run. A task that is graded live has only the
 agent's slot, in which every run takes place."""
-
-
-class _LacksJudge(GraderError):
-    """The verifier asks a model, which it cannot reach. The work is not the cause, even if the verifier asks none about
-    a workspace without work."""
-
-    certain = True
-
-
-class _PaysWithoutTests(GraderError):
-    """The script gives a reward without starting its tests."""
-
-    certain = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +84,8 @@ class VerifierSetup:
 class VerifierVerdict:
     """The result of a verifier. `run` is what pytest reported, or None if the script does not use pytest.
 
-    `labels` are the signs that the reward did not come from the tests.
+    `labels` are the signs that the reward did not come from the tests. `doubts` tells why the output suggests that the
+    verifier could not judge the work, such as a network that it lacks. Work can write such words too.
     """
 
     reward: float
@@ -114,6 +94,7 @@ class VerifierVerdict:
     output: str
     exit_status: int
     labels: Sequence[Label] = ()
+    doubts: str = ""
 
     def detail(self) -> dict[str, JSON]:
         """Return the part of the result to record."""
@@ -142,11 +123,7 @@ async def verify(
     script has run. If `watched` is true, a positive verdict has labels. Raises `GraderError`.
     """
     await _install(slot, task, setup)
-    try:
-        session = await _session(slot, task, script, setup, {}, alone=alone)
-    except TestsTimedOut as error:
-        _check_judge(task, script, str(error))
-        raise
+    session = await _session(slot, task, script, setup, {}, alone=alone)
     records, run, output = session.records, session.run, session.output
     if task.format is Format.TERMINAL_BENCH_1:
         assert run is not None
@@ -156,29 +133,25 @@ async def verify(
         try:
             rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
         except GraderError as error:
-            _check_judge(task, script, output)
             raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
-    reward = single(rewards)
-    if reward > 0 and run is not None and not has_started(records):
-        problem = f"the verifier of {task.name} gives {reward:g} but did not start its tests:\n{output[-1500:]}"
-        raise (_PaysWithoutTests if await _ended_itself(slot, task, script, session.exit_code) else GraderError)(
-            problem
-        )
-    if reward < 1:
-        _check_judge(task, script, output)
-    if reward < 1 and needs_network(script.text, output):
-        raise GraderError(f"the verifier of {task.name} needs the network, which it does not have:\n{output[-1500:]}")
+    reward, doubts = single(rewards), ""
+    started = run is None or has_started(records)
+    if reward > 0 and not started:
+        raise GraderError(f"the verifier of {task.name} gives {reward:g} but did not start its tests{_tail(output)}")
+    if reward < 1 and not started:
+        doubts = f"the verifier of {task.name} did not start its tests{_tail(output)}"
+    elif reward < 1 and lacks_network((script.text, *script.others.values()), _helpers(task), output):
+        doubts = f"no network: the verifier of {task.name} needs one{_tail(output)}"
     watch = watched and reward > 0
     labels = await _labels(slot, task, script, reward, run, alone=alone) if watch else []
-    return VerifierVerdict(reward, rewards, run, output, session.exit_code, labels)
+    return VerifierVerdict(reward, rewards, run, output, session.exit_code, labels, doubts)
 
 
-def _check_judge(task: TerminalTask, script: OfflineScript, output: str) -> None:
-    """Raise `_LacksJudge` if the output of a verifier shows that it could not ask a model."""
-    paths = (path for name, path in task.verifier.files().items() if name.endswith(".py"))
-    helpers = (read_text(path, "replace") for path in paths if path.is_file())
-    if lacks_judge((script.text, *script.others.values(), *helpers), output):
-        raise _LacksJudge(f"no network: the verifier of {task.name} asks a model:\n{output[-1500:]}")
+def _helpers(task: TerminalTask) -> Iterator[str]:
+    """Yield the texts of a verifier's Python files."""
+    for name, path in task.verifier.files().items():
+        if name.endswith(".py") and path.is_file():
+            yield read_text(path, "replace")
 
 
 async def _install(slot: Slot, task: TerminalTask, setup: VerifierSetup, *, ends_well: bool = False) -> None:
@@ -346,13 +319,6 @@ async def _session(
     return _Session(records, result.exit_code, run, output)
 
 
-async def _ended_itself(slot: Slot, task: TerminalTask, script: OfflineScript, exit_code: int) -> bool:
-    """Return whether the script ended without a signal and is unchanged. Otherwise, programs of the work that it
-    started may have ended it."""
-    text = await slot.read_text(f"{TESTS_DIR}/{script_name(task)}", missing="")
-    return exit_code < _SIGNALLED and text == script.text
-
-
 async def _labels(
     slot: Slot, task: TerminalTask, script: OfflineScript, reward: float, run: TestRun | None, *, alone: bool
 ) -> list[Label]:
@@ -438,8 +404,8 @@ def _check_ran(
         raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which are not installed")
     if run is None or run.statuses:
         return
-    if not has_started(records) and task.format is Format.HARBOR and not _NOT_STARTED.search(output):
-        return  # the script ended before pytest; a positive reward is refused by the caller
+    if not has_started(records) and task.format is Format.HARBOR:
+        return  # the script ended before pytest, which the caller doubts
     if run.collect_errors and _work_is_broken(task, run.collect_errors, setup):
         return
     if _NOT_WRITTEN.search(output) and not any(default_tests(text) for text in test_files(task).values()):
