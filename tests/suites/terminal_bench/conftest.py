@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from palaestra.core.types import Message, ToolStep
 from palaestra.envs.cheats.cheat import Cheat
 from palaestra.envs.cheats.proof import CheatPolicy, policy_runs
 from palaestra.envs.config.build import make_pool
-from palaestra.inference.engines.scripted import OraclePolicy, Policy
+from palaestra.inference.chat_server import SessionContext
+from palaestra.inference.engines.scripted import Act, OraclePolicy, Policy, turns_taken
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
 from palaestra.suites.terminal_bench.import_tasks import TriedTask
@@ -63,19 +65,36 @@ def played(task: Path, packages: DependencyCache, tmp_path: Path) -> Group:
     return asyncio.run(main())
 
 
+class Works(Policy):
+    """An agent that runs these scripts, one in each step of its task, whose solution is left to be the reference."""
+
+    def __init__(self, scripts: Sequence[str]) -> None:
+        self._scripts = scripts
+
+    def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
+        step, ended = divmod(turns_taken(context, messages), 2)
+        script = self._scripts[step] if step < len(self._scripts) else "true"
+        command = f"cat > /tmp/work.sh <<'END-OF-WORK'\n{script}\nEND-OF-WORK\nbash /tmp/work.sh; rm -f /tmp/work.sh"
+        return "Done." if ended else [ToolStep("terminal", {"command": command})]
+
+
 def played_all(
     tasks: Path,
     packages: DependencyCache,
     tmp_path: Path,
-    works: Mapping[str, str] | None = None,
+    works: Mapping[str, str | Sequence[str]] | None = None,
     **settings: object,
 ) -> dict[str, Trajectory]:
-    """One rollout of every task in a folder, by the task's name: of a script in `works`, or of its own solution."""
+    """One rollout of every task in a folder, by the task's name: of a script in `works`, of one for each step, or of
+    the task's own solution."""
     own = {"dataset_name": str(tasks), "base_image": "host", "cache_dir": str(tmp_path / "cache")}
     config = TerminalBench2EvalConfig(**{**own, **settings})  # type: ignore[arg-type]
 
     def policy(name: str) -> Policy:
-        return OraclePolicy() if works is None else CheatPolicy(Cheat(name, name, works[name]))
+        if works is None:
+            return OraclePolicy()
+        work = works[name]
+        return CheatPolicy(Cheat(name, name, work)) if isinstance(work, str) else Works(work)
 
     async def main() -> dict[str, Trajectory]:
         async with make_pool(config) as pool:

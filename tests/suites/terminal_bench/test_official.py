@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.suites.terminal_bench import verification
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.conftest import played_all
 from suites.terminal_bench.mini import HARBOR, copied
@@ -105,27 +104,18 @@ def test_a_changed_file_of_the_verifier_is_certain(installed_pytest: DependencyC
     assert [label.name for label in found.labels if label.certain] == ["verifier_changed"]
 
 
+@pytest.mark.slow
 def test_work_that_hangs_its_verifier_scores_zero_and_costs_one_time_limit(
-    installed_pytest: DependencyCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    installed_pytest: DependencyCache, tmp_path: Path
 ) -> None:
-    limits_s: list[float] = []
-    verify = verification.verify
-
-    async def counted(slot, task, script, setup, **how):  # type: ignore[no-untyped-def]
-        limits_s.append(setup.timeout_s)
-        return await verify(slot, task, script, setup, **how)
-
-    monkeypatch.setattr(verification, "verify", counted)
-    monkeypatch.setattr(verification, "_LEAST_REPEATED_S", 1.0)
-    settings = (HARBOR / "word-counts" / "task.toml").read_text().replace("timeout_sec = 60.0", "timeout_sec = 10.0")
+    settings = (HARBOR / "word-counts" / "task.toml").read_text().replace("timeout_sec = 60.0", "timeout_sec = 30.0")
     copied(HARBOR / "word-counts", tmp_path, {**TASK, "task.toml": settings})
     works = {"word-counts": "mkfifo /app/answer.txt"}
     found = played_all(tmp_path, installed_pytest, tmp_path.parent / "cache", works)["word-counts"]
     assert (found.official_reward, found.reward) == (0.0, 0.0)
     assert "timed out" in found.detail["work_breaks_check"]
-    official_s, prepared_s, repeated_s = limits_s
-    assert official_s == prepared_s == 10.0
-    assert repeated_s < 10.0
+    # the second time limit follows the time of the reference, about 10 s and not 30 s
+    assert found.beside.stages["grade"] < 55
 
 
 PAID = {"environment/Dockerfile": TASK["environment/Dockerfile"], "solution/solve.sh": "#!/bin/bash\ntouch /app/x\n"}

@@ -80,8 +80,9 @@ def test_an_early_step_that_fails_is_the_last_one(installed_pytest: DependencyCa
 def test_a_health_check_that_work_breaks_ends_the_steps(installed_pytest: DependencyCache, tmp_path: Path) -> None:
     """The third step waits for `two`; for Harbor, a step that cannot begin has no reward."""
     quick = TOML.replace("STRATEGY", "mean").replace("retries = 20", "retries = 1\ntimeout_sec = 1")
-    make_steps(tmp_path / "tasks", **{"task.toml": quick, "steps/second/solution/solve.sh": "#!/bin/bash\ntrue\n"})
-    done = played_all(tmp_path / "tasks", installed_pytest, tmp_path)["ledger"]
+    make_steps(tmp_path / "tasks", **{"task.toml": quick})
+    works = {"ledger": ["touch notes.txt; python3 /app/ask.py one", "true"]}
+    done = played_all(tmp_path / "tasks", installed_pytest, tmp_path, works)["ledger"]
     assert [step["reward"] for step in done.detail["steps"]] == [1.0, 0.0, 0.0], done.error
     assert (done.reward, done.official) == (pytest.approx(1 / 3), 0.5)
     assert [label.name for label in done.labels] == ["set_up_failed"]

@@ -14,7 +14,7 @@ from palaestra.suites.terminal_bench import harbor_task
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
 from palaestra.suites.toolchain.toolchain import DependencyCache
-from suites.terminal_bench.conftest import Try, played
+from suites.terminal_bench.conftest import Try, played, played_all
 from suites.terminal_bench.mini import HARBOR, copied
 
 STEPS = HARBOR / "several-steps"
@@ -110,7 +110,6 @@ def test_a_conversation_goes_on_from_step_to_step(installed_pytest: DependencyCa
     assert [step["reward"] for step in rollout.detail["steps"]] == [1.0, 0.0]
 
 
-COUNT, SORT = "steps/count/solution/solve.sh", "steps/sort/solution/solve.sh"
 COMPARE = "#!/bin/bash\n. /tests/helper.sh\ncmp -s /tests/expected.txt answer.txt && pay 1 || pay 0\n"
 INLINE = "#!/bin/bash\necho 0 > /logs/verifier/reward.txt\npython3 -c 'import colorsys'\n"
 PAID = "open('/logs/verifier/reward.txt', 'w').write('1')"
@@ -146,8 +145,8 @@ def test_work_of_an_earlier_step_does_not_decide_a_later_one(
 ) -> None:
     left, more = SPOILED[name]
     brief = (STEPS / "task.toml").read_text().replace("timeout_sec = 30.0", "timeout_sec = 3.0")
-    files = {"task.toml": brief, COUNT: f"#!/bin/bash\n{left}\n", SORT: "#!/bin/bash\n", **more}
-    (rollout,) = played(copied(STEPS, tmp_path, files), installed_pytest, tmp_path).trajectories
+    copied(STEPS, tmp_path / "tasks", {"task.toml": brief, **more})
+    rollout = played_all(tmp_path / "tasks", installed_pytest, tmp_path, {STEPS.name: [left, "true"]})[STEPS.name]
     assert (rollout.reward, [step["reward"] for step in rollout.detail["steps"]]) == (0.0, [0.0, 0.0]), rollout.error
 
 
