@@ -134,16 +134,6 @@ async def image_command(slot: Slot, tools: TestTools) -> tuple[tuple[str, ...], 
     return None
 
 
-async def image_modules(slot: Slot) -> frozenset[str]:
-    """Return the top-level modules that the image's own interpreters can import."""
-    listing = "import pkgutil; print(*(module.name for module in pkgutil.iter_modules()))"
-    found: set[str] = set()
-    for python in _IMAGE_PYTHONS:
-        result = await slot.execute([python, "-s", "-B", "-c", listing], cwd="/", timeout_s=60)
-        found |= set(result.output.split()) if result.success else set()
-    return frozenset(found)
-
-
 async def _libraries(cache: Path) -> Path:
     """Return a folder with the libraries that this interpreter loads. If they cannot be listed, the folder is empty;
     the image may then still have the libraries itself."""

@@ -135,6 +135,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         )
         self._prepared: dict[str, PreparedSlot] = {}
         self._references: dict[str, Reference] = {}
+        self._playing: dict[str, asyncio.Lock] = {}
 
     async def open(self) -> None:
         self.roots.check()  # before the run's folder is made
@@ -305,7 +306,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
     def verification(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Verification:
         """Return the verification of a part of the rollout's task."""
         network = self.slot_spec(rollout.task, Phase.PREPARE).network
-        context = VerifierContext(self.settings, self._prepared, network, self._references)
+        context = VerifierContext(self.settings, self._prepared, network, self._references, self._playing)
         return Verification(rollout, grading, part, context)
 
 

@@ -26,7 +26,6 @@ from palaestra.suites.images.as_user import acting_as, home_of
 from palaestra.suites.images.pytest_toolchain import (
     TestTools,
     image_command,
-    image_modules,
     working_command,
 )
 from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
@@ -101,12 +100,11 @@ class ResolvedTask:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSlot:
-    """The result of preparing a workspace: the command for pytest, the directories of its packages, the modules of the
-    image that this command cannot import, and the agent's home."""
+    """The result of preparing a workspace: the command for pytest, the directories of its packages, and the agent's
+    home."""
 
     command: tuple[str, ...]
     dependencies: tuple[str, ...]
-    out_of_reach: frozenset[str]
     home: str
 
 
@@ -140,13 +138,14 @@ class Reference:
 @dataclass(frozen=True, slots=True)
 class VerifierContext:
     """What all verifications of an environment share: its settings, what preparing each workspace has found, by task,
-    and the network while a verifier's root is built. `references` has what the reference solutions have shown, by task
-    and step."""
+    and the network while a verifier's root is built. `references` has what the reference solutions have shown, and
+    `playing` a lock for each, by task and step."""
 
     settings: TerminalBench2EvalConfig
     prepared: dict[str, PreparedSlot]
     build_network: Network | AllowList
     references: dict[str, Reference]
+    playing: dict[str, asyncio.Lock]
 
 
 class Verification:
@@ -156,17 +155,19 @@ class Verification:
         self._rollout, self._grading, self._part = rollout, grading, part
         self._work: ResolvedTask = rollout.task.data
         self._settings, self._prepared, self._build_network = context.settings, context.prepared, context.build_network
-        self._references = context.references
+        self._references, self._playing = context.references, context.playing
         self._doubts = ""
         """Why the output of a verifier suggests that it could not judge the work; only the reference can show it."""
 
     async def score(self) -> Score:
         """Return the score from a part's verifier: its official verdict, and the reward in the guarded view."""
         score = await self._verdicts()
-        if not self._doubts or (not self._rollout.spec.replays and self._key in self._references):
+        if not self._doubts or self._key in self._references:
             return score
         failure = GraderError(self._doubts)
-        if self._grading.live and self._part.step is not None:  # the next step needs the slot
+        if self._rollout.spec.replays or (
+            self._grading.live and self._part.step is not None
+        ):  # the next step has the slot
             raise failure
         await (self._rollout.release() if self._grading.live else self._grading.restart())
         await self._reference(failure)
@@ -228,9 +229,12 @@ class Verification:
     async def _reference(self, failure: GraderError) -> Reference:
         """Play the reference solution, and return what it shows of this verifier. Raises `failure` if it gets no
         verdict. The rollout must hold no slot."""
-        played = await blame(self._rollout, failure)
-        needs = bool(played.meta.get("needs_processes", {}).get(self._part.step_name))
-        return self._references.setdefault(self._key, Reference(needs))
+        async with self._playing.setdefault(self._key, asyncio.Lock()):  # once for all rollouts of a group
+            if self._key not in self._references:
+                played = await blame(self._rollout, failure)
+                needs = bool(played.meta.get("needs_processes", {}).get(self._part.step_name))
+                self._references[self._key] = Reference(needs)
+        return self._references[self._key]
 
     @property
     def _key(self) -> str:
@@ -483,7 +487,6 @@ class Verification:
         return VerifierSetup(
             command=prepared.command,
             dependencies=prepared.dependencies,
-            out_of_reach=prepared.out_of_reach,
             env={"HOME": prepared.home, **env, "PATH": f"{HARNESS_DIR}/bin:{path}"},
             workdir=workdir,
             user=verifier.user or root.config.user,
@@ -515,8 +518,7 @@ async def prepared_for(slot: Slot, tools: TestTools, user: str, *, own: bool) ->
     """Look up how pytest starts in a slot, and the home of `user`. With `own`, the image's own pytest counts first."""
     found = await image_command(slot, tools) if own else None
     command, packages = found or (await working_command(slot, tools), ())
-    out_of_reach = await image_modules(slot) if found is None and command else frozenset()
-    return PreparedSlot(command, (*tools.dependencies, *packages), out_of_reach, await home_of(slot, user))
+    return PreparedSlot(command, (*tools.dependencies, *packages), await home_of(slot, user))
 
 
 def _no_verdict(why: str) -> Checked:

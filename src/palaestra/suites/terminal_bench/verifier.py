@@ -4,9 +4,9 @@ The order is Harbor's: old rewards are removed, the tests are copied into the sl
 `test-stdout.txt`, its exit status is ignored, and the reward is read from the files it wrote. A Terminal-Bench 1 script
 writes no reward: every test that pytest reports must pass.
 
-If a verifier wrote no reward, did not finish, or ran no test, `GraderError` is raised instead of scoring the work 0.0.
-There are two exceptions. The work may have prevented the tests from running: a module of the workspace is missing or
-broken, so pytest could not collect the tests. And a Harbor script may give a reward of 0 before it starts pytest.
+If a verifier wrote no reward, did not finish, or pays although it ran no test, `GraderError` is raised. A low reward is
+in doubt if no test ran or if the output has the words of a failed connection. In both cases the reference solution
+shows whose fault that is (`grading/blame.py`): the work can have caused it, and can have written the words.
 
 A positive verdict is checked by one further run with falsified tests, in a fork of the same work
 (`grading/falsified.py`). Four signs are certain forgeries, which no honest work can carry: a reward that the tests' own
@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON, Label
 from palaestra.rollouts.grading.grader import Way, note_way
-from palaestra.sandbox.slot import ExecutionResult, Slot
+from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, RunFiles, control
-from palaestra.suites.grading.harness import FAILED, Status, TestRun, TestsTimedOut, has_started, read_records, read_run
+from palaestra.suites.grading.harness import FAILED, Status, TestRun, TestsTimedOut, read_records, read_run
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.default_tests import default_tests
@@ -44,7 +44,6 @@ OUTPUT_BYTES = 20_000
 
 _MAX_REWARD_BYTES = 1 << 20
 _SKIPPED = frozenset({Status.SKIPPED, Status.XFAILED, Status.XFAIL_CALLED, Status.XPASSED})
-_NOT_WRITTEN = re.compile(rf"^ERROR: file or directory not found: (?!{TESTS_DIR}/)", re.MULTILINE)
 _IN_BASH = 'if command -v bash > /dev/null; then exec bash -c "$1"; fi; eval "$1"'
 """Runs a command as Harbor does, because a script without a first line `#!` runs in the shell that starts it."""
 
@@ -53,7 +52,6 @@ _ECHOED = re.compile(r"\becho\s+[\"']?(\d+(?:\.\d+)?)[\"']?\s*>\s*\S*reward\.txt
 _COLLECTED = re.compile(r"test_.*\.py|.*_test\.py")
 _SKIPS = re.compile(r"skip|xfail", re.IGNORECASE)
 _MOST_COMPARED = 100
-_MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
 
 
 GradedViews = Callable[[], AbstractAsyncContextManager[Slot]]
@@ -64,12 +62,10 @@ agent's slot, in which every run takes place."""
 @dataclass(frozen=True, slots=True)
 class VerifierSetup:
     """The settings of a verifier's run. `command` and `dependencies` are for pytest, and `ignored` are the agent's
-    files that pytest must not load. `made` are the paths that the agent created or changed. `out_of_reach` are modules
-    that the image has for its own interpreter, and that `command` cannot import."""
+    files that pytest must not load. `made` are the paths that the agent created or changed."""
 
     command: tuple[str, ...]
     dependencies: tuple[str, ...]
-    out_of_reach: frozenset[str]
     env: Mapping[str, str]
     workdir: str
     user: str | None
@@ -124,7 +120,7 @@ async def verify(
     """
     await _install(slot, task, setup)
     session = await _session(slot, task, script, setup, {}, alone=alone)
-    records, run, output = session.records, session.run, session.output
+    run, output = session.run, session.output
     if task.format is Format.TERMINAL_BENCH_1:
         assert run is not None
         passed = bool(run.statuses) and run.complete and run.passed(run.statuses) == len(run.statuses)
@@ -135,11 +131,11 @@ async def verify(
         except GraderError as error:
             raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
     reward, doubts = single(rewards), ""
-    started = run is None or has_started(records)
-    if reward > 0 and not started:
-        raise GraderError(f"the verifier of {task.name} gives {reward:g} but did not start its tests{_tail(output)}")
-    if reward < 1 and not started:
-        doubts = f"the verifier of {task.name} did not start its tests{_tail(output)}"
+    if run is not None and not run.statuses:
+        why = f"the verifier of {task.name} ran no test{_why_no_test(run, output)}"
+        if reward > 0:
+            raise GraderError(f"{why}\nIt gives {reward:g} all the same")
+        doubts = why if task.solution is not None else ""  # doing nothing cannot show whether tests can run
     elif reward < 1 and lacks_network((script.text, *script.others.values()), _helpers(task), output):
         doubts = f"no network: the verifier of {task.name} needs one{_tail(output)}"
     watch = watched and reward > 0
@@ -285,7 +281,6 @@ def _in_file(statuses: Mapping[str, Status], path: str) -> dict[str, Status]:
 class _Session:
     """One run of the script. `run` is what pytest reported, or None if the script does not use pytest."""
 
-    records: Sequence[Mapping[str, JSON]]
     exit_code: int
     run: TestRun | None
     output: str
@@ -315,8 +310,11 @@ async def _session(
     records = read_records(result.verdict)
     output = await _output(slot)
     run = read_run(records, result) if script.pytest else None
-    _check_ran(task, records, result, run, output, setup)
-    return _Session(records, result.exit_code, run, output)
+    if result.metadata.get("timeout"):
+        raise TestsTimedOut(f"the verifier of {task.name} timed out{_tail(output)}")
+    if unmet := [str(record.get("what")) for record in records if record["kind"] == "unmet"]:
+        raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which are not installed")
+    return _Session(result.exit_code, run, output)
 
 
 async def _labels(
@@ -387,65 +385,16 @@ async def _changed_files(slot: Slot, task: TerminalTask, script: OfflineScript) 
     return None
 
 
-def _check_ran(
-    task: TerminalTask,
-    records: Sequence[Mapping[str, JSON]],
-    result: ExecutionResult,
-    run: TestRun | None,
-    output: str,
-    setup: VerifierSetup,
-) -> None:
-    """Raise `GraderError` for a verifier that did not judge the work."""
-    tail = _tail(output)
-    if result.metadata.get("timeout"):
-        raise TestsTimedOut(f"the verifier of {task.name} timed out{tail}")
-    unmet = [str(record.get("what")) for record in records if record["kind"] == "unmet"]
-    if unmet:
-        raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which are not installed")
-    if run is None or run.statuses:
-        return
-    if not has_started(records) and task.format is Format.HARBOR:
-        return  # the script ended before pytest, which the caller doubts
-    if run.collect_errors and _work_is_broken(task, run.collect_errors, setup):
-        return
-    if _NOT_WRITTEN.search(output) and not any(default_tests(text) for text in test_files(task).values()):
-        return  # the agent has not written the tests that the verifier would run
-    why = next((_last_error(text) for text in run.collect_errors.values()), "")
-    raise GraderError(f"the verifier of {task.name} ran no test{': ' + why if why else tail}")
+def _why_no_test(run: TestRun, output: str) -> str:
+    """Return why a session ran no test, from the first error of its collection."""
+    for text in run.collect_errors.values():
+        errors = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
+        return f": {errors[-1] if errors else text[-600:]}"
+    return _tail(output)
 
 
 def _tail(output: str) -> str:
     return f":\n{output[-1500:]}" if output.strip() else ", and it printed nothing"
-
-
-def _last_error(text: str) -> str:
-    """Return the error line of a collection's traceback."""
-    errors = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
-    return errors[-1] if errors else text[-600:]
-
-
-def _work_is_broken(task: TerminalTask, errors: Mapping[str, str], setup: VerifierSetup) -> bool:
-    """Return whether the workspace prevented the collection of tests.
-
-    Either a module that the task mentions is missing, or the traceback contains a file that the agent made. A module
-    that the image has, but not for the interpreter of the tests, is not the work's fault.
-    """
-    for text in errors.values():
-        match = _MISSING_MODULE.search(text)
-        if match is not None and (match[1] or match[2]).partition(".")[0] in setup.out_of_reach:
-            return False
-        if any(path in text for path in setup.made):
-            return True
-        if match is not None and _mentions(task, (match[1] or match[2]).partition(".")[0]):
-            return True
-    return False
-
-
-def _mentions(task: TerminalTask, module: str) -> bool:
-    pattern = re.compile(rf"\b{re.escape(module)}(?:\.py|/|\b)")
-    solution = task.solution
-    text = read_text(solution.folder / solution.script, "replace") if solution else ""
-    return pattern.search(task.instruction) is not None or pattern.search(text) is not None
 
 
 async def _output(slot: Slot) -> str:
