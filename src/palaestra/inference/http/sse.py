@@ -52,10 +52,7 @@ class EventStreamReader:
         stream, `FailedWithin` for an error with a status in the stream, and `EngineReplyError` for an error without a
         status or an invalid event."""
         if reply.content_type != "text/event-stream" or reply.status != 200:
-            body = await reply.read()
-            if reply.status == 200:
-                raise_failed_within(body)
-            return body
+            return await reply.read()
         self._tries += 1
         if self._tries > 1 and self._hook is not None:
             self._hook(Delta(restarted=True))
