@@ -68,3 +68,5 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
         context.exit(FAILED)
     if not as_json:
         click.echo("ok: T1 to T4 hold")
+        if verdict.notice:
+            click.echo(f"warning: {verdict.notice}", err=True)

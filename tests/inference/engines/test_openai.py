@@ -351,3 +351,24 @@ def test_a_session_is_the_engine() -> None:
     engine = OpenAIEngine(APIServerConfig(base_url="http://h"))
     assert engine.session(SessionContext()) is engine
     assert engine.name == "default"
+
+
+@pytest.mark.parametrize(("owner", "sent"), [("vllm", True), ("sglang", True), ("palaestra", True), ("openai", False)])
+def test_vllm_and_sglang_get_every_sampling_setting_with_a_temperature(owner: str, sent: bool) -> None:
+    """They take a missing one from the model's generation_config.json; other servers refuse unknown ones."""
+    listed = FakeAnswer({"object": "list", "data": [{"id": "m", "owned_by": owner}]})
+    text = FakeAnswer({"choices": [{"index": 0, "text": "b"}]})
+    server = LoopbackServer(FakeAnswer(completion()), FakeAnswer(completion()), text, models=listed)
+
+    async def work(engine: OpenAIEngine) -> None:
+        await engine.start()
+        await engine.chat_completion(messages=HI, temperature=0.7, extra_body={"top_k": 5})
+        await engine.chat_completion(messages=HI)
+        await engine.completion(prompt="a", temperature=0.7, top_p=0.5)
+
+    with_engine(server, work)
+    chat, plain, texts = [seen.body for seen in server.seen if seen.method == "POST"]
+    rest = {"top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+    assert (chat.keys() & rest == rest, chat["top_k"], chat["temperature"]) == (sent, 5, 0.7)
+    assert not plain.keys() & {*rest, "temperature"}
+    assert (texts.keys() & rest == rest, texts["top_p"]) == (sent, 0.5)

@@ -156,7 +156,7 @@ PROBE = 'Tokens: ½ naïve 東京 <|x|>\n\t{"a": 1}'
 class TokenServer(TokenChat):
     """One model server that continues token ids. Subclasses implement the server's wire format in `generate`. If the
     argument `sampling` has `on_ids` (`OnIds`) and the wire format supports it, the reply is streamed; the result is the
-    same."""
+    same. `neutral` are the settings of a request that does not set them."""
 
     features = frozenset({"on_delta", "on_ids"})
     spare_tokens = 0
@@ -171,8 +171,10 @@ class TokenServer(TokenChat):
         tokenizer: Tokenizer | None = None,
         clock: Clock | None = None,
         retry: RetryPolicy | None = None,
+        neutral: Mapping[str, JSON] = NEUTRAL,
     ) -> None:
         super().__init__(config, tokenizer=tokenizer, clock=clock)
+        self._neutral = neutral
         self.base_url = parse_base_url(config.base_url)
         self.root_url = self.base_url.parent if self.base_url.name == "v1" else self.base_url
         self.transport = Transport.to(config, clock=clock, retry=retry)
@@ -199,7 +201,7 @@ class TokenServer(TokenChat):
         Raises `ContextExceeded` if the prompt leaves no room, and `EngineRefused` if there is neither a limit nor a
         known window.
         """
-        settings = {**NEUTRAL, **{name: value for name, value in sampling.items() if value is not None}}
+        settings = {**self._neutral, **{name: value for name, value in sampling.items() if value is not None}}
         limits = [settings.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
         limit = next((each for each in limits if each is not None), None)
         if self.window_tokens is None and limit is None:
