@@ -5,8 +5,8 @@ or because the provider failed. Only the first two are the model's doing, so onl
 through this table where they are decoded, so the rest of the package knows OpenAI's words only.
 
 Sources, as of November 2026: the API references of OpenAI (chat and responses), Azure, Anthropic, Gemini (native and
-compatible), Mistral, DeepSeek, GLM, Kimi, MiniMax, OpenRouter, Cohere, Bedrock and watsonx; the sources of vLLM, SGLang,
-llama.cpp, Ollama, LM Studio and TGI.
+compatible), Mistral, DeepSeek, GLM, Kimi, MiniMax, OpenRouter, Cohere, Bedrock and watsonx; the sources of vLLM,
+SGLang, llama.cpp, Ollama, LM Studio and TGI.
 """
 
 from __future__ import annotations

@@ -429,8 +429,8 @@ def _first_user_text(messages: list[Message]) -> str:
 
 
 def _unknown_ends(result: AgentResult) -> list[Label]:
-    """Return a label if the last reply has a finish reason that no table knows. It says nothing about the work, so it is
-    added after the reward was decided."""
+    """Return a label if the last reply has an unknown finish reason. It says nothing about the work, so it is added
+    after the reward was decided."""
     reason = result.turns[-1].finish_reason if result.turns else None
     if not reason or ending_of(reason) is not None:
         return []

@@ -205,8 +205,13 @@ def test_every_sampling_setting_is_sent_also_at_its_neutral_value(kind: str, own
     """vLLM takes a missing one from the model's generation_config.json, SGLang from its own options."""
     (asked,) = asked_of(kind, {}, [3] * 10, max_tokens=5, **own)
     neutral = {
-        **{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
-        **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
     }
     set_ = {name: value for name, value in own.items() if value is not None}
     assert {name: asked[name] for name in neutral} == {**neutral, **set_}

@@ -16,14 +16,14 @@ from palaestra.inference.http.reply_limits import AllowedLimit, largest_limit, w
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 VLLM = (
-    "'max_tokens' or 'max_completion_tokens' is too large: 4096. This model's maximum context length is 8192 tokens and "
-    "your request has 6500 input tokens (4096 > 8192 - 6500). (parameter=max_tokens, value=4096)"
+    "'max_tokens' or 'max_completion_tokens' is too large: 4096. This model's maximum context length is 8192 tokens "
+    "and your request has 6500 input tokens (4096 > 8192 - 6500). (parameter=max_tokens, value=4096)"
 )
 TOO_LARGE = {
     "vLLM": (VLLM, AllowedLimit(1691, False)),
     "vLLM, newer": (
         "You passed 6500 input tokens and requested 4096 output tokens. However, the model's context length is only "
-        "8192 tokens, resulting in a maximum input length of 4096 tokens. Please reduce the length of the input prompt.",
+        "8192 tokens, resulting in a maximum input length of 4096 tokens. Please reduce the length of the input.",
         AllowedLimit(1691, False),
     ),
     "vLLM, above the window": (
@@ -31,8 +31,8 @@ TOO_LARGE = {
         AllowedLimit(2048, True),
     ),
     "OpenAI": (
-        "This model's maximum context length is 8192 tokens. However, you requested 10596 tokens (6500 in the messages, "
-        "4096 in the completion). Please reduce the length of the messages or completion.",
+        "This model's maximum context length is 8192 tokens. However, you requested 10596 tokens (6500 in the "
+        "messages, 4096 in the completion). Please reduce the length of the messages or completion.",
         AllowedLimit(1691, False),
     ),
     "OpenAI, output": (
@@ -86,8 +86,8 @@ def test_a_limit_that_is_too_large_is_read_from_the_refusal(server: str) -> None
     [
         "This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens.",
         "prompt is too long: 210000 tokens > 200000 maximum",
-        "This model's maximum context length is 8192 tokens. However, you requested 12096 tokens (8200 in the messages, "
-        "3896 in the completion).",
+        "This model's maximum context length is 8192 tokens. However, you requested 12096 tokens (8200 in the "
+        "messages, 3896 in the completion).",
         "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
         "no such parameter",
         "tools: at most 128 tools",
@@ -118,7 +118,7 @@ def no(message: str) -> FakeAnswer:
 
 
 YES = FakeAnswer(completion("ok"))
-UNSUPPORTED = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+UNSUPPORTED = "Unsupported parameter: 'max_tokens' is not supported here. Use 'max_completion_tokens' instead."
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,8 @@ def test_two_calls_are_two_however_they_are_named_and_numbered(pieces: list[JSON
 def test_three_calls_without_arguments_and_numbers() -> None:
     pieces = [call("f", "{}", index=0, id="a"), call("g", "{}", index=0, id="b"), call("f", "{}", index=0, id="c")]
     reply = streamed(*(event(piece) for piece in pieces), event({}, "tool_calls"), DONE)
-    said = [(each.id, each.function.name, each.function.arguments) for each in reply.choices[0].message.tool_calls or ()]
+    calls = reply.choices[0].message.tool_calls or []
+    said = [(each.id, each.function.name, each.function.arguments) for each in calls]
     assert said == [("a", "f", "{}"), ("b", "g", "{}"), ("c", "f", "{}")]
 
 

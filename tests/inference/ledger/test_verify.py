@@ -227,7 +227,9 @@ def first_reply(prompt: list[int], reply: list[int], logprob: float) -> LedgerRe
         ([], False),
     ],
 )
-def test_replies_that_never_differ_are_noticed(replies: list[tuple[list[int], list[int], float]], noticed: bool) -> None:
+def test_replies_that_never_differ_are_noticed(
+    replies: list[tuple[list[int], list[int], float]], noticed: bool
+) -> None:
     found = RepeatedReplies()
     for each in replies:
         found.add(first_reply(*each))

@@ -68,9 +68,7 @@ class Sampling:
             raise _refused("max_tokens", max_tokens, "a positive integer")
         if read.seed is not None and not isinstance(read.seed, int):
             raise _refused("seed", read.seed, "an integer")
-        idle = [
-            name for name, value in left.items() if value not in (0, 0.0, False, [], {}, "", NEUTRAL.get(name, 0))
-        ]
+        idle = [name for name, value in left.items() if value not in (0, 0.0, False, [], {}, "", NEUTRAL.get(name, 0))]
         if idle:
             raise EngineRefused(
                 f"This engine has no sampling setting '{idle[0]}'. It supports max_tokens, "

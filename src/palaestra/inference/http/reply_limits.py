@@ -1,7 +1,8 @@
 """Reads what a server's refusal says about the limit of a reply: another name for it, or a smaller value.
 
-A limit that is too large is not a full context: the prompt fits, and the request is repeated with what is left. Sources:
-the messages of OpenAI, Azure, Anthropic, Mistral, DeepSeek, Groq, Qwen, Cohere, OpenRouter, vLLM, SGLang and TGI.
+A limit that is too large is not a full context: the prompt fits, and the request is repeated with what is left.
+Sources: the messages of OpenAI, Azure, Anthropic, Mistral, DeepSeek, Groq, Qwen, Cohere, OpenRouter, vLLM, SGLang and
+TGI.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PLUS = re.compile(rf"\+ *\d[\d,]* *> *{_NUMBER}")
 _MOST = re.compile(
     rf"(?:supports )?at most {_NUMBER} (?:completion|output) tokens|max_tokens: *\d[\d,]* *> *{_NUMBER}"
     rf"|max_(?:completion_|new_|output_)?tokens[^.\[\]]{{0,60}}\[ *\d+ *, *{_NUMBER} *\]"
-    rf"|max_?(?:completion_|new_|output_)?[ _]?tokens\W{{0,3}}(?: value)?(?:=\d+)? (?:must|should|cannot|can not|may not)"
+    r"|max_?(?:completion_|new_|output_)?[ _]?tokens\W{0,3}(?: value)?(?:=\d+)? (?:must|should|cannot|can not|may not)"
     rf"[^.0-9]{{0,60}}?{_NUMBER}",
     re.IGNORECASE,
 )

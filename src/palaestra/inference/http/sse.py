@@ -2,9 +2,9 @@
 
 An incomplete stream ends in an error, and the transport retries. Sources: the OpenAI reference
 (`chat.completion.chunk`, `stream_options`) and the WHATWG's specification of server-sent events. Servers send calls
-with or without an index or an id, with the same index for all calls, with the name or even a new id in every chunk, with
-`{}` before the arguments, or with the whole call repeated at the end. What completes a JSON object therefore decides
-where a call ends, and the assembled reply has each name and argument only once.
+with or without an index or an id, with the same index for all calls, with the name or even a new id in every chunk,
+with `{}` before the arguments, or with the whole call repeated at the end. What completes a JSON object therefore
+decides where a call ends, and the assembled reply has each name and argument only once.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ Body: TypeAlias = Callable[[], bytes]
 
 Reader: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
 """Reads the body of one reply. If it raises `aiohttp.ClientError`, the connection broke and the request is retried; if
-it raises `FailedWithin`, the reply counts as one with that error's status; if it raises `EngineReplyError`, the reply is
-broken and the request is retried."""
+it raises `FailedWithin`, the reply counts as one with that error's status; if it raises `EngineReplyError`, the reply
+is broken and the request is retried."""
 
 Decoder: TypeAlias = Callable[[bytes], T]
 """Decodes the body of a successful reply. If it raises `EngineReplyError`, the request is retried."""

@@ -50,8 +50,8 @@ TRAINED_KEYS = (
 
 @dataclass(slots=True)
 class RunVerdict:
-    """Counts of the checked parts, the first violation, and a notice that does not break an invariant. `rows` and `lines` count the rows and lines of the groups
-    file, `exported` the lines of the file of exported rows."""
+    """Counts of the checked parts, the first violation, and a notice that does not break an invariant. `rows` and
+    `lines` count the rows and lines of the groups file, `exported` the lines of the file of exported rows."""
 
     rollouts: int = 0
     without_tokens: int = 0

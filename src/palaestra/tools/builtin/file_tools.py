@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from palaestra.core.reply_size import sent_chars
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.files.syntax_check import check_syntax
@@ -95,7 +96,7 @@ def numbered(lines: list[str], offset: int, limit: int) -> list[str]:
     size = 0
     for number, line in enumerate(lines[offset - 1 : offset - 1 + limit], start=offset):
         entry = f"{number}|{_cut(line.removesuffix(chr(13)))}"
-        size += len(entry) + 1
+        size += sent_chars(entry) + 2
         if shown and size > MAX_CONTENT_CHARS:
             break
         shown.append(entry)
