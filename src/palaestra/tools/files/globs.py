@@ -39,10 +39,8 @@ def name_filter(glob: str | None, root: str, is_dir: bool, *, loose: bool = Fals
     glob = literal = glob.removeprefix("./")
     if loose and not any(mark in glob for mark in "*?[{"):
         folder, slash, name = glob.rpartition("/")
-        if glob.startswith("/"):
-            glob = f"{folder}/*{name}*"
-        else:
-            glob = f"**/*{glob}*" if slash else f"*{glob}*"
+        part = f"*{name}*" if glob.startswith("/") else f"*{glob}*"
+        glob = f"{folder}/{part}" if glob.startswith("/") else f"**/{part}" if slash else part
     alternatives = _compiled(glob)
     if "/" not in glob:
         named = posixpath.basename

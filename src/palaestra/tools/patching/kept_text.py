@@ -39,8 +39,8 @@ class Rewrite:
             if kind == "equal":
                 done += real[old_start:old_end]
             elif new_start < new_end:
-                texts = self.old[old_start:old_end], self.new[new_start:new_end], real[old_start:old_end]
-                done.append(_rewritten(*("\n".join(lines) for lines in texts), reindent))
+                old, known = "\n".join(self.old[old_start:old_end]), "\n".join(real[old_start:old_end])
+                done.append(_rewritten(old, "\n".join(self.new[new_start:new_end]), known, reindent))
         return "\n".join(done)
 
 
