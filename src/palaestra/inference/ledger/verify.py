@@ -35,6 +35,7 @@ _FINISHES = ("stop", "length")
 
 IMPOSSIBLE = math.log(1e-9)
 """The log-probability below which an event counts as practically excluded."""
+_LEAST_REPLIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,7 @@ class RepeatedReplies:
         if any(len({ids for ids, _ in replies}) > 1 for replies in repeated):
             return ""
         chance = sum((len(replies) - 1) * replies[0][1] for replies in repeated)
-        if chance >= IMPOSSIBLE:
+        if chance >= IMPOSSIBLE or sum(map(len, repeated)) < _LEAST_REPLIES:
             return ""
         return (
             f"all replies to the same prompt are identical ({len(repeated)} prompts), which their log-probabilities "
