@@ -42,11 +42,10 @@ def name_filter(glob: str | None, root: str, is_dir: bool, *, loose: bool = Fals
         part = f"*{name}*" if glob.startswith("/") else f"*{glob}*"
         glob = f"{folder}/{part}" if glob.startswith("/") else f"**/{part}" if slash else part
     alternatives = _compiled(glob)
-    if "/" not in glob:
-        named = posixpath.basename
-    elif glob.startswith("/"):
+    named: Callable[[str], str] = posixpath.basename
+    if glob.startswith("/"):
         named = partial(posixpath.join, WORKSPACE)
-    else:
+    elif "/" in glob:
         named = partial(posixpath.relpath, start=(root if is_dir else posixpath.dirname(root)) or ".")
 
     def matches(path: str) -> bool:
