@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from manual_clock import ManualClock
 from palaestra import AgentResult, HermesAgentLoop
 from palaestra.agent.budget import Budget
@@ -117,3 +119,19 @@ def test_cancelling_during_a_model_call_lets_go_of_the_connection() -> None:
     assert result.outcome is Outcome.CANCELLED
     assert result.messages == [{"role": "user", "content": "go"}]
     assert in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "outcome"),
+    [
+        *((each, Outcome.NATURAL) for each in ("stop", "end_turn", "STOP", "eos", "tired_of_this")),
+        *((each, Outcome.LENGTH) for each in ("length", "MAX_TOKENS", "model_length", "max_output_tokens")),
+        *((each, Outcome.API_ERROR) for each in ("content_filter", "sensitive", "RECITATION", "SAFETY")),
+        *((each, Outcome.API_ERROR) for each in ("network_error", "insufficient_system_resource", "error", "abort")),
+    ],
+)
+def test_only_the_models_own_end_and_its_limits_are_scored(word: str, outcome: Outcome) -> None:
+    first = FakeAnswer(completion(None, "tool_calls", tool_calls=[call('{"path": "a"}')]))
+    result, _ = roll_out(LoopbackServer(first, FakeAnswer(completion("I will now wri", word))))
+    assert (result.outcome, result.outcome.scored) == (outcome, outcome is not Outcome.API_ERROR)
+    assert outcome.scored or word in result.error

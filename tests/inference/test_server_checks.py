@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.server_checks import (
+    DISTRIBUTION,
     LOGPROBS,
     PREFIX,
     ROUND_TRIP,
@@ -124,7 +126,7 @@ def test_the_checks_that_do_not_apply_share_one_line(capsys: pytest.CaptureFixtu
     assert "the server returns no tokens" in lines[0]
     assert asyncio.run(scenario("--json")) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
-    assert sum(each["state"] == "not applicable" for each in checks) == 7
+    assert sum(each["state"] == "not applicable" for each in checks) == 8
 
 
 def test_nobody_is_asked_for_a_tokenizer_that_was_not_named(tokenizer: FastTokenizer) -> None:
@@ -270,3 +272,45 @@ def test_a_chat_engine_says_where_exact_tokens_are_to_be_had(
     if hint is not None:
         assert f"protocol of {hint}" in said[0]
         assert f"--openai.server_type {kind}" in said[0]
+
+
+class OwnDefaults:
+    """Samples from 50 likely tokens, but from the likeliest alone where `top_k` is 1. As vLLM with a model's
+    generation_config.json, it takes a setting that a request lacks from its own ones. If `deaf` is true, its own ones
+    win."""
+
+    name = "own"
+
+    def __init__(self, deaf: bool = False, **own: JSON) -> None:
+        self.own, self.deaf, self.random = own, deaf, random.Random(7)
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        settings = {**sampling, **self.own} if self.deaf else {**self.own, **sampling}
+        rng = random.Random(settings["seed"]) if settings.get("seed") is not None else self.random
+        often = 1 if settings.get("top_k") == 1 or settings.get("temperature") == 0 else 50
+        ids = [40 + rng.randrange(often) for _ in range(settings["max_tokens"])]
+        if ids[0] in settings.get("stop_token_ids", ()):
+            return Sampled(ids[:1], [-3.9], "stop")
+        return Sampled(ids, [-3.9] * len(ids), "length")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("engine", "state", "said"),
+    [
+        (OwnDefaults(), CheckState.OK, "none of its own"),
+        (OwnDefaults(top_k=1), CheckState.OK, "generation_config.json"),
+        (OwnDefaults(deaf=True, top_k=1), CheckState.FAILED, "identical"),
+    ],
+    ids=["neutral", "overridden", "in force"],
+)
+def test_a_servers_own_sampling_settings_are_noticed(
+    kind: str, engine: OwnDefaults, state: CheckState, said: str, tokenizer: FastTokenizer
+) -> None:
+    async def scenario() -> Diagnosis:
+        async with TokenLoopback(engine, tokenizer, kind=kind) as server:
+            return await diagnose(Target(server.url))
+
+    check = named(asyncio.run(scenario()).checks, DISTRIBUTION)
+    assert (check.state, said in check.found) == (state, True)
+    assert ("--generation-config vllm" in check.way_out) is (state is CheckState.FAILED)

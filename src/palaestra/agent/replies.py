@@ -14,9 +14,7 @@ import msgspec
 
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON, Message
-
-_BROKEN_OFF = ("abort", "error")
-"""The finish reasons of a request that SGLang or vLLM aborted, and of an OpenRouter request whose provider failed."""
+from palaestra.inference.finish_reasons import read_finish_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,8 @@ def read_reply(completion: object, turn: int) -> Reply:
     """Return the first choice of a chat completion. A call whose id is missing or repeated gets a new id that contains
     `turn` (from 1).
 
-    Raises `EngineReplyError` if there is no choice, if the choice has no message, or if the server broke off the reply.
+    Raises `EngineReplyError` if there is no choice, if the choice has no message, or if the server broke off the reply,
+    and `ReplyWithheld` if the provider's filter did.
     """
     choices = part(completion, "choices")
     if not isinstance(choices, Sequence) or not choices:
@@ -69,15 +68,13 @@ def read_reply(completion: object, turn: int) -> Reply:
     message = part(choices[0], "message")
     if message is None:
         raise EngineReplyError("The model server's reply has a choice without a message.")
-    finish_reason = part(choices[0], "finish_reason")
-    if finish_reason in _BROKEN_OFF:
-        raise EngineReplyError(f"The model server cut off its reply (finish_reason '{finish_reason}').")
+    reason = part(choices[0], "finish_reason")
     usage = part(completion, "usage")
     return Reply(
         content=text_of(part(message, "content")) or text_of(part(message, "refusal")),
         reasoning=_reasoning(message),
         calls=_calls(part(message, "tool_calls"), turn),
-        finish_reason=finish_reason if isinstance(finish_reason, str) else None,
+        finish_reason=read_finish_reason(reason if isinstance(reason, str) else None, "The model server"),
         prompt_tokens=_count(part(usage, "prompt_tokens")),
         completion_tokens=_count(part(usage, "completion_tokens")),
     )

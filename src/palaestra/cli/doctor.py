@@ -140,13 +140,13 @@ def _show_diagnosis(found: Diagnosis, as_json: bool) -> None:
 
 def _grouped(checks: Sequence[DoctorCheck]) -> list[tuple[str, str, str, str]]:
     """Return the lines of the checks: state, names, finding and fix. The checks that do not apply share one line."""
-    from palaestra.inference.server_checks import AGREES, SAMPLING, WRITING, CheckState
+    from palaestra.inference.server_checks import AGREES, DISTRIBUTION, SAMPLING, WRITING, CheckState
 
     left_out = [each for each in checks if each.state is CheckState.NOT_APPLICABLE]
     lines = [(each.state.value, each.name, each.found, each.way_out) for each in checks if each not in left_out]
     if left_out:
         names = ", ".join(each.name for each in left_out)
-        if len(left_out) > 1 and {each.name for each in left_out} <= {*SAMPLING, *WRITING, AGREES}:
+        if len(left_out) > 1 and {each.name for each in left_out} <= {*SAMPLING, DISTRIBUTION, *WRITING, AGREES}:
             names = f"training checks ({names})"
         whys = "; ".join(dict.fromkeys(each.found for each in left_out))
         ways = " ".join(dict.fromkeys(each.way_out for each in left_out if each.way_out))

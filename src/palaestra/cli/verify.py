@@ -51,7 +51,8 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
     violation = verdict.violation or steps.violation
     if as_json:
         trained = {"steps": steps.steps, "trained_groups": steps.groups}
-        click.echo(json.dumps({**dataclasses.asdict(verdict), **trained, "violation": violation, "ok": not violation}))
+        counted = {name: value for name, value in dataclasses.asdict(verdict).items() if name != "notice" or value}
+        click.echo(json.dumps({**counted, **trained, "violation": violation, "ok": not violation}))
     else:
         rewritten = ", ".join(f"{count} {reason}" for reason, count in sorted(verdict.reasons.items())) or "none"
         click.echo(
@@ -68,3 +69,5 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
         context.exit(FAILED)
     if not as_json:
         click.echo("ok: T1 to T4 hold")
+        if verdict.notice:
+            click.echo(f"warning: {verdict.notice}", err=True)

@@ -83,6 +83,10 @@ class ContextExceeded(EngineRefused):
     window_tokens: int | None = None
 
 
+class ReplyWithheld(EngineRefused):
+    """The provider's content filter withheld or cut the reply, so the model did not end it: retrying seldom helps."""
+
+
 class EngineReplyError(EngineError, ValueError):
     """The reply does not have the shape that the protocol requires."""
 

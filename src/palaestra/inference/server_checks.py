@@ -28,6 +28,7 @@ from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.http.chat_completions import ListedModel, listed_models, server_kind
 from palaestra.inference.http.transport import NOT_JSON, shown
 from palaestra.inference.ledger import HIGHEST_LOGPROB
+from palaestra.inference.ledger.verify import IMPOSSIBLE
 from palaestra.inference.parsers import GrammarParser, get_parser, list_parsers
 from palaestra.inference.templates import ChatFormat, History, TurnRenderer
 from palaestra.inference.templates.jinja import ChatTemplate, for_template, template_of
@@ -86,6 +87,8 @@ class Diagnosis:
 
 TOKENS, LOGPROBS, STOP = "tokens in and out", "log-probabilities", "stop token inside the mask"
 SAMPLING = (TOKENS, LOGPROBS, STOP)
+DISTRIBUTION = "sampling settings"
+_REPEATED = 8
 
 _UPGRADE = "Use vLLM 0.10.2 or newer without --disable-log-probs, or SGLang 0.4 or newer; check --openai.server_type."
 _ASKED = 4
@@ -112,6 +115,31 @@ async def token_checks(engine: TokenEngine, prompt: Sequence[int]) -> AsyncItera
     else:
         yield failed(LOGPROBS, f"{list(sampled.logprobs)} for {len(sampled.ids)} tokens", _UPGRADE)
     yield await _stop_token(engine, prompt)
+
+
+async def distribution_check(engine: TokenEngine, bare: TokenEngine, prompt: Sequence[int]) -> DoctorCheck:
+    """Check that the replies vary as their log-probabilities say. Also compare replies with the same seeds from `bare`,
+    which leaves out the neutral settings, to find out whether the server has settings of its own."""
+    asked: dict[str, JSON] = {"max_tokens": 8, "temperature": 1.0}
+    try:
+        replies = await asyncio.gather(*(engine.generate(prompt, asked) for _ in range(_REPEATED)))
+        seeded = [{**asked, "seed": seed} for seed in range(1, 5)]
+        first, again, plain = [
+            [list((await one.generate(prompt, settings)).ids) for settings in seeded] for one in (engine, engine, bare)
+        ]
+    except EngineError as error:
+        return failed(DISTRIBUTION, str(error), _UPGRADE)
+    ids = {tuple(reply.ids) for reply in replies}
+    if len(ids) == 1 and (_REPEATED - 1) * sum(replies[0].logprobs) < IMPOSSIBLE:
+        found = f"{_REPEATED} replies at temperature 1 are identical, which their log-probabilities practically exclude"
+        way_out = "Start vLLM with --generation-config vllm, and SGLang without --preferred-sampling-params."
+        return failed(DISTRIBUTION, found, way_out)
+    if first != again:
+        return passed(DISTRIBUTION, "the settings sent are in force; the server's own ones are unknown (seeds differ)")
+    if first != plain:
+        own = "The server has its own sampling settings, such as those of the model's generation_config.json"
+        return passed(DISTRIBUTION, f"{own}. Runs override them; a client that does not send every setting gets them.")
+    return passed(DISTRIBUTION, "the settings sent are in force, and the server has none of its own")
 
 
 async def _stop_token(engine: TokenEngine, prompt: Sequence[int]) -> DoctorCheck:
@@ -263,11 +291,15 @@ def _calling(arguments: dict[str, JSON]) -> Message:
 
 
 REACHABLE, SERVER, CHAT, AGREES = "reachable", "server", "chat with tools", "tokenizer agrees"
-_AFTER_REACHING = (SERVER, CHAT, *SAMPLING, *WRITING, AGREES)
+_AFTER_REACHING = (SERVER, CHAT, *SAMPLING, DISTRIBUTION, *WRITING, AGREES)
 _FALLBACK_PROMPT = tuple(range(10, 18))
 _ONLY_CHATS = (
     "This server returns no tokens, so its rows are placeholders. To train, serve the model with vLLM or SGLang."
 )
+
+
+def _prompt(tokenizer: Tokenizer | None) -> Sequence[int]:
+    return tokenizer.encode("Say a word.", add_special_tokens=False) if tokenizer else _FALLBACK_PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +359,7 @@ class _Examination:
             else:
                 self._add_server("other", "it does not identify itself as vLLM or SGLang")
                 await self._chat(OpenAIEngine(self._config("openai", self.found.model)))
-                self.found.skip(SAMPLING, "the server returns no tokens", _ONLY_CHATS)
+                self.found.skip([*SAMPLING, DISTRIBUTION], "the server returns no tokens", _ONLY_CHATS)
                 self._writing(tokenizer)
                 self.found.skip([AGREES], "the server returns no tokens")
         except EngineError as error:
@@ -378,17 +410,22 @@ class _Examination:
 
     async def _token_server(self, kind: str, tokenizer: Tokenizer | None) -> None:
         made = SGLangEngine if kind == "sglang" else VLLMEngine
-        engine = made(self._config(kind, self.found.model), retry=AT_START)
+        config = self._config(kind, self.found.model)
+        engine, bare = made(config, retry=AT_START), made(config, retry=AT_START, neutral={})
         try:
             await self._tokens(engine, tokenizer)
+            if any(check.state is CheckState.FAILED for check in self.found.checks if check.name in SAMPLING):
+                self.found.skip([DISTRIBUTION], "see the failed check")
+            else:
+                self.found.checks.append(await distribution_check(engine, bare, _prompt(tokenizer)))
             self._writing(tokenizer)
             await self._agreement(engine, tokenizer)
         finally:
             await engine.aclose()
+            await bare.aclose()
 
     async def _tokens(self, engine: TokenEngine, tokenizer: Tokenizer | None) -> None:
-        prompt = tokenizer.encode("Say a word.", add_special_tokens=False) if tokenizer else _FALLBACK_PROMPT
-        async for check in token_checks(engine, prompt):
+        async for check in token_checks(engine, _prompt(tokenizer)):
             self.found.checks.append(check)
 
     def _writing(self, tokenizer: Tokenizer | None) -> None:

@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.io.threads import running_loop
+from palaestra.core.reply_size import MAX_REPLY_CHARS, head_within, items_within
 from palaestra.core.types import JSON
 from palaestra.processes import process_output
 from palaestra.sandbox.slot import Process, ProcessStatus
@@ -220,7 +221,12 @@ class ProcessSession:
         kept = await process_output.tail(self.reach(), MAX_OUTPUT_CHARS, running=status.running)
         lines = kept.text.splitlines()
         first = max(0, len(lines) - limit) if offset <= 0 else min(offset, len(lines))
-        shown = lines[first : first + limit]
+        shown = [head_within(line, MAX_REPLY_CHARS) for line in lines[first : first + limit]]
+        if offset <= 0:
+            shown = shown[::-1][: items_within(shown[::-1])][::-1]
+            first = len(lines) - len(shown)
+        else:
+            shown = shown[: items_within(shown)]
         showing = f"lines {first + 1}-{first + len(shown)} of {len(lines)}" if shown else f"no lines of {len(lines)}"
         reply: Reply = {"session_id": self.id, "status": _word(status), "output": "\n".join(shown)}
         reply |= {"total_lines": len(lines), "showing": showing, "cursor": kept.end}

@@ -23,9 +23,10 @@ from palaestra.agent.seat import Seat
 from palaestra.agent.subagents import Agent
 from palaestra.core.errors import EngineError, InfraError, PalaestraError, PrepareError, SlotEnded, TaskError
 from palaestra.core.redaction import redacted
-from palaestra.core.types import JSON, Blame, Message, Outcome, Score, Task
+from palaestra.core.types import JSON, Blame, Label, Message, Outcome, Score, Task
 from palaestra.core.user_code import call_hook, checked_score, run_hook, told
 from palaestra.inference.chat_server import ChatServer, SessionContext, chat_server
+from palaestra.inference.finish_reasons import ending_of
 from palaestra.inference.ledger import Ledger
 from palaestra.rollouts.events import Graded
 from palaestra.rollouts.grading.reward import decide
@@ -281,7 +282,7 @@ class Rollout:
             blame=self.ending.blame,
             error=self.ending.error,
             official=self.score.official if self.score else None,
-            labels=list(self.score.labels) if self.score else [],
+            labels=[*self.score.labels, *_unknown_ends(result)] if self.score else [],
             metrics=dict(self.score.metrics) if self.score else {},
             detail=dict(self.score.detail) if self.score else {},
             prompt_tokens=prompt_tokens,
@@ -425,3 +426,12 @@ def _first_user_text(messages: list[Message]) -> str:
         if message.get("role") == "user":
             return str(message.get("content") or "")
     return ""
+
+
+def _unknown_ends(result: AgentResult) -> list[Label]:
+    """Return a label if the last reply has an unknown finish reason. It says nothing about the work, so it is added
+    after the reward was decided."""
+    reason = result.turns[-1].finish_reason if result.turns else None
+    if not reason or ending_of(reason) is not None:
+        return []
+    return [Label("unknown_finish_reason", f"turn {result.turns[-1].number} ended with '{reason:.80}'")]

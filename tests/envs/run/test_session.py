@@ -235,3 +235,13 @@ def test_a_rollout_is_played_in_calls_that_block() -> None:
         assert play.messages
         play.call("terminal", {"command": "echo 1 > answer.txt"})
         assert play.finish().reward == 1.0
+
+
+@in_loop
+async def test_an_unknown_finish_reason_is_a_label_that_costs_nothing() -> None:
+    for word, labels in (("weary", ["unknown_finish_reason"]), ("stop", [])):
+        async with LoopbackServer(FakeAnswer(completion("done", word))) as server:
+            run = await palaestra.run(squares(n=1), base_url=server.url, model="m")
+        (only,) = run.trajectories
+        assert [label.name for label in only.labels] == labels
+        assert (only.outcome, only.reward) == (palaestra.Outcome.NATURAL, 0.0)

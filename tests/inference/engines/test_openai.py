@@ -12,7 +12,14 @@ from typing import TypeVar
 import pytest
 
 from manual_clock import ManualClock
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineReplyError, EngineUnavailable
+from palaestra.core.errors import (
+    ConfigError,
+    ContextExceeded,
+    EngineRefused,
+    EngineReplyError,
+    EngineUnavailable,
+    ReplyWithheld,
+)
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
@@ -21,6 +28,7 @@ from palaestra.inference.engines.openai import OpenAIEngine, parse_base_url
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 T = TypeVar("T")
+EVENTS = {"Content-Type": "text/event-stream"}
 HI: list[Message] = [{"role": "user", "content": "hi"}]
 
 
@@ -195,11 +203,55 @@ def test_an_unreachable_server_ends_the_start_within_seconds() -> None:
     assert caught.value.exit_code == 4
 
 
-def test_garbage_is_not_tried_again() -> None:
+BROKEN: dict[str, JSON] = {
+    "empty": b"",
+    "html": b"<html>busy</html>",
+    "half": b'{"choices": [{"message": {"content": "he',
+    "null": None,
+    "a list": [],
+    "no choices": {"id": "1", "choices": []},
+    "no choices field": {"id": "1", "object": "chat.completion"},
+    "an error": {"error": {"message": "upstream gone"}},
+    "an error's text": {"error": "upstream gone"},
+    "an error with a word": {"error": {"message": "upstream gone", "code": "server_error"}},
+    "network_error": completion("he", finish="network_error"),
+    "insufficient": completion("he", finish="insufficient_system_resource"),
+    "provider": completion("he", finish="error"),
+    "abort": completion("he", finish="abort"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_reply_with_status_200_is_tried_again(broken: str) -> None:
+    bad = FakeAnswer(BROKEN[broken] if BROKEN[broken] is not None else b"null")
+    server = LoopbackServer(bad, bad, FakeAnswer(completion("hello")))
+    assert ask(server).choices[0].message.content == "hello"
+    assert len(server.seen) == 3
+
+
+def test_a_server_that_sends_only_garbage_is_named_after_the_last_try() -> None:
     server = LoopbackServer(FakeAnswer(b"<html>"))
     with pytest.raises(EngineReplyError, match=r"model 'm'.*not JSON.*<html>"):
         ask(server)
+    assert len(server.seen) == 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("word", ["content_filter", "SAFETY", "sensitive", "refusal"])
+def test_a_withheld_reply_is_not_tried_again(word: str, stream: bool) -> None:
+    chunk = {"choices": [{"index": 0, "delta": {"content": "he"}, "finish_reason": word}]}
+    streamed = FakeAnswer([b"data: " + json.dumps(chunk).encode() + b"\n\ndata: [DONE]\n\n"], 200, EVENTS)
+    server = LoopbackServer(streamed if stream else FakeAnswer(completion("he", word)))
+    with pytest.raises(ReplyWithheld, match=rf"filter.*{word}"):
+        ask(server, stream=stream)
     assert len(server.seen) == 1
+
+
+def test_a_continued_text_is_tried_again_too() -> None:
+    good = {"choices": [{"index": 0, "text": "b", "finish_reason": "stop"}]}
+    server = LoopbackServer(FakeAnswer(b""), FakeAnswer({"choices": []}), FakeAnswer(good))
+    reply = with_engine(server, lambda engine: engine.completion(prompt="a"))
+    assert (reply.choices[0].text, len(server.seen)) == ("b", 3)
 
 
 def test_ids_of_calls_follow_from_the_conversation() -> None:
@@ -299,3 +351,24 @@ def test_a_session_is_the_engine() -> None:
     engine = OpenAIEngine(APIServerConfig(base_url="http://h"))
     assert engine.session(SessionContext()) is engine
     assert engine.name == "default"
+
+
+@pytest.mark.parametrize(("owner", "sent"), [("vllm", True), ("sglang", True), ("palaestra", True), ("openai", False)])
+def test_vllm_and_sglang_get_every_sampling_setting_with_a_temperature(owner: str, sent: bool) -> None:
+    """They take a missing one from the model's generation_config.json; other servers refuse unknown ones."""
+    listed = FakeAnswer({"object": "list", "data": [{"id": "m", "owned_by": owner}]})
+    text = FakeAnswer({"choices": [{"index": 0, "text": "b"}]})
+    server = LoopbackServer(FakeAnswer(completion()), FakeAnswer(completion()), text, models=listed)
+
+    async def work(engine: OpenAIEngine) -> None:
+        await engine.start()
+        await engine.chat_completion(messages=HI, temperature=0.7, extra_body={"top_k": 5})
+        await engine.chat_completion(messages=HI)
+        await engine.completion(prompt="a", temperature=0.7, top_p=0.5)
+
+    with_engine(server, work)
+    chat, plain, texts = [seen.body for seen in server.seen if seen.method == "POST"]
+    rest = {"top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+    assert (chat.keys() & rest == rest, chat["top_k"], chat["temperature"]) == (sent, 5, 0.7)
+    assert not plain.keys() & {*rest, "temperature"}
+    assert (texts.keys() & rest == rest, texts["top_p"]) == (sent, 0.5)

@@ -23,6 +23,7 @@ from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
+from palaestra.inference.engines.sampling import NEUTRAL
 from palaestra.inference.engines.token_engine import SGLangEngine, TokenServer, VLLMEngine
 from palaestra.inference.ledger import verify_ledger
 from palaestra.inference.server_group import ServerGroup
@@ -109,6 +110,7 @@ def test_sglang_is_asked_in_its_own_names_and_names_the_policy() -> None:
     assert seen["input_ids"] == [1, 2]
     assert seen["return_logprob"] is True
     assert seen["sampling_params"] == {
+        **NEUTRAL,
         "max_new_tokens": 9,
         "temperature": 0.5,
         "top_k": 3,
@@ -138,18 +140,81 @@ def test_vllm_is_asked_for_ids_and_log_probabilities() -> None:
     assert (seen["return_token_ids"], seen["logprobs"], seen["stop_token_ids"]) == (True, 1, [1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_a_limit_servers_are_told_so_since_their_own_is_short(kind: str) -> None:
-    async def go() -> JSON:
-        async with TokenLoopback(ToyEngine(TOKENIZER, replies()), TOKENIZER, **KINDS[kind][1]) as loopback:
-            engine = KINDS[kind][0](config(loopback.url), tokenizer=TOKENIZER)
-            await engine.chat_completion(messages=HI)
-            await engine.aclose()
-            return loopback.seen[-1]
+def asked_of(kind: str, listed: JSON, prompt: Sequence[int], **sampling: JSON) -> list[JSON]:
+    """The settings of the requests that one call makes to a server that lists itself like this."""
+    info = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 5, None]]}
+    choice = {"finish_reason": "stop", "token_ids": [5], "logprobs": {"tokens": [], "token_logprobs": [-0.5]}}
+    choice["logprobs"]["tokens"] = ["token_id:5"]  # type: ignore[index]
+    reply = {"meta_info": info, "choices": [choice]}
+    models = FakeAnswer({"object": "list", "data": [{"id": "toy", **listed}]})
 
-    seen = asyncio.run(go())
-    settings = seen.get("sampling_params", seen)
-    assert settings.get("max_new_tokens", settings.get("max_tokens", 0)) is None
+    async def go() -> list[JSON]:
+        async with LoopbackServer(FakeAnswer(reply), models=models) as server:
+            engine = KINDS[kind][0](config(server.url), tokenizer=TOKENIZER, clock=ManualClock())
+            try:
+                await engine.generate(prompt, sampling)
+            finally:
+                await engine.aclose()
+                bodies = [seen.body for seen in server.seen if seen.method == "POST"]
+            return [body.get("sampling_params", body) for body in bodies]
+
+    return asyncio.run(go())
+
+
+LIMITS = [
+    ({}, 90),
+    ({"max_tokens": None}, 90),
+    ({"max_completion_tokens": None}, 90),
+    ({"max_tokens": 7}, 7),
+    ({"max_completion_tokens": 7}, 7),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "spare"), [("vllm", "max_tokens", 0), ("sglang", "max_new_tokens", 1)])
+@pytest.mark.parametrize(("sampling", "limit"), LIMITS)
+def test_the_limit_of_a_reply_is_computed_from_the_window(
+    kind: str, name: str, spare: int, sampling: JSON, limit: int
+) -> None:
+    """vLLM reads null and a missing limit as 16 tokens, and SGLang a missing one as 128."""
+    (asked,) = asked_of(kind, {"max_model_len": 100}, [3] * 10, **sampling)
+    assert asked[name] == (limit - spare if limit == 90 else limit)
+    assert None not in asked.values()
+
+
+def test_a_limit_beyond_the_window_is_lowered_and_a_full_window_is_a_full_context() -> None:
+    async def work(engine: TokenServer) -> tuple[int, int | None]:
+        engine.window_tokens = 100
+        lowered = await engine._complete_settings(90, {"max_tokens": 4096})
+        with pytest.raises(ContextExceeded, match="window has 100 tokens") as caught:
+            await engine.generate([3] * 100, {"max_tokens": 5})
+        return lowered["max_tokens"], caught.value.window_tokens
+
+    assert with_server("vllm", work) == (10, 100)
+    assert with_server("sglang", work) == (9, 100)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "vllm of atropos"])
+def test_without_a_limit_and_a_window_the_request_is_refused(kind: str) -> None:
+    with pytest.raises(EngineRefused, match="max_token_length"):
+        asked_of(kind, {}, [3] * 10)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("own", [{}, {"temperature": 0.6}, {"top_k": 20, "min_p": None}, {"repetition_penalty": 1.2}])
+def test_every_sampling_setting_is_sent_also_at_its_neutral_value(kind: str, own: JSON) -> None:
+    """vLLM takes a missing one from the model's generation_config.json, SGLang from its own options."""
+    (asked,) = asked_of(kind, {}, [3] * 10, max_tokens=5, **own)
+    neutral = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    set_ = {name: value for name, value in own.items() if value is not None}
+    assert {name: asked[name] for name in neutral} == {**neutral, **set_}
 
 
 def drop_last_logprob(reply: JSON) -> JSON:
@@ -287,7 +352,7 @@ def test_vllm_says_itself_which_model_it_does_not_have() -> None:
         async with LoopbackServer(FakeAnswer(refusal, 404)) as server:
             engine = VLLMEngine(config(server.url), tokenizer=TOKENIZER, clock=ManualClock())
             try:
-                await engine.chat_completion(messages=HI)
+                await engine.chat_completion(messages=HI, max_tokens=5)
             finally:
                 assert [seen.path for seen in server.seen] == ["/v1/completions"]
                 await engine.aclose()
@@ -330,17 +395,24 @@ def test_a_server_that_sampled_after_other_ids_is_found_out(kind: str, spoil: Ca
         ([FakeAnswer({"error": "slow down"}, 429)], EngineUnavailable, 8),
         ([FakeAnswer({"error": "oops"}, 500)], EngineUnavailable, 8),
         ([FakeAnswer(cut=True)], EngineUnavailable, 8),
-        ([FakeAnswer(b'{"meta_info": {"finish')], EngineReplyError, 1),
+        ([FakeAnswer(b'{"meta_info": {"finish')], EngineReplyError, 8),
         (
             [FakeAnswer(b'{"meta_info": {"finish_reason": {"type": "\xff"}}, "choices": [{"finish_reason": "\xff"}]}')],
             EngineReplyError,
-            1,
+            8,
         ),
-        ([FakeAnswer([])], EngineReplyError, 1),
+        ([FakeAnswer([])], EngineReplyError, 8),
+        ([FakeAnswer(b"")], EngineReplyError, 8),
+        ([FakeAnswer({"error": {"message": "Internal"}})], EngineReplyError, 8),
+        ([FakeAnswer({"error": {"message": "overloaded", "code": 503}})], EngineUnavailable, 8),
+        ([FakeAnswer({"error": "The input is longer than the model's context length"}, 500)], ContextExceeded, 1),
         ([FakeAnswer({"error": {"message": "no such model"}}, 400)], EngineRefused, 1),
         ([FakeAnswer({"error": "The input is longer than the model's context length"}, 400)], ContextExceeded, 1),
     ],
-    ids=["429", "500", "cut", "half a reply", "no UTF-8", "another shape", "400", "too long"],
+    ids=[
+        *("429", "500", "cut", "half a reply", "no UTF-8", "another shape", "empty", "an error with 200"),
+        *("an error with 200 and a status", "too long with 500", "400", "too long"),
+    ],
 )
 def test_what_a_server_does_wrong(
     kind: str, answers: list[FakeAnswer], error: type[EngineError], requests: int
@@ -351,7 +423,7 @@ def test_what_a_server_does_wrong(
             chat = engine.managed_server()
             try:
                 with pytest.raises(error, match=r"127\.0\.0\.1"):
-                    await chat.chat_completion(messages=HI)
+                    await chat.chat_completion(messages=HI, max_tokens=5)
             finally:
                 await engine.aclose()
             assert chat.ledger.rows() == []
@@ -392,7 +464,7 @@ def test_sglang_refuses_in_an_abort(message: str, error: type[EngineError]) -> N
         async with LoopbackServer(FakeAnswer(reply)) as server:
             engine = SGLangEngine(config(server.url), tokenizer=TOKENIZER)
             try:
-                await engine.generate([1], {})
+                await engine.generate([1], {"max_tokens": 5})
             finally:
                 await engine.aclose()
 

@@ -27,7 +27,7 @@ def event(delta: JSON, finish: str | None = None, index: int = 0, **more: JSON) 
     return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
 
-def call(name: str | None = None, arguments: str | None = None, **more: JSON) -> JSON:
+def call(name: str | None = None, arguments: JSON = None, **more: JSON) -> JSON:
     function = {key: value for key, value in (("name", name), ("arguments", arguments)) if value is not None}
     return {"tool_calls": [{**more, "function": function}]}
 
@@ -100,8 +100,27 @@ WHOLE = '{"command": "ls"}'
         [call("term", "", index=0, id="a"), call("inal", WHOLE, index=0)],
         [call("terminal", "", id="a"), call(None, '{"command": '), call(None, '"ls"}')],
         [call("terminal", WHOLE, index=0, id="a"), call("terminal", WHOLE, index=0, id="a")],
+        [call("terminal", WHOLE, index=0, id="a"), call("terminal", '{"command":"ls"}', index=0, id="a")],
+        [call("terminal", WHOLE, index=0, id="a"), call("terminal", WHOLE, index=0)],
+        [
+            call("terminal", "", index=0, id="a"),
+            call("terminal", '{"command": ', index=0, id="b"),
+            call("terminal", '"ls"}', index=0, id="c"),
+        ],
+        [call("terminal", '{"command": ', id="a"), call("terminal", '"l', id="b"), call("terminal", 's"}', id="c")],
+        [call("terminal", '{"command": ', index=0, id="a"), call(None, '"ls"}', index=0, id="b")],
+        [call("terminal", "{}", index=0, id="a"), call(None, '{"command": ', index=0), call(None, '"ls"}', index=0)],
+        [call("terminal", "{}", index=0, id="a"), call("terminal", WHOLE, index=0, id="a")],
+        [call("terminal", {}, id="a"), call(None, WHOLE)],
+        [call("terminal", None, index=0, id="a"), call(None, {"command": "ls"}, index=0)],
+        [call("terminal", "", index=0, id="a"), call(None, WHOLE, index=0, id=""), call(None, "", index=0, id=None)],
     ],
-    ids=["openai", "name repeated", "no index", "name in parts", "no index, in parts", "said once more"],
+    ids=[
+        *("openai", "name repeated", "no index", "name in parts", "no index, in parts", "said once more"),
+        *("said once more in other words", "said once more without an id", "a new id in each"),
+        *("a new id in each, no index", "a new id without a name", "an empty object first"),
+        *("an empty object first, named", "an empty object first, no index", "an object", "empty and null ids"),
+    ],
 )
 def test_a_call_is_the_same_however_it_is_cut(pieces: list[JSON]) -> None:
     reply = streamed(*(event(piece) for piece in pieces), event({}, "tool_calls"), DONE)
@@ -128,6 +147,46 @@ def test_calls_that_share_an_index_are_told_apart_by_their_ids(name: str, argume
         ("a", "f", "{}"),
         ("b", name, arguments),
     ]
+
+
+OTHER = '{"command": "pwd"}'
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [call("terminal", WHOLE, index=0), call("terminal", OTHER, index=0)],
+        [call("terminal", WHOLE, index=0, id=""), call("terminal", OTHER, index=0, id="")],
+        [call("terminal", WHOLE, index=0, id=None), call("terminal", OTHER, index=0, id=None)],
+        [call("terminal", WHOLE), call("terminal", OTHER)],
+        [call("terminal", WHOLE, id="a"), call("terminal", OTHER)],
+        [call("terminal", WHOLE), call("terminal", OTHER, id="b")],
+        [call("terminal", WHOLE, index=0, id="a"), call("terminal", OTHER, index=0, id="b")],
+        [call("terminal", WHOLE, index=0), call("terminal", "", index=0), call(None, OTHER, index=0)],
+        [call("terminal", '{"command"', index=0), call(None, ': "ls"}', index=0), call("terminal", OTHER, index=0)],
+        [call("terminal", {"command": "ls"}, index=0), call("terminal", {"command": "pwd"}, index=0)],
+        [call("terminal", WHOLE, index=None), call("terminal", OTHER, index=None)],
+        [call("terminal", WHOLE, index=0), call("terminal", OTHER, index=1)],
+    ],
+)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_two_calls_are_two_however_they_are_named_and_numbered(pieces: list[JSON], at_once: bool) -> None:
+    deltas = [{"tool_calls": [each for piece in pieces for each in piece["tool_calls"]]}] if at_once else pieces
+    reply = streamed(*(event(delta) for delta in deltas), event({}, "tool_calls"), DONE)
+    calls = reply.choices[0].message.tool_calls or []
+    assert [(each.function.name, each.function.arguments) for each in calls] == [
+        ("terminal", WHOLE),
+        ("terminal", OTHER),
+    ]
+    assert len({each.id for each in calls}) == 2
+
+
+def test_three_calls_without_arguments_and_numbers() -> None:
+    pieces = [call("f", "{}", index=0, id="a"), call("g", "{}", index=0, id="b"), call("f", "{}", index=0, id="c")]
+    reply = streamed(*(event(piece) for piece in pieces), event({}, "tool_calls"), DONE)
+    calls = reply.choices[0].message.tool_calls or []
+    said = [(each.id, each.function.name, each.function.arguments) for each in calls]
+    assert said == [("a", "f", "{}"), ("b", "g", "{}"), ("c", "f", "{}")]
 
 
 def test_malformed_arguments_stay_malformed() -> None:

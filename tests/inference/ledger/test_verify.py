@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from palaestra.inference.engine import Sampled
 from palaestra.inference.ledger import Ledger, LedgerRecord, Piece, SegmentReason, TokenSpan, verify_ledger
+from palaestra.inference.ledger.verify import RepeatedReplies
 
 STOP = 9
 Spoil = Callable[[LedgerRecord], None]
@@ -204,3 +205,32 @@ def test_no_changed_span_goes_unseen(data: st.DataObject) -> None:
     changed: TokenSpan = msgspec.structs.replace(spans[number], **{name: getattr(spans[number], name) + change})
     spans[number] = changed
     assert not verify_ledger(record).ok
+
+
+def first_reply(prompt: list[int], reply: list[int], logprob: float) -> LedgerRecord:
+    ledger = Ledger()
+    segment = ledger.open(SegmentReason.START)
+    sent = ledger.prompt(None, array("i", prompt))
+    piece = Piece(Sampled(reply, [logprob] * len(reply), "stop"), sent.checksum)
+    ledger.append(segment, array("i", prompt), [piece])
+    return ledger.record()
+
+
+@pytest.mark.parametrize(
+    ("replies", "noticed"),
+    [
+        ([([1, 2], [5, 6, 7], -1.5)] * 8, True),
+        ([([1, 2], [5, 6, 7], -1.5)] * 4 + [([3], [8, 9], -2.0)] * 4, True),
+        ([([1, 2], [5, 6, 7], -0.01)] * 8, False),  # the model is nearly certain
+        ([([1, 2], [5, 6, 7], -1.5)] * 7 + [([1, 2], [5, 6, 8], -1.5)], False),
+        ([([number], [5, 6, 7], -9.0) for number in range(8)], False),  # every prompt once
+        ([], False),
+    ],
+)
+def test_replies_that_never_differ_are_noticed(
+    replies: list[tuple[list[int], list[int], float]], noticed: bool
+) -> None:
+    found = RepeatedReplies()
+    for each in replies:
+        found.add(first_reply(*each))
+    assert ("identical" in found.notice) is noticed

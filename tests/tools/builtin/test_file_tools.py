@@ -167,3 +167,31 @@ def test_in_a_large_directory_names_that_begin_alike_are_suggested(at_desk: AtDe
         assert "picture-12345.jpg" in reply["similar_files"]
 
     at_desk(scenario)
+
+
+@pytest.mark.parametrize(
+    ("old", "content", "said"),
+    [
+        (b"\xef\xbb\xbfone\r\ntwo\r\n", "one\nTWO\n", ["byte order mark", "CRLF"]),
+        (b"\xef\xbb\xbfone\n", "two\n", ["byte order mark"]),
+        (b"one\r\ntwo\r\n", "one\r\nTWO\n", ["CRLF"]),
+        (b"one\n", "two", ["line end at its end"]),
+        (b"\xef\xbb\xbfone\r\n", "\ufefftwo\r\n", []),
+        (b"one\ntwo\r\n", "one\ntwo\n", []),
+        (b"one\n", "", []),
+        (b"one", "two", []),
+        (b"", "two", []),
+        (b"a\0b\r\n", "two\n", []),
+        (None, "two", []),
+    ],
+)
+def test_a_form_that_is_lost_is_named(at_desk: AtDesk, old: bytes | None, content: str, said: list[str]) -> None:
+    async def scenario(desk: Desk) -> None:
+        if old is not None:
+            await desk.slot.write_bytes("w.txt", old)
+        reply = await desk.call("write_file", path="w.txt", content=content)
+        assert await desk.slot.read_bytes("w.txt") == content.encode()
+        assert ("note" in reply) is bool(said)
+        assert all(part in reply["note"] for part in said)
+
+    at_desk(scenario)

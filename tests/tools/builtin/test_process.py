@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -42,6 +43,22 @@ def test_a_process_from_its_start_to_its_end(at_desk: AtDesk) -> None:
         (listed,) = (await desk.call("process", action="list"))["processes"]
         assert (listed["session_id"], listed["command"], listed["cwd"]) == (name, command, "/tmp")
         assert (await desk.call("process", action="kill", session_id=name))["status"] == "already_exited"
+
+    at_desk(scenario)
+
+
+@pytest.mark.parametrize("line", ["x" * 999, "\\1" * 999, "y" * 300_000])
+def test_a_log_is_bounded_as_it_is_sent(at_desk: AtDesk, line: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        command = f"python3 -c \"[print('{line[:2]}' * {len(line) // 2}) for _ in range(400)]\""
+        name = (await desk.call("terminal", command=command, background=True))["session_id"]
+        await desk.call("process", action="wait", session_id=name)
+        for offset in (0, 1):
+            log = await desk.call("process", action="log", session_id=name, offset=offset, limit=400)
+            assert 0 < len(json.dumps(log["output"], ensure_ascii=False)) <= 101_000
+        last = await desk.call("process", action="log", session_id=name)
+        total = last["total_lines"]
+        assert f"-{total} of {total}" in last["showing"]
 
     at_desk(scenario)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_matching_lines_come_sorted_without_git_and_binaries(at_desk: AtDesk) ->
             ("utf8.txt", 1),
         ]
         assert reply["matches"][5]["content"] == "foo"
-        assert reply["matches"][7]["content"].endswith("[line cut]")
+        assert reply["matches"][7]["content"].endswith("xfoo")
         assert (reply["total_count"], reply["truncated"]) == (11, False)
 
     at_desk(scenario)
@@ -137,6 +138,66 @@ def test_files_are_found_by_name(at_desk: AtDesk) -> None:
         part = await desk.call("search_files", target="files", pattern="0", path="m", limit=2)
         assert (part["files"], part["total_count"], part["truncated"]) == (["m/00.txt", "m/01.txt"], 11, True)
         assert "offset=2" in part["hint"]
+
+    at_desk(scenario)
+
+
+def test_names_with_brackets_absolute_globs_and_directories_are_found(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        for path in ("app/users/[id].tsx", "app/i.tsx", "app/m.ts", "app/{a}.ts", "docs/x.md"):
+            await desk.slot.write_bytes(path, b"foo\n")
+        await desk.slot.execute(["mkdir", "-p", "empty/inner"])
+
+        async def found(pattern: str, **more: JSON) -> JSON:
+            return (await desk.call("search_files", target="files", pattern=pattern, **more))["files"]
+
+        assert await found("[id].tsx") == ["app/i.tsx", "app/users/[id].tsx"]
+        assert await found("[a-z].tsx") == ["app/i.tsx"]
+        assert await found("users/[id].tsx", path="app") == ["app/users/[id].tsx"]
+        assert await found("{a}.ts") == ["app/{a}.ts"]
+        assert await found("/workspace/app/*.ts") == ["app/m.ts", "app/{a}.ts"]
+        assert await found("/workspace/**/*.md", path="docs") == ["docs/x.md"]
+        assert await found("/workspace/app/m.ts") == ["app/m.ts"]
+        assert await found("/elsewhere/*.ts") == []
+        matches = await desk.call("search_files", pattern="foo", file_glob="[id].tsx", output_mode="files_only")
+        assert matches["files"] == ["app/i.tsx", "app/users/[id].tsx"]
+        for pattern in ("empty", "emp*", "empty/inner", "/workspace/empty"):
+            reply = await desk.call("search_files", target="files", pattern=pattern)
+            assert (reply["files"], "path=empty" in reply["hint"]) == ([], True)
+        assert "hint" not in await desk.call("search_files", target="files", pattern="nothing like it")
+
+    at_desk(scenario)
+
+
+@pytest.mark.parametrize("pattern", ["needle", "n[e]+dle", "(?i)NEEDLE", "é needle"])
+def test_the_match_itself_is_shown_on_a_long_line(at_desk: AtDesk, pattern: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        long = "ü" * 3000 + "é needle" + "b" * 3000
+        await desk.slot.write_bytes("min.js", f"short\n{long}\nneedle first {'x' * 3000}\n".encode())
+        await desk.slot.write_bytes("other.js", ("a" * 450 + " é needle " + "c" * 450 + "\n").encode())
+        reply = await desk.call("search_files", pattern=pattern, context=1)
+        shown = [each["content"] for each in reply["matches"]]
+        assert len(shown) == reply["total_count"]
+        assert all("needle" in content and len(content) < 600 for content in shown)
+        assert shown[0].startswith("[2")
+        assert "characters before] ..." in shown[0]
+        assert shown[0].endswith("... [line cut]")
+
+    at_desk(scenario)
+
+
+@pytest.mark.parametrize("line", ["a" * 1900, "\x01a" * 900, '"a\\' * 600])
+def test_a_page_has_one_bound_and_says_how_to_continue(at_desk: AtDesk, line: str) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.slot.write_bytes("l.txt", (line + "\n").encode() * 3000)
+        seen, offset = 0, 0
+        for _ in range(3):
+            reply = await desk.call("search_files", pattern="a", limit=500, context=5, offset=offset)
+            assert len(json.dumps(reply, ensure_ascii=False)) < 102_000
+            seen += len(reply["matches"])
+            offset += len(reply["matches"])
+            assert f"offset={offset}" in reply["hint"]
+        assert reply["matches"][-1]["line"] == seen
 
     at_desk(scenario)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -121,6 +122,25 @@ def test_a_command_has_no_stdin(at_desk: AtDesk) -> None:
 @pytest.mark.parametrize(("asked", "given"), [(-5, 1.0), (30, 30.0), (10**9, 600.0)])
 def test_time_limits_stay_within_what_a_call_may_ask_for(asked: float, given: float) -> None:
     assert clamp_timeout(asked) == given
+
+
+@pytest.mark.parametrize("text", ["\0" * 60_000, "\0" * 30_000, "\x1b[31m\x01" * 20_000, '"' * 60_000, "\n" * 120_000])
+def test_a_cut_output_is_bounded_as_it_is_sent_and_never_repeats_text(text: str) -> None:
+    shown = cut(text, f"{len(text)} characters")
+    assert len(json.dumps(shown, ensure_ascii=False)) <= 2 * MAX_OUTPUT_CHARS + 200
+    assert sum(shown.count(character) for character in set(text) - {"\n"}) <= len(text) + 100
+
+
+def test_output_of_control_characters_is_cut_and_saved(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        reply = await desk.call("terminal", command="head -c 30000 /dev/zero")
+        assert "OUTPUT CUT HERE" in reply["output"]
+        assert reply["output_total_chars"] == 30_000
+        assert "full_output_path" in reply
+        plain = await desk.call("terminal", command="seq 9000 | tr -d '\\n'; echo")
+        assert "OUTPUT CUT HERE" not in plain["output"]
+
+    at_desk(scenario)
 
 
 def test_a_cut_output_fills_its_bound_exactly() -> None:

@@ -1,4 +1,5 @@
-"""An MCP server of 2025 over stdin and stdout, by hand: it knows the handshake alone, and tells of new tools."""
+"""An MCP server of 2025 over stdin and stdout, by hand: it knows the handshake alone, and tells of new tools. An
+argument, if given, is the cursor of every page."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ def answer(method: str, parameters: dict[str, Any]) -> dict[str, Any]:
     if method == "tools/list":
         first = "cursor" not in parameters
         tool = {"name": "echo" if first else "more", "inputSchema": SCHEMA}
+        if sys.argv[1:]:
+            return {"tools": [tool], "nextCursor": sys.argv[1]}
         return {"tools": [tool], **({"nextCursor": "2"} if first else {})}
     if method == "tools/call":
         tell({"method": "notifications/tools/list_changed"})

@@ -125,6 +125,16 @@ def test_an_older_server_is_understood_and_keeps_the_tools_it_began_with(caplog:
     assert told == ["MCP server 'test' has changed its tools; this run keeps those that it began with"]
 
 
+@pytest.mark.parametrize(("cursor", "tools"), [("", ["echo"]), ("2", ["echo", "more"]), ("again", ["echo", "more"])])
+def test_an_empty_cursor_and_one_that_comes_again_end_the_list(cursor: str, tools: list[str]) -> None:
+    async def scenario() -> None:
+        old = str(Path(__file__).with_name("old_server.py"))
+        async with agent_of(command=sys.executable, args=["-S", old, cursor]) as agent:
+            assert agent.registry.list_tools() == [f"mcp_test_{name}" for name in tools]
+
+    asyncio.run(scenario())
+
+
 def test_a_server_that_is_not_ready_in_time_is_ended_and_its_last_words_told(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     program = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -17,12 +17,13 @@ from typing import TypeVar
 from yarl import URL
 
 from palaestra.core.clock import Clock
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable, ReplyWithheld
 from palaestra.core.retry import AT_START, RetryPolicy
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion, TextCompletion, plain_messages
+from palaestra.inference.engines.sampling import NEUTRAL
 from palaestra.inference.http.chat_completions import (
     decode_completion,
     decode_text,
@@ -31,6 +32,7 @@ from palaestra.inference.http.chat_completions import (
     server_kind,
     window_of,
 )
+from palaestra.inference.http.reply_limits import largest_limit, wants_newer_name
 from palaestra.inference.http.sse import Delta, DeltaHook, EventStreamReader
 from palaestra.inference.http.transport import Transport, encode_json, server_says, shown
 
@@ -40,6 +42,10 @@ PROBE: Message = {"role": "user", "content": "Reply with the word: ready"}
 """The message of the request that is sent before a run."""
 
 PROBE_TIMEOUT_S = 60.0
+
+_LIMITS = ("max_completion_tokens", "max_tokens")
+_MOST_CHANGES = 3
+"""The number of times that the limit of one request is changed because the server refuses it."""
 
 T = TypeVar("T")
 R = TypeVar("R", ChatCompletion, TextCompletion)
@@ -62,6 +68,9 @@ class OpenAIEngine(ServerEngine):
         self._url = self.base_url / "chat" / "completions"
         self._source = f"The model server at {shown(self._url)} (model '{self.name}')"
         self._strict_history = ""
+        self._limit_name = ""
+        self._largest_limit: int | None = None
+        self._neutral: Mapping[str, JSON] = {}
         self.transport = Transport.to(config, clock=clock, retry=retry)
 
     async def start(self) -> None:
@@ -82,6 +91,7 @@ class OpenAIEngine(ServerEngine):
         if names and self.name not in names:
             logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, ", ".join(names[:10]))
         if (kind := server_kind(models)) != "other":
+            self._neutral = NEUTRAL
             logger.warning(
                 "%s speaks the protocol of %s, but chat completions give only placeholder tokens. For exact tokens, "
                 "which training needs, "
@@ -136,13 +146,15 @@ class OpenAIEngine(ServerEngine):
 
         The reply is streamed if `on_delta` is set, if `stream=True` is passed or if the setting `stream` is true; the
         result is the same. `on_delta` is called with each chunk. `sampling` and then `extra_body` are merged into the
-        request, and both may override its fields. Raises `EngineUnavailable`, `EngineRefused`, `ContextExceeded` or
-        `EngineReplyError`.
+        request, and both may override its fields. If `temperature` is set, vLLM and SGLang also get every other
+        sampling setting, at its neutral value. Raises `EngineUnavailable`, `EngineRefused`, `ContextExceeded`,
+        `ReplyWithheld` or `EngineReplyError`.
         """
         body: dict[str, JSON] = {"model": self.name, "messages": messages}
         if tools:
             body["tools"] = tools
         if temperature is not None:
+            body.update(self._neutral)
             body["temperature"] = temperature
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
@@ -169,6 +181,8 @@ class OpenAIEngine(ServerEngine):
     ) -> TextCompletion:
         """Sample `n` continuations of a text. Raises the same errors as `chat_completion`."""
         body = {"model": self.name, "prompt": prompt, **({"n": n} if n > 1 else {}), **sampling, **(extra_body or {})}
+        if body.get("temperature") is not None:
+            body = {**self._neutral, **body}
         if n > 1 and self.config.n_kwarg_is_ignored:
             del body["n"]
             return _together(await _all([self._continue(body, split) for _ in range(n)]))
@@ -176,27 +190,56 @@ class OpenAIEngine(ServerEngine):
 
     async def _continue(self, body: Mapping[str, JSON], lane: str) -> TextCompletion:
         url = self.base_url / "completions"
-        raw = await self.transport.post_json(url, body, lane=lane)
-        return decode_text(raw, f"The model server at {shown(url)} (model '{self.name}')")
+        decode = partial(decode_text, source=f"The model server at {shown(url)} (model '{self.name}')")
+        return await self._limited(body, lambda sent: self.transport.ask(url, sent, decode, lane=lane))
 
     async def _complete(self, body: dict[str, JSON], lane: str, on_delta: DeltaHook | None = None) -> ChatCompletion:
         messages = body["messages"] = plain_messages(body["messages"])
+        turn = 1 + [message.get("role") for message in messages].count("assistant")
+        decode = partial(decode_completion, turn=turn, source=self._source)
         read = EventStreamReader(self._source, on_delta).read
+
+        def ask(sent: JSON) -> Coroutine[None, None, ChatCompletion]:
+            return self.transport.ask(self._url, sent, decode, lane=lane, read=read)
+
         if self._strict_history:
             body["messages"] = plainer_history(messages, self._strict_history) or messages
         try:
-            raw = await self.transport.post_json(self._url, body, lane=lane, read=read)
-        except ContextExceeded:
+            return await self._limited(body, ask)
+        except (ContextExceeded, ReplyWithheld):
             raise
         except EngineRefused as error:
             plain = None if self._strict_history else plainer_history(messages, str(error))
             if plain is None:
                 raise
-            raw = await self.transport.post_json(self._url, {**body, "messages": plain}, lane=lane, read=read)
+            completion = await self._limited({**body, "messages": plain}, ask)
             self._strict_history = str(error)
             logger.warning("The server refuses parts of the history; they are rewritten for it from now on: %s", error)
-        turn = 1 + [message.get("role") for message in messages].count("assistant")
-        return decode_completion(raw, turn, self._source)
+            return completion
+
+    async def _limited(self, body: Mapping[str, JSON], ask: Callable[[JSON], Coroutine[None, None, R]]) -> R:
+        """Send the request with its limit under the name and with the value that the server accepts. What the server
+        requires of all requests is kept for the next ones. A limit of null is left out: vLLM reads it as 16 tokens."""
+        rest = {name: value for name, value in body.items() if name not in _LIMITS}
+        name, limit = next(((each, body[each]) for each in _LIMITS if body.get(each) is not None), ("", None))
+        if not isinstance(limit, int):
+            return await ask(rest if limit is None else {**rest, name: limit})
+        for _ in range(_MOST_CHANGES):
+            name = self._limit_name or name
+            limit = min(limit, self._largest_limit or limit)
+            try:
+                return await ask({**rest, name: limit})
+            except EngineRefused as error:
+                allowed = largest_limit(str(error))
+                if name == "max_tokens" and wants_newer_name(str(error)):
+                    self._limit_name = "max_completion_tokens"
+                elif allowed is None or allowed.tokens >= limit:
+                    raise
+                elif allowed.always:
+                    self._largest_limit = allowed.tokens
+                else:
+                    limit = allowed.tokens
+        return await ask({**rest, self._limit_name or name: limit})
 
     async def _repeated(self, body: dict[str, JSON], lane: str, n: int, on_delta: DeltaHook | None) -> ChatCompletion:
         hooks = [on_delta and partial(_call_as, on_delta, index) for index in range(n)]

@@ -1,4 +1,5 @@
-"""Sampling settings of the engines that sample without a server, with OpenAI's and vLLM's names."""
+"""Sampling settings with OpenAI's and vLLM's names: their neutral values, and those that the engines without a server
+read."""
 
 from __future__ import annotations
 
@@ -7,6 +8,21 @@ from dataclasses import dataclass, replace
 
 from palaestra.core.errors import EngineRefused
 from palaestra.core.types import JSON
+
+NEUTRAL: Mapping[str, JSON] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""The values with which a server samples from the model's own distribution. They are sent with every request that does
+not set them, because a server takes a missing one from the model's `generation_config.json` (vLLM) or from its options
+(`--override-generation-config` of vLLM, `--preferred-sampling-params` of SGLang).
+
+Sources: `ModelConfig.get_diff_sampling_param` of vLLM, `SamplingParams` of SGLang."""
 
 _IGNORED = frozenset({"n", "logprobs", "top_logprobs", "user", "return_token_ids", "split"})
 """Settings that clients send but that have no effect here: log-probabilities and ids are always returned, and one batch
@@ -52,7 +68,7 @@ class Sampling:
             raise _refused("max_tokens", max_tokens, "a positive integer")
         if read.seed is not None and not isinstance(read.seed, int):
             raise _refused("seed", read.seed, "an integer")
-        idle = [name for name, value in left.items() if value not in (0, 0.0, False, [], {}, "")]
+        idle = [name for name, value in left.items() if value not in (0, 0.0, False, [], {}, "", NEUTRAL.get(name, 0))]
         if idle:
             raise EngineRefused(
                 f"This engine has no sampling setting '{idle[0]}'. It supports max_tokens, "

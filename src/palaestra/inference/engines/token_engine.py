@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -17,13 +18,14 @@ from yarl import URL
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError, EngineRefused, EngineReplyError, EngineUnavailable
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineReplyError, EngineUnavailable
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ServerEngine, SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion, CompletionUsage, Sampled, TextChoice, TextCompletion, TokenEngine
 from palaestra.inference.engines.openai import parse_base_url
+from palaestra.inference.engines.sampling import NEUTRAL
 from palaestra.inference.http.chat_completions import listed_models, window_of
 from palaestra.inference.http.transport import NOT_JSON, Reader, Response, Transport, encode_json, shown
 from palaestra.inference.ledger import Ledger, ids_json
@@ -154,9 +156,13 @@ PROBE = 'Tokens: ½ naïve 東京 <|x|>\n\t{"a": 1}'
 class TokenServer(TokenChat):
     """One model server that continues token ids. Subclasses implement the server's wire format in `generate`. If the
     argument `sampling` has `on_ids` (`OnIds`) and the wire format supports it, the reply is streamed; the result is the
-    same."""
+    same. `neutral` are the settings of a request that does not set them."""
 
     features = frozenset({"on_delta", "on_ids"})
+    spare_tokens = 0
+    """The tokens of the window that the server keeps free."""
+    events = ""
+    """The class of `token_stream.py` that reads a streamed reply."""
 
     def __init__(
         self,
@@ -165,8 +171,10 @@ class TokenServer(TokenChat):
         tokenizer: Tokenizer | None = None,
         clock: Clock | None = None,
         retry: RetryPolicy | None = None,
+        neutral: Mapping[str, JSON] = NEUTRAL,
     ) -> None:
         super().__init__(config, tokenizer=tokenizer, clock=clock)
+        self._neutral = neutral
         self.base_url = parse_base_url(config.base_url)
         self.root_url = self.base_url.parent if self.base_url.name == "v1" else self.base_url
         self.transport = Transport.to(config, clock=clock, retry=retry)
@@ -178,9 +186,42 @@ class TokenServer(TokenChat):
         await super().start()
         if not self.config.health_check:
             return
+        await self._look_up_window()
+        await self._compare_tokenizers()
+
+    async def _look_up_window(self) -> None:
         response = await self.transport.list_models(self.base_url / "models")
         self.window_tokens = window_of(listed_models(response.body) if response.status == 200 else [], self.name)
-        await self._compare_tokenizers()
+
+    async def _complete_settings(self, prompt_tokens: int, sampling: Mapping[str, JSON]) -> dict[str, JSON]:
+        """Return the settings with a value for everything that a server would otherwise take from elsewhere. The limit
+        of the reply is at most the rest of the window: servers read a missing limit and null as 16 or 128 tokens, and
+        refuse a limit beyond the window.
+
+        Raises `ContextExceeded` if the prompt leaves no room, and `EngineRefused` if there is neither a limit nor a
+        known window.
+        """
+        settings = {**self._neutral, **{name: value for name, value in sampling.items() if value is not None}}
+        limits = [settings.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
+        limit = next((each for each in limits if each is not None), None)
+        if self.window_tokens is None and limit is None:
+            await self._look_up_window()
+        if self.window_tokens is not None:
+            room = self.window_tokens - prompt_tokens - self.spare_tokens
+            if room < 1:
+                error = ContextExceeded(
+                    f"The conversation of {prompt_tokens} tokens does not fit model '{self.name}' at "
+                    f"{shown(self.root_url)}, whose context window has {self.window_tokens} tokens."
+                )
+                error.window_tokens = self.window_tokens
+                raise error
+            limit = room if limit is None else min(limit, room)
+        if limit is None:
+            raise EngineRefused(
+                f"The server at {shown(self.root_url)} does not report the context window of model '{self.name}', and "
+                "this request has no limit. Set max_token_length (a run, chat) or max_tokens (a request)."
+            )
+        return {**settings, "max_tokens": limit}
 
     async def aclose(self) -> None:
         await self.transport.aclose()
@@ -216,26 +257,28 @@ class TokenServer(TokenChat):
             return None
 
     async def _continued(
-        self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str, read: Reader | None = None
+        self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str, shape: type[T], on_ids: JSON = None
     ) -> Response:
-        """Send the JSON object `rest` in a POST, with the ids added under `name`, and return the response. Each attempt
-        makes the body again, so that a long list of ids is not kept as JSON while the model works."""
+        """Send the JSON object `rest` in a POST, with the ids added under `name`, and return the response, whose
+        `value` has the `shape`. Each attempt makes the body again, so that a long list of ids is not kept as JSON while
+        the model works. A reply of another shape is retried."""
         return await self.transport.request(
             "POST",
             url,
             lambda: b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:])),
             lane=lane,
-            read=read,
+            read=self._reader(url, on_ids),
+            decode=partial(self._decoded, shape=shape, url=url, prompt_tokens=len(ids)),
         )
 
-    def _reader(self, url: URL, events: str, on_ids: JSON) -> Reader | None:
-        """Return a reader for a stream, or None if `on_ids` is None. `events` names a class of `token_stream.py`."""
+    def _reader(self, url: URL, on_ids: JSON) -> Reader | None:
+        """Return a reader for a stream, or None if `on_ids` is None."""
         if on_ids is None:
             return None
         from palaestra.inference.http import token_stream  # imported here, because only chats stream
 
         source = f"The model server at {shown(url)} (model '{self.name}')"
-        return token_stream.TokenStreamReader(source, getattr(token_stream, events), on_ids).read
+        return token_stream.TokenStreamReader(source, getattr(token_stream, self.events), on_ids).read
 
     def _decoded(self, raw: bytes, shape: type[T], url: URL, prompt_tokens: int) -> T:
         try:
@@ -256,11 +299,7 @@ class _Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
-_SGLANG_NAMES: Mapping[str, str] = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "seed": "sampling_seed",
-}
+_SGLANG_NAMES: Mapping[str, str] = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
 """Maps OpenAI's setting names to SGLang's, where they differ."""
 
 
@@ -268,8 +307,12 @@ class SGLangEngine(TokenServer):
     """One SGLang server, through its own `/generate`: token ids in, token ids with their log-probabilities out.
 
     Source of the format: `sglang.srt.managers.io_struct.GenerateReqInput` and the server's `meta_info`, version 0.5.
-    The end-of-turn token is among the ids. A weight update ends requests with finish reason `abort`.
+    The end-of-turn token is among the ids. A weight update ends requests with finish reason `abort`. SGLang refuses a
+    request whose prompt and limit together fill the window (`TokenizerManager._validate_one_request`).
     """
+
+    spare_tokens = 1
+    events = "SGLangEvents"
 
     async def load_weights(self, folder: str, version: str) -> None:
         """Load the weights in `folder`, a path on the server's machine, as policy `version`. Requests in progress end
@@ -289,13 +332,12 @@ class SGLangEngine(TokenServer):
             await self._post("continue_generation", {})
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        url = self.root_url / "generate"
-        lane, asked = sampling.get("split", "train"), _sglang_request(sampling)
-        read = self._reader(url, "SGLangEvents", sampling.get("on_ids"))
-        response = await self._continued(url, "input_ids", input_ids, asked, lane, read)
+        url, lane, on_ids = self.root_url / "generate", sampling.get("split", "train"), sampling.get("on_ids")
+        asked = _sglang_request(await self._complete_settings(len(input_ids), sampling))
+        response = await self._continued(url, "input_ids", input_ids, asked, lane, _SGLangReply, on_ids)
         if not 200 <= response.status < 300:
             raise self.transport.refusal(url, response.status, response.body)
-        reply = self._decoded(response.body, _SGLangReply, url, len(input_ids))
+        reply: _SGLangReply = response.value
         info = reply.meta_info
         reason = info.finish_reason
         if reason.type == "abort" and reason.status_code is not None and 400 <= reason.status_code < 500:
@@ -321,7 +363,6 @@ class SGLangEngine(TokenServer):
 def _sglang_request(sampling: Mapping[str, JSON]) -> bytes:
     ours = ("split", "on_ids")
     settings = {_SGLANG_NAMES.get(name, name): value for name, value in sampling.items() if name not in ours}
-    settings.setdefault("max_new_tokens", None)  # up to the window; SGLang's default is 128
     return encode_json(
         {
             "sampling_params": {**settings, "skip_special_tokens": False},
@@ -366,8 +407,9 @@ class VLLMEngine(TokenServer):
     the tokens, so the version of the last `load_weights` is recorded.
     """
 
-    _stock: bool | None = None
+    events = "VLLMEvents"
     policy_version = ""
+    _stock: bool | None = None
 
     async def load_weights(self, folder: str, version: str) -> None:
         """Load the weights in `folder`, as `SGLangEngine.load_weights` does. The server must run with
@@ -386,7 +428,7 @@ class VLLMEngine(TokenServer):
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         version = self.policy_version  # an update ends the request, so one version has sampled its tokens
-        sampled = await self._sampled(input_ids, {"max_tokens": None, **sampling})  # None: the default is 16
+        sampled = await self._sampled(input_ids, await self._complete_settings(len(input_ids), sampling))
         return replace(sampled, policy_version=version)
 
     async def _sampled(self, input_ids: Sequence[int], sampling: dict[str, JSON]) -> Sampled:
@@ -405,8 +447,7 @@ class VLLMEngine(TokenServer):
         }
         if on_ids is not None:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        read = self._reader(url, "VLLMEvents", on_ids)
-        response = await self._continued(url, "prompt", input_ids, encode_json(body), lane, read)
+        response = await self._continued(url, "prompt", input_ids, encode_json(body), lane, _VLLMReply, on_ids)
         # Concurrent first requests all get this answer; the first of them may have been read already.
         if response.status in (404, 405) and not self._stock and not _is_about_the_request(response.body):
             self._stock = False
@@ -414,11 +455,10 @@ class VLLMEngine(TokenServer):
         if not 200 <= response.status < 300:
             raise self.transport.refusal(url, response.status, response.body)
         self._stock = True
-        return self._from_stock(response.body, input_ids)
+        return self._from_stock(response.value, input_ids)
 
-    def _from_stock(self, raw: bytes, input_ids: Sequence[int]) -> Sampled:
+    def _from_stock(self, reply: _VLLMReply, input_ids: Sequence[int]) -> Sampled:
         url = self.base_url / "completions"
-        reply = self._decoded(raw, _VLLMReply, url, len(input_ids))
         if not reply.choices or reply.choices[0].logprobs is None:
             raise self._wrong(url, len(input_ids), "it has no log-probabilities")
         choice, logprobs = reply.choices[0], reply.choices[0].logprobs
@@ -444,7 +484,8 @@ class VLLMEngine(TokenServer):
     async def _from_atropos(self, input_ids: list[int], sampling: Mapping[str, JSON], lane: str) -> Sampled:
         url = self.root_url / "generate"
         body = {**sampling, "prompt": {"prompt_token_ids": input_ids}, "logprobs": 0}
-        reply = self._decoded(await self.transport.post_json(url, body, lane=lane), _AtroposReply, url, len(input_ids))
+        decode = partial(self._decoded, shape=_AtroposReply, url=url, prompt_tokens=len(input_ids))
+        reply = await self.transport.ask(url, body, decode, lane=lane)
         if not reply.logprobs or not reply.finish_reasons:
             raise self._wrong(url, len(input_ids), "it has no completion")
         ids: list[int] = []

@@ -66,6 +66,8 @@ class TransformersEngine(TokenChat):
         """Load the tokenizer, and load the model in the engine's thread. Raises `ConfigError` if either fails."""
         await super().start()
         await asyncio.wrap_future(self.batcher.start())
+        config = self.model.config.get_text_config()
+        self.window_tokens = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_WINDOW_TOKENS)
 
     async def aclose(self) -> None:
         """End the thread; requests in progress fail. Idempotent."""
@@ -94,8 +96,8 @@ class TransformersEngine(TokenChat):
         wanted = Sampling.read(sampling, self._stop_ids())
         if wanted.seed is None:
             wanted = wanted.seeded(self._seeds.getrandbits(64))
-        config = self.model.config.get_text_config()
-        window = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_WINDOW_TOKENS)
+        config, window = self.model.config.get_text_config(), self.window_tokens
+        assert window is not None, "the engine was not started"
         room = window - len(input_ids)
         if room < 1:
             error = ContextExceeded(

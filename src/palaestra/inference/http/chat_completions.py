@@ -16,6 +16,7 @@ import msgspec
 from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import ChatCompletion, TextCompletion
+from palaestra.inference.finish_reasons import read_finish_reason
 from palaestra.inference.http.transport import NOT_JSON
 
 _DECODER = msgspec.json.Decoder(ChatCompletion)
@@ -24,10 +25,10 @@ _SHOWN_BYTES = 200
 
 
 def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
-    """Return the reply as records. `turn` (from 1) is part of the ids made for calls without an id; `source` names the
-    server.
+    """Return the reply as records, with OpenAI's finish reasons. `turn` (from 1) is part of the ids made for calls
+    without an id; `source` names the server.
 
-    Raises `EngineReplyError`.
+    Raises `EngineReplyError` for a reply that is broken or that the provider failed to finish, and `ReplyWithheld`.
     """
     try:
         completion = _DECODER.decode(raw)
@@ -38,6 +39,7 @@ def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
     if not completion.choices:
         raise _not_a_reply(source, "it has no choices", raw)
     for choice in completion.choices:
+        choice.finish_reason = read_finish_reason(choice.finish_reason, source)
         for index, call in enumerate(choice.message.tool_calls or ()):
             call.id = call.id or f"call_{turn}_{index}"
     return completion
@@ -50,6 +52,8 @@ def decode_text(raw: bytes, source: str) -> TextCompletion:
         raise _not_a_reply(source, str(error), raw, "completion") from None
     if not completion.choices:
         raise _not_a_reply(source, "it has no choices", raw, "completion")
+    for choice in completion.choices:
+        choice.finish_reason = read_finish_reason(choice.finish_reason, source)
     return completion
 
 

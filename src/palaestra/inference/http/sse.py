@@ -2,8 +2,9 @@
 
 An incomplete stream ends in an error, and the transport retries. Sources: the OpenAI reference
 (`chat.completion.chunk`, `stream_options`) and the WHATWG's specification of server-sent events. Servers send calls
-with or without an index, with the name in every chunk, or with the whole call repeated at the end; the assembled reply
-has each name and argument only once.
+with or without an index or an id, with the same index for all calls, with the name or even a new id in every chunk,
+with `{}` before the arguments, or with the whole call repeated at the end. What completes a JSON object therefore
+decides where a call ends, and the assembled reply has each name and argument only once.
 """
 
 from __future__ import annotations
@@ -52,10 +53,7 @@ class EventStreamReader:
         stream, `FailedWithin` for an error with a status in the stream, and `EngineReplyError` for an error without a
         status or an invalid event."""
         if reply.content_type != "text/event-stream" or reply.status != 200:
-            body = await reply.read()
-            if reply.status == 200:
-                raise_failed_within(body)
-            return body
+            return await reply.read()
         self._tries += 1
         if self._tries > 1 and self._hook is not None:
             self._hook(Delta(restarted=True))
@@ -105,16 +103,35 @@ class _Call:
     arguments: list[str] = field(default_factory=list)
 
     def take(self, call: dict[str, JSON]) -> None:
-        function = call.get("function")
-        function = function if isinstance(function, dict) else {}
+        name, piece = _said(call)
         self.id = self.id or _text(call.get("id"))
-        name = _text(function.get("name"))
         self.name = name if name.startswith(self.name) else self.name + name
-        arguments = function.get("arguments")
-        piece = arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
-        if piece.startswith("{") and piece == "".join(self.arguments) and _is_whole(piece):
-            return  # the server repeated the whole call
+        if piece.lstrip().startswith("{") and self.whole is not None:
+            if self._repeats(piece):
+                return
+            if not self.whole:  # `{}` stood for arguments to come
+                self.arguments.clear()
         self.arguments.append(piece)
+
+    @property
+    def whole(self) -> dict[str, JSON] | None:
+        """The arguments so far, if they are a JSON object."""
+        last = next((piece for piece in reversed(self.arguments) if piece.strip()), "")
+        return _object("".join(self.arguments)) if last.rstrip().endswith("}") else None
+
+    def is_another(self, call: dict[str, JSON]) -> bool:
+        """Return whether a delta with this call's index, or without an index, begins another call."""
+        (name, piece), id_ = _said(call), _text(call.get("id"))
+        if not name:
+            return False
+        other_id = bool(id_ and self.id and id_ != self.id)
+        if other_id and name != self.name:
+            return True
+        same_id = bool(id_) and id_ == self.id
+        return self.whole is not None and not same_id and (other_id or name != self.name or not self._repeats(piece))
+
+    def _repeats(self, piece: str) -> bool:
+        return bool(self.whole) and _object(piece) == self.whole
 
     def as_message(self) -> dict[str, JSON]:
         function = {"name": self.name, "arguments": "".join(self.arguments)}
@@ -152,17 +169,17 @@ class _ChoiceParts:
         return Delta(index, content, reasoning) if content or reasoning else None
 
     def _call_of(self, call: dict[str, JSON]) -> _Call:
-        """Return the call that a delta belongs to, by index. Without an index, a new id begins a call; other deltas
-        continue the last call. Some servers give every call the same index, so a different id with a name also begins a
-        call."""
+        """Return the call that a delta belongs to: the call with its index or, without an index, with its id, or else
+        the last call. A delta that follows a whole call and has a name begins another call."""
         key, id_ = call.get("index"), _text(call.get("id"))
         if not isinstance(key, int):
-            key = id_ or (list(self.latest)[-1] if self.latest else 0)
+            key = id_ if id_ in self.latest or not self.latest else list(self.latest)[-1]
         latest = self.latest.get(key)
-        function = call.get("function")
-        named = isinstance(function, dict) and bool(_text(function.get("name")))
-        if latest is None or (named and id_ and latest.id and latest.id != id_):
-            latest = self.latest[key] = _Call()
+        if latest is None or latest.is_another(call):
+            key = key if isinstance(call.get("index"), int) else id_ or f"call {len(self.calls)}"
+            latest = _Call()
+            self.latest.pop(key, None)
+            self.latest[key] = latest
             self.calls.append(latest)
         return latest
 
@@ -211,8 +228,18 @@ def _text(value: JSON) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _is_whole(arguments: str) -> bool:
+def _said(call: dict[str, JSON]) -> tuple[str, str]:
+    """Return the name and the piece of the arguments in a delta of a call."""
+    function = call.get("function")
+    function = function if isinstance(function, dict) else {}
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
+    return _text(function.get("name")), text
+
+
+def _object(arguments: str) -> dict[str, JSON] | None:
     try:
-        return isinstance(json.loads(arguments), dict)
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
-        return False
+        return None
+    return value if isinstance(value, dict) else None

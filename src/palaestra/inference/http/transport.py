@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
@@ -23,7 +23,14 @@ from yarl import URL
 
 from palaestra.core.clock import Clock, SystemClock, take_turn
 from palaestra.core.config import sent_secret
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
+from palaestra.core.errors import (
+    ConfigError,
+    ContextExceeded,
+    EngineError,
+    EngineRefused,
+    EngineReplyError,
+    EngineUnavailable,
+)
 from palaestra.core.printable import without_middle
 from palaestra.core.redaction import HIDDEN, redacted
 from palaestra.core.retry import AT_START, RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
@@ -31,6 +38,8 @@ from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 10.0
 LOOK_TIMEOUT_S = 10.0
@@ -60,16 +69,21 @@ Body: TypeAlias = Callable[[], bytes]
 
 Reader: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
 """Reads the body of one reply. If it raises `aiohttp.ClientError`, the connection broke and the request is retried; if
-it raises `FailedWithin`, the reply counts as one with that error's status."""
+it raises `FailedWithin`, the reply counts as one with that error's status; if it raises `EngineReplyError`, the reply
+is broken and the request is retried."""
+
+Decoder: TypeAlias = Callable[[bytes], T]
+"""Decodes the body of a successful reply. If it raises `EngineReplyError`, the request is retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An answer with any status."""
+    """An answer with any status. `value` is the body of a successful answer, decoded."""
 
     status: int
     body: bytes
     retry_after: str | None = None
+    value: Any = None
 
 
 class Transport:
@@ -134,6 +148,18 @@ class Transport:
             raise self.refusal(url, response.status, response.body)
         return response.body
 
+    async def ask(
+        self, url: URL, payload: JSON, decode: Decoder[T], *, lane: str = "train", read: Reader | None = None
+    ) -> T:
+        """Send `payload` as `post_json` does, and return the reply as `decode` returns it. Raises the same errors, and
+        `EngineReplyError` if every reply is broken."""
+        body = encode_json(payload)
+        response = await self.request("POST", url, lambda: body, lane=lane, read=read, decode=decode)
+        if not 200 <= response.status < 300:
+            raise self.refusal(url, response.status, response.body)
+        value: T = response.value
+        return value
+
     def refusal(self, url: URL, status: int, body: bytes) -> EngineRefused:
         """Return the error for a status that a retry cannot change, and count it as a failure."""
         self.failures += 1
@@ -162,9 +188,10 @@ class Transport:
         retry: RetryPolicy | None = None,
         timeout_s: float | None = None,
         read: Reader | None = None,
+        decode: Decoder[T] | None = None,
     ) -> Response:
-        """Send the request until there is a reply that a retry would not change. Raises `EngineUnavailable` after the
-        last attempt, or if the time runs out."""
+        """Send the request until there is a reply that a retry would not change. After the last attempt, or if the time
+        runs out, raises `EngineUnavailable`, or `EngineReplyError` if the last reply was broken."""
         whole_s, policy, tried = timeout_s or self.timeout_s, retry or self.retry, 0
 
         async def send(tries: int, left_s: float) -> Response:
@@ -172,14 +199,18 @@ class Transport:
             tried = tries
             waited_s = await self._take_turn(lane)
             try:
-                response = await self._send(method, url, body, left_s, read)
+                response = await self._send(method, url, body, left_s, read, decode)
+            except EngineReplyError as error:
+                raise TransientFailure(error, waited_s=waited_s) from error
+            except EngineError:  # also an OSError, but the server's last word
+                raise
             except (aiohttp.ClientError, OSError) as error:
                 raise TransientFailure(
                     unreachable(url, error, self.model, tries, whole_s), waited_s=waited_s
                 ) from error
             finally:
                 self._lanes[lane].release()
-            if response.status in RETRIED_STATUSES:
+            if response.status in RETRIED_STATUSES and not is_too_long(response.status, server_says(response.body)):
                 asked_s = retry_after_s(response.retry_after, self._clock.wall())
                 raise TransientFailure(
                     overloaded(url, response.status, response.body, self.model, tries), asked_s, waited_s
@@ -192,7 +223,7 @@ class Transport:
 
         try:
             return await persist(send, retry=policy, timeout_s=whole_s, clock=self._clock, rng=self._rng, again=again)
-        except EngineUnavailable:
+        except EngineError:
             self.failures += 1
             raise
 
@@ -215,7 +246,15 @@ class Transport:
         await take_turn(self._lanes[lane])
         return self._clock.monotonic() - asked_s
 
-    async def _send(self, method: str, url: URL, body: Body | None, timeout_s: float, read: Reader | None) -> Response:
+    async def _send(
+        self,
+        method: str,
+        url: URL,
+        body: Body | None,
+        timeout_s: float,
+        read: Reader | None,
+        decode: Decoder[Any] | None,
+    ) -> Response:
         self.requests += 1
         self.in_flight += 1
         try:
@@ -225,13 +264,17 @@ class Transport:
             async with session.request(
                 method, url, params=self._query, data=data, timeout=timeout, allow_redirects=False
             ) as reply:
+                value: object = None
                 try:
                     status, content = reply.status, await (read(reply) if read else reply.read())
+                    if decode is not None and 200 <= status < 300:
+                        raise_failed_within(content)
+                        value = decode(content)
                 except FailedWithin as failed:
                     status, content = failed.status, failed.body
                 if status >= 300 and isinstance(content, bytes):
                     content = self._without_key(content)
-                return Response(status, content, reply.headers.get("Retry-After"))
+                return Response(status, content, reply.headers.get("Retry-After"), value)
         finally:
             self.in_flight -= 1
 
@@ -304,6 +347,12 @@ _WINDOW = re.compile(
 _SMALLEST_WINDOW = 256
 
 
+def is_too_long(status: int, said: str) -> bool:
+    """Return whether an error means that the conversation does not fit. llama.cpp and Ollama report that with status
+    500. A rate limit may name a number of tokens too."""
+    return status >= 400 and status not in (401, 402, 403, 404, 429) and bool(_TOO_LONG.search(said))
+
+
 def window_tokens(said: str) -> int | None:
     """Return the size of the context window in a server's message, or None if the message does not contain it."""
     for match in _WINDOW.finditer(said):
@@ -343,6 +392,8 @@ def raise_failed_within(body: bytes) -> None:
     code = error.get("code") if isinstance(error, dict) else None
     if isinstance(code, int) and 400 <= code < 600:
         raise FailedWithin(code, body)
+    if error and is_too_long(400, server_says(body)):
+        raise FailedWithin(400, body)
 
 
 class _WithError(msgspec.Struct):
@@ -380,7 +431,7 @@ def _message(value: JSON) -> str | None:
 
 def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
     said = server_says(body)
-    if status in (400, 413, 422) and _TOO_LONG.search(said):
+    if is_too_long(status, said):
         error = ContextExceeded(
             f"The conversation does not fit model '{model}' at {shown(url)} (HTTP {status}): {said}"
         )

@@ -11,7 +11,7 @@ import math
 import zlib
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from palaestra.inference.ledger.records import (
     DIGEST_BYTES,
@@ -32,6 +32,10 @@ from palaestra.inference.ledger.records import (
 
 _ONE = packed(array("f", [PROMPT_LOGPROB]))
 _FINISHES = ("stop", "length")
+
+IMPOSSIBLE = math.log(1e-9)
+"""The log-probability below which an event counts as practically excluded."""
+_LEAST_REPLIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +212,36 @@ class _SegmentCheck:
             feed_digest(hasher, span.kind, span.version, tokens, self.segment.logprobs[part])
             if hasher.hexdigest() != span.digest:
                 yield self._at("T1", "tokens, log-probabilities or versions are not those that were recorded", span)
+
+
+@dataclass(slots=True)
+class RepeatedReplies:
+    """Collects the first replies of rollouts. A server that applies settings of its own, such as `top_k 1` from a
+    model's `generation_config.json`, gives the same reply again and again, although its log-probabilities say that the
+    model would choose others too."""
+
+    prompts: dict[int, list[tuple[bytes, float]]] = field(default_factory=dict)
+
+    def add(self, record: LedgerRecord) -> None:
+        """Add the first reply of a ledger whose log-probabilities are the model's own at temperature 1."""
+        segment = record.segments[0] if record.segments else None
+        span = next((each for each in segment.spans if each.kind == "sampled"), None) if segment else None
+        if segment is None or span is None:
+            return
+        part = slice(span.start * ITEM_BYTES, span.stop * ITEM_BYTES)
+        sampled = segment.tokens[part], sum(unpacked_logprobs(segment.logprobs[part]))
+        self.prompts.setdefault(span.sent, []).append(sampled)
+
+    @property
+    def notice(self) -> str:
+        """The notice if no prompt has two different replies, and that is practically excluded; else an empty string."""
+        repeated = [replies for replies in self.prompts.values() if len(replies) > 1]
+        if any(len({ids for ids, _ in replies}) > 1 for replies in repeated):
+            return ""
+        chance = sum((len(replies) - 1) * replies[0][1] for replies in repeated)
+        if chance >= IMPOSSIBLE or sum(map(len, repeated)) < _LEAST_REPLIES:
+            return ""
+        return (
+            f"all replies to the same prompt are identical ({len(repeated)} prompts), which their log-probabilities "
+            "practically exclude: the server did not sample as it reports; palaestra doctor URL checks it"
+        )

@@ -3,8 +3,8 @@ reads the types of arguments from tool schemas, for formats that write values as
 
 Duplicate keys, NaN, infinities and numbers that overflow are rejected, because JSON libraries read them differently.
 Bare text becomes a value of a different type only if the schema names that type and the text is exactly such a value in
-JSON (or True, False or None, which some templates write); otherwise it stays text, and the validation of the arguments
-reports the problem.
+JSON, or in Python (True, False, None, lists and dicts), which templates and models write too; otherwise it stays text,
+and the validation of the arguments reports the problem. Sources: the parsers published with Qwen3-Coder and GLM.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, NoReturn
 
 from palaestra.core.types import JSON
+from palaestra.inference.parsers.literals import literal
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, Tools
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -261,7 +262,12 @@ def typed(text: str, types: frozenset[str]) -> JSON:
     try:
         value = decode(text)
     except Malformed:
-        return text
+        if "string" in types or not types & {"array", "object"} or not text.lstrip().startswith(("[", "{")):
+            return text
+        try:
+            value = literal(text.strip())
+        except Malformed:
+            return text
     return value if not isinstance(value, str) and _types_of(value) & types else text
 
 

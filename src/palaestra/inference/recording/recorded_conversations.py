@@ -25,7 +25,7 @@ from typing import TypeVar
 
 import msgspec
 
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineError, EngineRefused, TaskError
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineError, EngineRefused, ReplyWithheld, TaskError
 from palaestra.core.io.threads import OneThread
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
@@ -317,7 +317,8 @@ class Conversations:
                 raise Refusal(503, str(error), code="server_error") from None
             await self._blame(error)
             if isinstance(error, EngineRefused):
-                raise Refusal(400, str(error), code="invalid_request") from None
+                code = "content_filter" if isinstance(error, ReplyWithheld) else "invalid_request"
+                raise Refusal(400, str(error), code=code) from None
             raise Refusal(500, str(error), code="server_error") from None
         except ConfigError as error:
             raise Refusal(400, str(error), code="invalid_request") from None

@@ -35,6 +35,8 @@ _WIRE_ONLY = frozenset(
     ]
 )
 """Fields of a request that are not sampling settings."""
+_UNLIMITED = 1 << 20
+"""The window that is reported for an engine without one."""
 
 
 class TokenLoopback:
@@ -94,13 +96,14 @@ class TokenLoopback:
         return body
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": self._engine.name, "object": "model", "owned_by": self._kind}
+        window = getattr(self._engine, "window_tokens", None) or _UNLIMITED
+        model = {"id": self._engine.name, "object": "model", "owned_by": self._kind, "max_model_len": window}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
         ids = list(self._tokenizer.encode(body["prompt"], add_special_tokens=False))
-        return web.json_response({"count": len(ids), "max_model_len": 1 << 20, "tokens": ids})
+        return web.json_response({"count": len(ids), "max_model_len": _UNLIMITED, "tokens": ids})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)

@@ -25,6 +25,7 @@ from palaestra.inference.ledger import (
     verify_ledger,
 )
 from palaestra.inference.ledger.records import ITEM_BYTES, SampledTurn
+from palaestra.inference.ledger.verify import RepeatedReplies
 from palaestra.rollouts.events import (
     AttemptDiscarded,
     GroupEnded,
@@ -49,8 +50,8 @@ TRAINED_KEYS = (
 
 @dataclass(slots=True)
 class RunVerdict:
-    """Counts of the checked parts, and the first violation. `rows` and `lines` count the rows and lines of the groups
-    file, `exported` the lines of the file of exported rows."""
+    """Counts of the checked parts, the first violation, and a notice that does not break an invariant. `rows` and
+    `lines` count the rows and lines of the groups file, `exported` the lines of the file of exported rows."""
 
     rollouts: int = 0
     without_tokens: int = 0
@@ -64,6 +65,7 @@ class RunVerdict:
     exported: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     violation: str = ""
+    notice: str = ""
 
     @property
     def ok(self) -> bool:
@@ -85,6 +87,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
     sampled: dict[str, dict[int, SampledTurn]] = {}
     ended_groups: set[str] = set()
     config: Mapping[str, JSON] = {}
+    first_replies = RepeatedReplies()
     over = False
     for event in read_journal(journal):
         over = isinstance(event, RunEnded)
@@ -114,8 +117,11 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
             # the conversations of a long run would not fit in memory
             ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
             written[trajectory.rollout_id] = _Written.of(trajectory)
+            if trajectory.ledger is not None and not trajectory.is_forked and _temperature(config) == 1.0:
+                first_replies.add(trajectory.ledger)
         if not verdict.ok:
             return verdict
+    verdict.notice = first_replies.notice
     if not verdict.rollouts:
         raise ConfigError(f"{journal} has no finished rollout, so there is nothing to prove")
     if verdict.rollouts == verdict.without_tokens:
@@ -130,6 +136,12 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
     if exported is not None and verdict.ok:
         verdict.violation = next(_exported(exported, ends, verdict), "")
     return verdict
+
+
+def _temperature(config: Mapping[str, JSON]) -> float | None:
+    settings = config.get("env")
+    found = settings.get("agent_temperature") if isinstance(settings, Mapping) else None
+    return found if isinstance(found, int | float) else None
 
 
 def _due(ended: Iterable[Trajectory], config: Mapping[str, JSON]) -> set[str]:

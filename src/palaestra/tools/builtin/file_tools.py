@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from palaestra.core.reply_size import sent_chars
 from palaestra.core.types import JSON
+from palaestra.sandbox.slot import Slot
 from palaestra.tools import parameters
 from palaestra.tools.files.syntax_check import check_syntax
 from palaestra.tools.files.text_files import (
@@ -95,7 +97,7 @@ def numbered(lines: list[str], offset: int, limit: int) -> list[str]:
     size = 0
     for number, line in enumerate(lines[offset - 1 : offset - 1 + limit], start=offset):
         entry = f"{number}|{_cut(line.removesuffix(chr(13)))}"
-        size += len(entry) + 1
+        size += sent_chars(entry) + 2
         if shown and size > MAX_CONTENT_CHARS:
             break
         shown.append(entry)
@@ -109,8 +111,8 @@ def _cut(line: str) -> str:
 
 
 async def run_write_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Write the whole file; the reply has `path`, `bytes_written`, `created`, and for Python, JSON, YAML and TOML files
-    `syntax_check`."""
+    """Write the whole file; the reply has `path`, `bytes_written`, `created`, for Python, JSON, YAML and TOML files
+    `syntax_check`, and `note` if the form of the old text is lost."""
     slot, content = await run.slot(), arguments["content"]
     path = await in_full(slot, arguments["path"])
     try:
@@ -122,10 +124,28 @@ async def run_write_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolRep
     present = await file_info(slot, path)
     if present is not None and present.kind not in ("file", "symlink"):
         raise ToolMistake(f"{path} already exists and is {KINDS[present.kind]}; nothing was written")
+    lost = "" if present is None or not present.size else await _lost_form(slot, path, content)
     await write_file_bytes(slot, path, data)
     reply: dict[str, JSON] = {"path": path, "bytes_written": len(data), "created": present is None}
+    if lost:
+        reply["note"] = lost
     checked = check_syntax(path, content)
     return reply if checked is None else {**reply, "syntax_check": checked}
+
+
+async def _lost_form(slot: Slot, path: str, content: str) -> str:
+    """Return a note about the byte order mark, the line ends and the last line end that the old file has and the new
+    content has not. read_file does not show them, so a model drops them without knowing."""
+    try:
+        old = await read_text_file(slot, path)
+    except ToolMistake:  # binary, too large or unreadable
+        return ""
+    lost = ["a byte order mark (\\ufeff)"] if old.bom and not content.startswith("\ufeff") else []
+    if old.crlf and "\n" in content.replace("\r\n", ""):
+        lost.append("CRLF line ends (\\r\\n)")
+    if old.text.endswith("\n") and content and not content.endswith("\n"):
+        lost.append("a line end at its end")
+    return f"The old file had {' and '.join(lost)}; the new one does not. patch keeps them." if lost else ""
 
 
 READ_FILE = FunctionTool(schema=READ_SCHEMA, run=run_read_file, toolset="file", parallel_safe=True)

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from palaestra.core.reply_size import head_within, items_within, sent_chars
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import WORKSPACE, ExecutionResult, Slot
 from palaestra.tools import parameters
@@ -37,7 +38,10 @@ _MAX_PATTERN_CHARS = 10_000
 RIPGREP_PATHS = ("/usr/bin/rg", "/usr/local/bin/rg", "/bin/rg")
 _GIVEN_UP = re.compile(r"^grep: ([^\0\n]+): exceeded PCRE's [a-z ]+limit$", re.MULTILINE)
 _COUNT = re.compile(r"[1-9][0-9]{0,15}")
-_NUMBERED = re.compile(r"([0-9]{1,16})([:-])")
+_NUMBERED = re.compile(r"([0-9]{1,16})([:-])([0-9]{1,18})[:-]")
+"""The number of a line, the sign of a match or of context, and the line's offset in bytes."""
+_BEFORE_MATCH = 100
+"""The number of characters before the match that are shown of a long line."""
 _NEWLINE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[nrR]")
 
 SCHEMA = ToolSchema(
@@ -91,7 +95,11 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     if arguments.get("target", "content") == "files":
         named = name_filter(arguments["pattern"], path, root.kind == "dir", loose=True)
         found = await list_files(slot, path, timeout_s)
-        return _page("files", await _kept(found, lambda name: wanted(name) and named(name), timeout_s), arguments)
+        files = await _kept(found, lambda name: wanted(name) and named(name), timeout_s)
+        reply = _page("files", files, arguments)
+        if not files and (folders := await _kept(await list_folders(slot, path, timeout_s), named, timeout_s)):
+            reply["hint"] = f"No file has such a name, but a directory has: list it with path={folders[0]}"
+        return reply
     query = SearchQuery(arguments["pattern"], path, arguments.get("file_glob"), timeout_s)
     counted = await count_matches(slot, query)
     counts = {name: counted[name] for name in await _kept(list(counted), wanted, timeout_s)}
@@ -139,6 +147,7 @@ def _page(key: str, items: Sequence[JSON], arguments: Mapping[str, JSON]) -> dic
 
 
 def _reply(key: str, page: list[JSON], total: int, offset: int) -> dict[str, JSON]:
+    page = page[: items_within(page)]
     after = offset + len(page)
     reply: dict[str, JSON] = {key: page, "total_count": total, "truncated": after < total}
     if page and after < total:
@@ -146,8 +155,15 @@ def _reply(key: str, page: list[JSON], total: int, offset: int) -> dict[str, JSO
     return reply
 
 
-def _cut(line: str) -> str:
-    return line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "... [line cut]"
+def _cut(line: str, match_at: int = 0) -> str:
+    """Return a line, or the part of a long line around its match, which begins at byte `match_at`."""
+    if len(line) <= MAX_LINE_CHARS and sent_chars(line) <= 2 * MAX_LINE_CHARS:
+        return line
+    at = len(line.encode(errors="replace")[:match_at].decode(errors="ignore"))
+    start = 0 if at < MAX_LINE_CHARS - _BEFORE_MATCH else at - _BEFORE_MATCH
+    shown = head_within(line[start : start + MAX_LINE_CHARS], 2 * MAX_LINE_CHARS)
+    before = f"[{start} characters before] ..." if start else ""
+    return f"{before}{shown}{'... [line cut]' if start + len(shown) < len(line) else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,34 +207,59 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
     line."""
     engine = await _ripgrep(slot)
     argv = _rg(engine, query) if engine else _grep(query)
-    options = ["--line-number", f"--context={context}", f"--max-count={most}", "--regexp", query.pattern, "--"]
-    result = await _run(slot, [*argv, *options, *map(_safe, files)], query)
-    lines: dict[str, dict[int, tuple[bool, str]]] = {}
+    options = ["--line-number", "--byte-offset", f"--max-count={most}", "--regexp", query.pattern, "--"]
+    options += map(_safe, files)
+    result = await _run(slot, [*argv, f"--context={context}", *options], query)
+    lines: dict[str, dict[int, _Line]] = {}
     for path, text in _records(result.output):
         found = _NUMBERED.match(text)
         if found is not None:
-            lines.setdefault(_shown(path), {})[int(found[1])] = (
-                found[2] == ":",
-                text[found.end() :].removesuffix("\r"),
-            )
+            line = _Line(found[2] == ":", text[found.end() :].removesuffix("\r"), int(found[3]))
+            lines.setdefault(_shown(path), {})[int(found[1])] = line
+    if any(line.is_match and len(line.text) > MAX_LINE_CHARS for each in lines.values() for line in each.values()):
+        result = await _execute(slot, [*argv, "--only-matching", *options], query)
+        for path, text in _records(result.output):
+            found = _NUMBERED.match(text)
+            match = lines.get(_shown(path), {}).get(int(found[1])) if found is not None else None
+            if found is not None and match is not None and match.match_at is None:
+                match.match_at = int(found[3]) - match.offset
     return [match for path in sorted(lines) for match in _matches(path, lines[path], context)]
 
 
 async def list_files(slot: Slot, root: str, timeout_s: float) -> list[str]:
     """Return files and symlinks below `root`, sorted, except those in `.git`."""
-    argv = ["find", _safe(root), "-name", ".git", "-prune", "-o", "(", "-type", "f", "-o", "-type", "l", ")", "-print0"]
+    return await _found(slot, root, ["(", "-type", "f", "-o", "-type", "l", ")"], timeout_s)
+
+
+async def list_folders(slot: Slot, root: str, timeout_s: float) -> list[str]:
+    """Return the directories below `root`, sorted, except `.git` and those in it."""
+    return [each for each in await _found(slot, root, ["-type", "d"], timeout_s) if each != _shown(_safe(root))]
+
+
+async def _found(slot: Slot, root: str, kinds: list[str], timeout_s: float) -> list[str]:
+    argv = ["find", _safe(root), "-name", ".git", "-prune", "-o", *kinds, "-print0"]
     result = await slot.execute(argv, timeout_s=timeout_s, max_output_bytes=MAX_LISTING_BYTES)
     _check(result)
     return sorted(_shown(path) for path in result.output.split("\0")[:-1])
 
 
-def _matches(path: str, lines: dict[int, tuple[bool, str]], context: int) -> Iterator[JSON]:
-    for number, (is_match, text) in sorted(lines.items()):
-        if is_match:
-            match: dict[str, JSON] = {"path": path, "line": number, "content": _cut(text)}
+@dataclass(slots=True)
+class _Line:
+    """A printed line: its offset in the file, and the offset of its first match in the line, in bytes."""
+
+    is_match: bool
+    text: str
+    offset: int
+    match_at: int | None = None
+
+
+def _matches(path: str, lines: dict[int, _Line], context: int) -> Iterator[JSON]:
+    for number, line in sorted(lines.items()):
+        if line.is_match:
+            match: dict[str, JSON] = {"path": path, "line": number, "content": _cut(line.text, line.match_at or 0)}
             if context:
-                match["before"] = [_cut(lines[n][1]) for n in range(number - context, number) if n in lines]
-                match["after"] = [_cut(lines[n][1]) for n in range(number + 1, number + context + 1) if n in lines]
+                match["before"] = [_cut(lines[n].text) for n in range(number - context, number) if n in lines]
+                match["after"] = [_cut(lines[n].text) for n in range(number + 1, number + context + 1) if n in lines]
             yield match
 
 
@@ -245,12 +286,14 @@ def _grep(query: SearchQuery) -> list[str]:
 
 
 async def _run(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
-    locale = "C" if query.pattern.isascii() else "C.UTF-8"
-    result = await slot.execute(
-        argv, env={"LC_ALL": locale}, timeout_s=query.timeout_s, max_output_bytes=MAX_LISTING_BYTES
-    )
+    result = await _execute(slot, argv, query)
     _check(result)
     return result
+
+
+async def _execute(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
+    locale = {"LC_ALL": "C" if query.pattern.isascii() else "C.UTF-8"}
+    return await slot.execute(argv, env=locale, timeout_s=query.timeout_s, max_output_bytes=MAX_LISTING_BYTES)
 
 
 def _check(result: ExecutionResult) -> None:

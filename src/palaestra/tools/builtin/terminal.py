@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Mapping
 
 from palaestra.core.errors import InfraError
+from palaestra.core.reply_size import head_within, sent_chars, tail_within
 from palaestra.core.types import JSON
 from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import Watch
@@ -198,7 +199,7 @@ async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tup
     """
     if kept is not None:
         return cut(text, f"{kept['output_total_bytes']} bytes"), dict(kept)
-    if len(text) <= MAX_OUTPUT_CHARS:
+    if _fits(text):
         return text, {}
     totals: dict[str, JSON] = {"output_total_chars": len(text)}
     path = await _spill(slot, text)
@@ -212,17 +213,21 @@ def contract_facts(result: ExecutionResult) -> dict[str, JSON]:
     facts = {name: result.metadata[name] for name in _FACTS}
     streams = {name: str(result.metadata[name]) for name in ("stdout", "stderr") if name in result.metadata}
     return facts | {
-        name: text if len(text) <= MAX_OUTPUT_CHARS else cut(text, f"{len(text)} characters")
-        for name, text in streams.items()
+        name: text if _fits(text) else cut(text, f"{len(text)} characters") for name, text in streams.items()
     }
 
 
 def cut(text: str, total: str) -> str:
     """Return the head and the tail of an output, with a line between them that marks the cut: `MAX_OUTPUT_CHARS`
-    characters in all."""
+    characters in all, and at most twice as many as they are sent."""
     note = f"\n... [OUTPUT CUT HERE: this is the beginning and the end of {total}] ...\n"
     tail = MAX_OUTPUT_CHARS - HEAD_CHARS - len(note)
-    return text[:HEAD_CHARS] + note + text[-tail:]
+    head = head_within(text[:HEAD_CHARS], 2 * HEAD_CHARS)
+    return head + note + tail_within(text[len(head) :][-tail:], 2 * tail)
+
+
+def _fits(text: str) -> bool:
+    return len(text) <= MAX_OUTPUT_CHARS and sent_chars(text) <= 2 * MAX_OUTPUT_CHARS
 
 
 async def _spill(slot: Slot, text: str) -> str | None:

@@ -11,8 +11,9 @@ import fnmatch
 import posixpath
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
+from palaestra.sandbox.slot import WORKSPACE
 from palaestra.tools.tool import ToolMistake
 
 _MAX_ALTERNATIVES = 64
@@ -29,22 +30,27 @@ def name_filter(glob: str | None, root: str, is_dir: bool, *, loose: bool = Fals
     """Return a test for paths below `root`. A glob without a slash matches base names. A glob with a slash matches
     paths relative to `root`, or to its directory if `root` is a file.
 
+    An absolute glob matches absolute paths. A glob that is itself a name, such as `[id].tsx`, also matches this name.
     With `loose`, a glob without wildcards matches every name that contains it. If `glob` is None or empty, every path
     matches. Raises `ToolMistake` for a glob that cannot be used.
     """
     if not glob:
         return lambda path: True
-    glob = glob.removeprefix("./")
+    glob = literal = glob.removeprefix("./")
     if loose and not any(mark in glob for mark in "*?[{"):
-        glob = f"**/*{glob}*" if "/" in glob else f"*{glob}*"
+        folder, slash, name = glob.rpartition("/")
+        part = f"*{name}*" if glob.startswith("/") else f"*{glob}*"
+        glob = f"{folder}/{part}" if glob.startswith("/") else f"**/{part}" if slash else part
     alternatives = _compiled(glob)
-    if "/" not in glob:
-        return lambda path: any(_matches(parts, [posixpath.basename(path)]) for parts in alternatives)
-    base = root if is_dir else posixpath.dirname(root)
+    named: Callable[[str], str] = posixpath.basename
+    if glob.startswith("/"):
+        named = partial(posixpath.join, WORKSPACE)
+    elif "/" in glob:
+        named = partial(posixpath.relpath, start=(root if is_dir else posixpath.dirname(root)) or ".")
 
     def matches(path: str) -> bool:
-        names = posixpath.relpath(path, base or ".").split("/")
-        return any(_matches(parts, names) for parts in alternatives)
+        name = named(path)
+        return name == literal or any(_matches(parts, name.split("/")) for parts in alternatives)
 
     return matches
 

@@ -157,19 +157,23 @@ class Connection:
         return self._task is not None and not self._task.done() and not self._stderr.ended and not self._stop.is_set()
 
     async def list_tools(self) -> list[Tool]:
-        """Return all tools of the server, page by page. Raises `ToolServerError`."""
+        """Return all tools of the server, page by page. An empty cursor or one that comes again ends the list. Raises
+        `ToolServerError`."""
         from mcp import MCPError
 
         tools: list[Tool] = []
         cursor: str | None = None
+        seen: set[str | None] = {None, ""}
         try:
             async with asyncio.timeout(self._config.connect_timeout):
                 for _ in range(_MOST_PAGES):
                     page = await self._session().list_tools(cursor=cursor)
-                    tools += page.tools
+                    known = {tool.name for tool in tools}
+                    tools += [tool for tool in page.tools if tool.name not in known]
                     cursor = page.next_cursor
-                    if cursor is None:
+                    if cursor in seen:
                         return tools
+                    seen.add(cursor)
         except TimeoutError:
             problem = f"did not list its tools within {self._config.connect_timeout:g} s"
             raise ToolServerUnavailable(f"MCP server '{self.name}' {problem}{self._said()}") from None

@@ -49,7 +49,7 @@ def _lines(text: str | None) -> list[str]:
 
 
 def _hunks(old: list[str], new: list[str]) -> Iterator[str]:
-    for group in _Trimmed(old, new).get_grouped_opcodes(_CONTEXT):
+    for group in BoundedMatcher(old, new).get_grouped_opcodes(_CONTEXT):
         first, last = group[0], group[-1]
         yield f"@@ -{_range(first[1], last[2])} +{_range(first[3], last[4])} @@\n"
         for kind, old_start, old_end, new_start, new_end in group:
@@ -60,8 +60,8 @@ def _hunks(old: list[str], new: list[str]) -> Iterator[str]:
             yield from ("+" + line for line in new[new_start:new_end])
 
 
-class _Trimmed(difflib.SequenceMatcher[str]):
-    """A comparison of only the changed part, without the equal head and tail of both texts."""
+class BoundedMatcher(difflib.SequenceMatcher[str]):
+    """A comparison of only the changed part, without the equal head and tail of both texts. Its time has a bound."""
 
     b2j: dict[str, list[int]]
     """The indices of each line that is not too frequent; documented, but not in the type stubs."""

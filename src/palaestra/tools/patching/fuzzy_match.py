@@ -1,29 +1,25 @@
 """Finds the text that a model meant to replace, even if the model wrote it slightly differently.
 
 Strategies from exact to loose are tried in order, and the first that finds anything decides. If it finds several
-places, even overlapping ones, `Ambiguous` is raised: no looser strategy is tried, and no place is chosen. If all places
-are to be replaced, only `block_anchor`, the loosest strategy, must still find a single place. The caller normalises
-files whose line ends are all CRLF.
+places, even overlapping ones, `Ambiguous` is raised: no looser strategy is tried, and no place is chosen. The caller
+normalises files whose line ends are all CRLF.
 
-Invariant: text outside the replaced spans is returned unchanged, character for character.
+Invariants: a place differs from the model's text only in white space, quotes and dashes, never in its words, because a
+model's memory of a file may be stale. Text outside the replaced spans, and every line that the old and the new text
+share, stays as the file has it, character for character.
 """
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from palaestra.tools.patching.lines import Reindent, carriage_return, nearest, places
+from palaestra.tools.patching.kept_text import Rewrite
+from palaestra.tools.patching.lines import carriage_return, nearest, places
 
-BLOCK_SIMILARITY = 0.8
-"""The minimum mean similarity of the inner lines of a block whose first and last line match."""
-_MAX_BLOCK_LINES, _MAX_COMPARED_PAIRS = 100_000, 10_000_000
-"""The maximum number of lines in all such blocks, and of character pairs to compare in their lines. If either limit is
-exceeded, no block is compared."""
 _MAX_LINES_LOOKED_AT = 2_000_000
 """The maximum number of lines, summed over all places, whose indentation is compared."""
 _MOST_NAMED = 10
@@ -58,18 +54,17 @@ class EditSpan:
 
 def replace(text: str, old: str, new: str, *, replace_all: bool = False) -> Replacement:
     """Return `text` with `old` replaced by `new`, everywhere if `replace_all` is true. `old` must not be empty. Raises
-    `NoMatch` or `Ambiguous`. The strategy `block_anchor` never replaces more than one place."""
+    `NoMatch` or `Ambiguous`."""
     if not old.strip():
         strategies: tuple[tuple[str, Strategy], ...] = STRATEGIES[:1]  # a looser match of blank text means nothing
     else:
         strategies = STRATEGIES
     for name, strategy in strategies:
-        every = replace_all and name != "block_anchor"
         # There may be millions of ambiguous places; the search stops after those that the error names.
-        spans = list(itertools.islice(strategy(text, old, new, every), None if every else _MOST_NAMED + 1))
+        spans = list(itertools.islice(strategy(text, old, new, replace_all), None if replace_all else _MOST_NAMED + 1))
         if not spans:
             continue
-        if len(spans) > 1 and not every:
+        if len(spans) > 1 and not replace_all:
             raise Ambiguous(_ambiguous(text, spans, name))
         return Replacement(_apply(text, spans), name, len(spans))
     raise NoMatch(f"old_string was not found. {nearest(text, old)}")
@@ -93,16 +88,14 @@ def _found(text: str, wanted: str, step: int) -> Iterator[int]:
         at = text.find(wanted, at + step)
 
 
-def _by_lines(same: Callable[[str], str], *, reindent: bool) -> Strategy:
-    """Return a strategy that finds whole lines that are equal once `same` is applied to them. With `reindent`, the new
-    text gets the file's indentation."""
+def _by_lines(same: Callable[[str], str]) -> Strategy:
+    """Return a strategy that finds whole lines that are equal once `same` is applied to them."""
 
     def strategy(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
         wanted, ends_line = _split(old)
-        keys = [same(line) for line in wanted]
-        for window in _windows(text, keys, same, apart):
-            adapted = Reindent.between(wanted, window.lines).apply(new) if reindent else new
-            yield window.span(adapted, ends_line)
+        rewrite = Rewrite.of(old, new)
+        for window in _windows(text, [same(line) for line in wanted], same, apart):
+            yield window.span(rewrite, ends_line)
 
     return strategy
 
@@ -111,9 +104,9 @@ def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpa
     """Find the same lines at a different depth: equal without their common indentation."""
     wanted, ends_line = _split(old)
     dedented = _dedent(wanted)
-    keys = [line.strip() for line in wanted]
+    keys, rewrite = [line.strip() for line in wanted], Rewrite.of(old, new)
     for window in _windows(text, keys, str.strip, apart, lambda lines: _dedent(lines) == dedented):
-        yield window.span(Reindent.between(wanted, window.lines).apply(new), ends_line)
+        yield window.span(rewrite, ends_line)
 
 
 def _blank_edges(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
@@ -149,28 +142,6 @@ def _escapes(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
     return _exact(text, bare, _unescape(new), apart) if bare != old and bare.strip() else ()
 
 
-def _block_anchor(text: str, old: str, new: str, apart: bool) -> list[EditSpan]:
-    """Find blocks of the same length whose first and last line match and whose other lines are nearly equal."""
-    wanted, ends_line = _split(old)
-    if len(wanted) < 3:
-        return []
-    bare, lines = [line.strip() for line in wanted], text.split("\n")
-    last_start = len(lines) - len(bare)
-    starts = [at for at in range(last_start + 1) if lines[at].strip() == bare[0]]
-    starts = [at for at in starts if lines[at + len(bare) - 1].strip() == bare[-1]]
-    if len(starts) * len(bare) > _MAX_BLOCK_LINES:
-        return []
-    windows = list(map(_located(text, lines, len(bare)), starts))
-    pairs = [_unlike(bare, [line.strip() for line in window.lines]) for window in windows]
-    if sum(len(a) * len(b) for unlike in pairs for a, b in unlike) > _MAX_COMPARED_PAIRS:
-        return []
-    return [
-        window.span(Reindent.between(wanted, window.lines).apply(new), ends_line)
-        for window, unlike in zip(windows, pairs, strict=True)
-        if _similarity(unlike, len(bare) - 2) >= BLOCK_SIMILARITY
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class _Window:
     """Consecutive whole lines of the file, from offset `start` to `end`, without the last line end."""
@@ -180,13 +151,15 @@ class _Window:
     end: int
     text_length: int
 
-    def span(self, new: str, ends_line: bool) -> EditSpan:
-        """Return the span that replaces the window with `new`. If the model's text ended with a line end, the span
-        includes the line end after the window."""
+    def span(self, rewrite: Rewrite, ends_line: bool) -> EditSpan:
+        """Return the span that rewrites the window. If the model's text ended with a line end, the span includes the
+        line end after the window."""
         takes_end = ends_line and self.end < self.text_length
+        new = rewrite.apply([*self.lines, ""] if ends_line else self.lines)
         new = new if takes_end or not ends_line else new.removesuffix("\n")
         if end := carriage_return(self.lines):
-            new = new.replace("\r\n", "\n").replace("\n", f"{end}\n") + ("" if takes_end else end)
+            new = new.replace("\r\n", "\n").removesuffix("\r")
+            new = new.replace("\n", f"{end}\n") + ("" if takes_end else end)
         return EditSpan(self.start, self.end + takes_end, new)
 
 
@@ -266,17 +239,6 @@ def _unescape(text: str) -> str:
     return _ESCAPE.sub(lambda match: _ESCAPED.get(match[1], match[1]), text)
 
 
-def _unlike(a: list[str], b: list[str]) -> list[tuple[str, str]]:
-    """Return the pairs of lines at the same position that differ, each cut to 500 characters."""
-    return [(x[:500], y[:500]) for x, y in zip(a, b, strict=True) if x != y]
-
-
-def _similarity(unlike: list[tuple[str, str]], count: int) -> float:
-    """Return the mean similarity (0 to 1) of `count` pairs of lines. `unlike` holds the pairs that differ."""
-    ratios = [difflib.SequenceMatcher(None, x, y, autojunk=False).ratio() for x, y in unlike]
-    return (count - len(unlike) + sum(ratios)) / count
-
-
 def _apply(text: str, spans: list[EditSpan]) -> str:
     parts, at = [], 0
     for span in spans:
@@ -296,13 +258,12 @@ def _ambiguous(text: str, spans: list[EditSpan], strategy: str) -> str:
 
 STRATEGIES: tuple[tuple[str, Strategy], ...] = (
     ("exact", _exact),
-    ("trailing_whitespace", _by_lines(str.rstrip, reindent=False)),
+    ("trailing_whitespace", _by_lines(str.rstrip)),
     ("indentation", _indentation),
     ("blank_edges", _blank_edges),
     ("line_numbers", _line_numbers),
-    ("typography", _by_lines(_plain, reindent=False)),
-    ("whitespace", _by_lines(_collapse, reindent=True)),
+    ("typography", _by_lines(_plain)),
+    ("whitespace", _by_lines(_collapse)),
     ("escapes", _escapes),
-    ("block_anchor", _block_anchor),
 )
-"""The strategies from exact to loose. All but the last accept only differences in form."""
+"""The strategies from exact to loose. All accept only differences in form."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import heapq
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ _WORD = re.compile(r"\w+")
 _COMPARED_LINES, _COMPARED_CHARS = 50, 200
 """The maximum number of lines, and of characters of each, that are compared by character, because that is costly."""
 _MAX_LINES = 20_000
+_SHOWN_LINES = 5
 
 
 def places(lines: Sequence[str], wanted: Sequence[str], start: int = 0) -> list[int]:
@@ -42,21 +44,36 @@ def _falls(wanted: Sequence[str]) -> list[int]:
 
 
 def nearest(text: str, old: str) -> str:
-    """Return a message with the lines of `text` most similar to `old`, or with advice if none are similar."""
-    wanted = [line.strip() for line in old.split("\n") if line.strip()]
+    """Return a message that shows how the lines of `text` most similar to `old` differ from it, or advice if none are
+    similar."""
+    wanted = old.strip("\n").split("\n")
+    first = wanted[0].strip()[:_COMPARED_CHARS]
     lines = text.split("\n")[:_MAX_LINES]
-    if not wanted or not any(lines):
+    if not first or not any(lines):
         return "The file is empty." if not text.strip() else "Read the file and copy the text exactly."
     stripped = [line.strip()[:_COMPARED_CHARS] for line in lines]
-    likely = _sharing_words(wanted[0][:_COMPARED_CHARS], set(stripped))
-    close = difflib.get_close_matches(wanted[0][:_COMPARED_CHARS], likely, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(first, _sharing_words(first, set(stripped)), n=1, cutoff=0.6)
     if not close:
         return "The file contains nothing similar: read it again and copy the text exactly."
-    at = stripped.index(close[0])
+    starts = [at for at, line in enumerate(stripped) if line == close[0]][:_COMPARED_LINES]
+    at = max(starts, key=lambda start: sum(map(_same_words, wanted[:_COMPARED_LINES], lines[start:])))
+    pairs = [
+        (number, theirs, ours)
+        for number, (theirs, ours) in enumerate(itertools.zip_longest(lines[at : at + len(wanted)], wanted), at + 1)
+        if theirs is None or not _same_words(theirs, ours)
+    ]
     shown = "\n".join(
-        f"{n + 1}|{lines[n][:_COMPARED_CHARS]}" for n in range(at, min(len(lines), at + min(len(wanted), 5)))
+        f"{number}|{(theirs or '')[:_COMPARED_CHARS]}\n   old_string: {ours[:_COMPARED_CHARS]}"
+        for number, theirs, ours in pairs[:_SHOWN_LINES]
     )
-    return f"The most similar lines are:\n{shown}"
+    if not shown:  # only the white space differs, such as a line end or half a line
+        return f"The most similar lines begin at line {at + 1}:\n{at + 1}|{lines[at][:_COMPARED_CHARS]}"
+    more = f"\n({len(pairs) - _SHOWN_LINES} more lines differ)" if len(pairs) > _SHOWN_LINES else ""
+    return f"The most similar lines begin at line {at + 1} and differ here:\n{shown}{more}"
+
+
+def _same_words(one: str, other: str) -> bool:
+    return one.split() == other.split()
 
 
 def _sharing_words(line: str, others: set[str]) -> list[str]:

@@ -13,10 +13,7 @@ the mark are text.
 
 from __future__ import annotations
 
-import ast
-import math
 import re
-import warnings
 from collections.abc import Sequence
 
 from palaestra.core.types import JSON
@@ -31,6 +28,7 @@ from palaestra.inference.parsers.formats.json_calls import (
     string_end,
     untagged_body,
 )
+from palaestra.inference.parsers.literals import literal
 from palaestra.inference.parsers.output_reader import FoundCall, Grammar, OutputReader
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, named_object
 from palaestra.inference.parsers.scan import Mark, Scan, decode_members, scan_value, skip
@@ -240,7 +238,7 @@ def keyword_arguments(text: str) -> dict[str, JSON]:
         if key[1] in arguments:
             raise Malformed(BrokenReason.DUPLICATE_KEY, f"the argument {key[1]!r} is a duplicate")
         end = _value_end(text, key.end())
-        arguments[key[1]] = _literal(text[key.end() : end])
+        arguments[key[1]] = literal(text[key.end() : end])
         at = skip(text, end + 1, _SPACE)
     return arguments
 
@@ -256,34 +254,3 @@ def _value_end(text: str, at: int) -> int:
             at = scan_parentheses(text, at).end
         else:
             return at
-
-
-def _literal(text: str) -> JSON:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about unknown escapes
-            return _json_value(ast.parse(f"({text})", mode="eval").body)
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a literal: {error}"[:200]) from None
-
-
-def _json_value(node: ast.expr | None) -> JSON:
-    match node:
-        case ast.Constant(value=float() as value) if math.isinf(value):
-            raise Malformed(BrokenReason.NOT_FINITE, "a number is too large")
-        case ast.Constant(value=str() | int() | float() | None as value):
-            return value
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=ast.Constant(value=int() | float() as value)) if (
-            type(value) is not bool
-        ):
-            return -_json_value(node.operand) if isinstance(node.op, ast.USub) else value
-        case ast.List(elts=elements):
-            return [_json_value(element) for element in elements]
-        case ast.Dict(keys=keys, values=values):
-            names = [_json_value(key) for key in keys]
-            if not all(isinstance(name, str) for name in names):
-                raise Malformed(BrokenReason.MALFORMED_MARKUP, "a key is not a string")
-            if len(set(names)) < len(names):
-                raise Malformed(BrokenReason.DUPLICATE_KEY, "a key is a duplicate")
-            return dict(zip(names, map(_json_value, values), strict=True))
-    raise Malformed(BrokenReason.MALFORMED_MARKUP, f"{type(node).__name__} is not a literal that JSON can express")
