@@ -5,8 +5,8 @@ and files that Python or pytest loads by itself. The agent's own tests and new s
 stand in for nothing. Caches and the repository's history are in no view, because no patch contains them. For other
 languages than Python, `languages.py` describes the tests, settings and products.
 
-Invariant: only the path and the kind of a change decide, never the content. Not covered: code under test shares its
-process with the test runner (see `grading/falsified.py`).
+Invariant: only the path and the kind of a change decide, never the new content; what still has its prepared content is
+no change. Not covered: code under test shares its process with the test runner (see `grading/falsified.py`).
 """
 
 from __future__ import annotations
@@ -82,15 +82,12 @@ instead."""
 class Protected:
     """The protected paths among an agent's changes, spelled as in the changes, with the name of the label of each.
 
-    `left_out` are the paths that no patch contains. `hidden` are protected files of the prepared repository, relative
-    to it, that an opaque directory hides: one that the agent removed and made again. The guarded view writes these
-    files back. If it left out the whole directory, honest work in it would be lost. `differs` tells whether the guarded
-    view differs from what the agent left, after the tests are written.
+    `left_out` are the paths that no patch contains. `differs` tells whether the guarded view differs from what the
+    agent left, after the tests are written.
     """
 
     labelled: Mapping[str, str]
     left_out: tuple[str, ...]
-    hidden: tuple[str, ...]
     differs: bool
 
     @property
@@ -127,18 +124,17 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
     found: dict[str, str] = {}
     written = set(tests)  # in any view
     for change in sorted(changes, key=lambda each: each.path):
+        if not change.content or (change.kind == "dir" and not change.opaque):
+            continue  # a directory's entries are separate changes
         path = PurePosixPath("/", change.path)
         inside = path.relative_to(prefix) if path.is_relative_to(prefix) else PurePosixPath()
         if inside.parts and (label := label_of(inside, change)) is not None:
             found[change.path] = label
             if str(inside) in tests and change.kind in ("file", "deleted"):
                 written.add(change.path)
-    opaque = [PurePosixPath("/", change.path) for change in changes if change.opaque]
-    below = [path for path in pristine_paths if any((prefix / path).is_relative_to(top) for top in opaque)]
-    hidden = [path for path in sorted(below) if label_of(PurePosixPath(path), Change(path, "file")) is not None]
     labelled = {path: label for path, label in found.items() if label != _NOT_IN_PATCH}
     left_out = tuple(path for path, label in found.items() if label == _NOT_IN_PATCH)
-    return Protected(labelled, left_out, tuple(hidden), not written.issuperset([*labelled, *hidden]))
+    return Protected(labelled, left_out, not written.issuperset(labelled))
 
 
 def _language_label(
@@ -155,8 +151,6 @@ def _language_label(
     name = str(path)
     if _CONTROL_FOLDERS.intersection(path.parts) or (language.is_product(path) and name not in pristine.all):
         return _NOT_IN_PATCH
-    if change.kind == "dir" and not change.opaque:
-        return None
     if name in tests or _hides_tests(path, change, tests, tests):
         return TESTS_EDITED
     if path.name in language.settings and name not in fixed:
@@ -202,13 +196,12 @@ def _label(
         return TESTS_EDITED
     in_tests = any(str(parent) in guarded for parent in (path, *path.parents))
     if in_tests and (str(path) in pristine.all or pristine.has_module(path)):
-        return None if change.kind == "dir" and not change.opaque else TESTS_EDITED
+        return TESTS_EDITED
     return MODULE_SHADOWED if _shadows(path, pristine) else None
 
 
 def _hides_tests(path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str]) -> bool:
-    """Return whether a directory above protected paths was deleted or replaced by something else. A directory that was
-    made again hides files (`Protected.hidden`)."""
+    """Return whether a directory above protected paths was deleted or replaced by something else."""
     if change.kind == "dir":
         return False
     return any(PurePosixPath(kept).is_relative_to(path) for kept in (*tests, *guarded))
