@@ -13,7 +13,7 @@ from palaestra.core.errors import PrepareError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult
 from palaestra.suites.grading.harness import FailedTest, Status, TestRun
-from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.baseline import PreparedRow, check_row
 from palaestra.suites.swe.command_tests import read_command
 from palaestra.suites.swe.swe_row import SweRow, parse_row
@@ -22,8 +22,8 @@ from suites.swe.published import Source, WithoutBaseline, roll_out
 
 ROW: dict[str, JSON] = {
     "instance_id": "o__n-1", "repo": "o/n", "base_commit": "abc123", "problem_statement": "It hangs.",
-    "patch": apply_diff.between("calc.js", "bug\n", "fix\n"), "language": "javascript",
-    "test_patch": apply_diff.between("test/calc.test.js", "a\n", "b\n"),
+    "patch": unified_diff.between("calc.js", "bug\n", "fix\n"), "language": "javascript",
+    "test_patch": unified_diff.between("test/calc.test.js", "a\n", "b\n"),
     "FAIL_TO_PASS": ["add"], "PASS_TO_PASS": ["double", "triple"],
 }  # fmt: skip
 NAMES = ("add", "double", "triple")
@@ -81,7 +81,7 @@ def test_a_bug_that_hangs_the_tests_does_not_refuse_the_row(columns: Mapping[str
     """The tests after the hanging one are as the reference solution shows them, and none is left out."""
     if columns:
         names = {"add": "t.py::add", "double": "t.py::double", "triple": "t.py::triple"}
-        columns = {**columns, "kind": "swe-bench", "test_patch": apply_diff.between("t.py", "a\n", "b\n"),
+        columns = {**columns, "kind": "swe-bench", "test_patch": unified_diff.between("t.py", "a\n", "b\n"),
                    "FAIL_TO_PASS": [names["add"]], "PASS_TO_PASS": [names["double"], names["triple"]]}  # fmt: skip
         before, after = (
             TestRun({names[name]: status for name, status in run.statuses.items()}, run.complete, run.timed_out)
@@ -102,7 +102,7 @@ def test_a_slow_reference_solution_refuses_the_row(before: TestRun, narrow: bool
 
 def test_the_message_for_skipped_tests_begins_with_the_reason_that_they_give() -> None:
     """Sphinx, for example, skips tests if Graphviz is not installed."""
-    columns = {"language": "", "kind": "swe-bench", "test_patch": apply_diff.between("t.py", "a\n", "b\n"),
+    columns = {"language": "", "kind": "swe-bench", "test_patch": unified_diff.between("t.py", "a\n", "b\n"),
                "FAIL_TO_PASS": ["t.py::add"], "PASS_TO_PASS": ["t.py::double"]}  # fmt: skip
     statuses = {"t.py::add": Status.SKIPPED, "t.py::double": Status.SKIPPED}
     skipped = {"t.py::double": FailedTest("Skipped", "dot is required")}

@@ -64,7 +64,7 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
     tries = _twice_if_late(tries)
     run = before_the_fix(row, await tries(False))
     solved: TestRun | None = None
-    if run.cut_off and row.fix_patch:
+    if run.cut_off and row.patch:
         solved = await tries(True)
         run = _without_hang(row, run, solved)
     used: list[str] = []
@@ -75,7 +75,7 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
             if not _lacks_packages(row, run):
                 break
     made = PreparedRow(tuple(used))
-    if row.fix_patch and (narrow or row.recipe is not None):
+    if row.patch and (narrow or row.recipe is not None):
         solved = solved if solved is not None and not used else await tries(True)
         _check_time(row, solved)
         made = replace(made, narrowed=tuple(_not_holding(row, run, solved))) if narrow else made

@@ -116,7 +116,7 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
             _label, tests=tests, guarded=_test_directories(tests, pristine_paths), pristine=pristine
         )
     else:
-        fixed = frozenset(file.path for file in unified_diff.parse(row.fix_patch)) if row.fix_patch else frozenset()
+        fixed = frozenset(file.path for file in unified_diff.parse(row.patch)) if row.patch else frozenset()
         label_of = functools.partial(
             _language_label, language=row.recipe.language, fixed=fixed, tests=tests, pristine=pristine
         )

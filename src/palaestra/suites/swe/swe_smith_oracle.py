@@ -43,7 +43,6 @@ from palaestra.suites.grading.falsified import Controlled, control
 from palaestra.suites.grading.harness import Status, TestRun, enough_time
 from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.images.task_images import PullPolicy, TaskImages
-from palaestra.suites.swe.apply_diff import apply, solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
 from palaestra.suites.swe.baseline import PreparedRow, check_row, load_prepared
 from palaestra.suites.swe.command_tests import install_language, language_toolchain, missing_programs
@@ -60,15 +59,14 @@ from palaestra.suites.swe.row_tests import (
     run_row,
     with_node_ids,
 )
+from palaestra.suites.swe.solution_steps import solution_steps
 from palaestra.suites.swe.swe_row import SweRow, TestNames, load_rows
-from palaestra.suites.swe.unified_diff import DiffError, parse
 from palaestra.suites.swe.workspace import (
     add_tests,
-    agent_texts,
     patch_of,
     prepare_repository,
     replace_work,
-    restore_files,
+    solution_files,
     start_history,
     tagged,
     unpack,
@@ -279,12 +277,8 @@ class SweEnvironment(ContractEnvironment):
         return str(path.absolute())
 
     async def _solution(self, row: SweRow) -> JSON:
-        if not row.fix_patch:
-            return None
-        try:
-            return solution_steps(row.fix_patch, await agent_texts(self.repositories, row), REPOSITORY)
-        except DiffError as error:
-            raise TaskError(f"{row.instance_id}: its reference patch does not match the repository: {error}") from error
+        before, after = await solution_files(self.repositories, row)
+        return solution_steps(before, after, REPOSITORY) if row.patch else None
 
     def _network(self, work: ResolvedRow) -> NetworkPolicy:
         agent = Network.ON if self.settings.allow_network else Network.OFF
@@ -450,7 +444,7 @@ class SweEnvironment(ContractEnvironment):
         official, patch = graded.row.official(graded.run), graded.view.patch
         if found.differs:
             await grading.restart()
-            graded = await self._verdict(rollout, grading, judged, found.guarded, found.hidden)
+            graded = await self._verdict(rollout, grading, judged, found.guarded)
         judged = graded.row
         guarded = judged.verdict(graded.run)
         controls, copied = Controlled(), list[Label]()
@@ -480,13 +474,10 @@ class SweEnvironment(ContractEnvironment):
         ]
         return Score(float(guarded.resolved), numbers(detail), detail, float(official.resolved), labels)
 
-    async def _verdict(
-        self, rollout: Rollout, grading: Grading, row: SweRow, without: Sequence[str], restored: Sequence[str] = ()
-    ) -> Graded:
-        """Run the row's tests over the work without the changed paths `without`, and with the files `restored` as they
-        were prepared. Raises `GraderError`."""
+    async def _verdict(self, rollout: Rollout, grading: Grading, row: SweRow, without: Sequence[str]) -> Graded:
+        """Run the row's tests over the work without the changed paths `without`. Raises `GraderError`."""
         work: ResolvedRow = rollout.task.data
-        view = await self._graded_view(row, grading, without, restored)
+        view = await self._graded_view(row, grading, without)
         row = view.prepared.row(row)
         started = time.monotonic()
         run = await self._run_named(view, work, row)
@@ -497,7 +488,7 @@ class SweEnvironment(ContractEnvironment):
             prepared = await self._prepared_run(rollout, grading, row.node_ids)
             run = compare(row, run, prepared, await self.repositories.list_files(work.row))
             if row.verdict(run).resolved:
-                view = await self._graded_view(row, grading, without, restored)
+                view = await self._graded_view(row, grading, without)
         return Graded(view, row, run, seconds)
 
     async def _again(self, view: GradedView, work: ResolvedRow, row: SweRow) -> TestRun:
@@ -507,7 +498,7 @@ class SweEnvironment(ContractEnvironment):
         Raises `TestsTimedOut` if these exceed the time limit too.
         """
         started, most_s = time.monotonic(), self.settings.test_timeout_s
-        usual = await self._run_named(view, work, row, Shown.RIGHT if row.fix_patch else Shown.BROKEN)
+        usual = await self._run_named(view, work, row, Shown.RIGHT if row.patch else Shown.BROKEN)
         usual.check_ended(f"{row.instance_id}, with the reference solution too and test_timeout_s {most_s:g}")
         enough_s = min(most_s, enough_time(time.monotonic() - started, _LEAST_AGAIN_S))
         return await self._run_named(view, work, row, timeout_s=enough_s)
@@ -525,7 +516,7 @@ class SweEnvironment(ContractEnvironment):
         slot = await rollout.workspace.lease_slot(f"{rollout.rollout_id}:prepared", grading.spec, snapshot)
         try:
             run = await self._try(slot, task.data, names, solved=False)
-            if run.cut_off and task.data.row.fix_patch:  # the bug itself may hang
+            if run.cut_off and task.data.row.patch:  # the bug itself may hang
                 run = await self._try(slot, task.data, names, solved=True)
             if run.complete:  # an infrastructure failure must not decide about later rollouts
                 self._prepared_runs[task.id] = run
@@ -573,7 +564,7 @@ class SweEnvironment(ContractEnvironment):
                 )
 
         tests = {path: text for path, text in view.tests.items() if path.endswith(".py")}
-        reference = functools.partial(on, Shown.RIGHT) if row.fix_patch else None
+        reference = functools.partial(on, Shown.RIGHT) if row.patch else None
         return await control(tests, earning, functools.partial(on, Shown.WORK), reference)
 
     async def _copied(self, row: SweRow, graded: Graded) -> list[Label]:
@@ -583,22 +574,18 @@ class SweEnvironment(ContractEnvironment):
             return []
 
         async def known() -> list[str]:
-            pristine, buggy = set(await self.repositories.list_files(row)), await agent_texts(self.repositories, row)
-            data = [await self.repositories.read_file(row, path) for path in pristine & set(view.changed)]
-            fixed = apply(parse(row.fix_patch), buggy) if row.fix_patch else {}
-            return [*(each.decode("utf-8", "replace") for each in data), *buggy.values(), *filter(None, fixed.values())]
+            pristine = await self.repositories.files(row, [path for path in view.changed if path[-1] != "/"])
+            before, after = await solution_files(self.repositories, row)
+            return [file.text for file in (*pristine.values(), *before.values(), *after.values()) if file is not None]
 
         work = await python_texts(view.slot, (place + path for path in view.changed))
         work = {path.removeprefix(place): text for path, text in work.items()}
         return await copied_answers(view.tests, graded.earning(row), work, known)
 
-    async def _graded_view(
-        self, row: SweRow, grading: Grading, without: Sequence[str], restored: Sequence[str]
-    ) -> GradedView:
+    async def _graded_view(self, row: SweRow, grading: Grading, without: Sequence[str]) -> GradedView:
         """Return a grading slot: the prepared repository with the agent's changes but those at `without`, and with
         complete tests."""
         slot = await grading.slot(View(only=(REPOSITORY,), without=tuple(without)))
-        await restore_files(slot, self.repositories, row, REPOSITORY, restored)
         changed = work_paths(await grading.changes(), without, REPOSITORY)
         patch = await patch_of(slot, REPOSITORY, tests=tests_of(row))
         tests = await add_tests(slot, self.repositories, row, REPOSITORY)
