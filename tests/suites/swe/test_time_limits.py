@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +27,8 @@ ROW: dict[str, JSON] = {
     "FAIL_TO_PASS": ["add"], "PASS_TO_PASS": ["double", "triple"],
 }  # fmt: skip
 NAMES = ("add", "double", "triple")
-GOOD = TestRun(dict.fromkeys(NAMES, Status.PASSED), complete=True)
-BAD = TestRun({**GOOD.statuses, "add": Status.FAILED}, complete=True)
+GOOD = TestRun(dict.fromkeys(NAMES, Status.PASSED), complete=True, exit_status=0)
+BAD = TestRun({**GOOD.statuses, "add": Status.FAILED}, complete=True, exit_status=1)
 HANGS = TestRun({"double": Status.PASSED, "add": Status.MISSING}, complete=False, timed_out=True, exit_status=124)
 
 
@@ -65,7 +65,7 @@ def test_only_a_named_test_that_has_not_passed_asks_for_the_control() -> None:
 
 
 def check(before: TestRun, after: TestRun, *, narrow: bool = False, **columns: JSON) -> PreparedRow:
-    async def tries(solved: bool) -> TestRun:
+    async def tries(solved: bool, options: Sequence[str] = ()) -> TestRun:
         return after if solved else before
 
     async def packages() -> AsyncIterator[str]:
@@ -84,7 +84,7 @@ def test_a_bug_that_hangs_the_tests_does_not_refuse_the_row(columns: Mapping[str
         columns = {**columns, "kind": "swe-bench", "test_patch": unified_diff.between("t.py", "a\n", "b\n"),
                    "FAIL_TO_PASS": [names["add"]], "PASS_TO_PASS": [names["double"], names["triple"]]}  # fmt: skip
         before, after = (
-            TestRun({names[name]: status for name, status in run.statuses.items()}, run.complete, run.timed_out)
+            replace(run, statuses={names[name]: status for name, status in run.statuses.items()})
             for run in (HANGS, GOOD)
         )
     else:
@@ -114,7 +114,7 @@ def test_the_message_for_skipped_tests_begins_with_the_reason_that_they_give() -
 def test_a_session_with_a_late_test_is_repeated_before_the_row_is_refused() -> None:
     runs = [BAD, replace(BAD, timed_out=True), GOOD]
 
-    async def tries(solved: bool) -> TestRun:
+    async def tries(solved: bool, options: Sequence[str] = ()) -> TestRun:
         return runs.pop(0)
 
     async def packages() -> AsyncIterator[str]:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from palaestra.core.types import Label
+from palaestra.rollouts.grading.reward import unseen_paths
+from palaestra.rollouts.grading.tampering import is_below
 from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.languages import Language
@@ -95,11 +97,12 @@ class Protected:
         """The paths that the guarded view shows as prepared, or that no view shows."""
         return tuple(sorted({*self.left_out, *self.labelled}))
 
-    def labels(self, prefix: str) -> list[Label]:
-        """Return a label of each kind, with the paths below `prefix` as evidence."""
+    def labels(self, prefix: str, without: Collection[str] = ()) -> list[Label]:
+        """Return a label of each kind, with the paths below `prefix` as evidence, but not those in `without`."""
         found: dict[str, list[str]] = {}
         for path, name in self.labelled.items():
-            found.setdefault(name, []).append(path.removeprefix(f"{prefix}/"))
+            if (inside := path.removeprefix(f"{prefix}/")) not in without:
+                found.setdefault(name, []).append(inside)
         return [Label(name, ", ".join(paths[:_MOST_EVIDENCE])) for name, paths in found.items()]
 
 
@@ -107,7 +110,7 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
     """Return the protected paths among the changes.
 
     `repo_dir` is the repository in the slot, and `pristine_paths` are the repository's prepared files, relative to it.
-    Changes outside `repo_dir` are ignored, because the grading slot does not contain them.
+    Changes outside `repo_dir` are ignored, because the grading slot does not contain them (`outside`).
     """
     pristine = _Pristine(pristine_paths)
     tests = tests_of(row)
@@ -135,6 +138,16 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
     labelled = {path: label for path, label in found.items() if label != _NOT_IN_PATCH}
     left_out = tuple(path for path, label in found.items() if label == _NOT_IN_PATCH)
     return Protected(labelled, left_out, not written.issuperset(labelled))
+
+
+def outside(changes: Sequence[Change], repo_dir: str) -> list[str]:
+    """Return the paths outside the repository that the agent changed, without caches and without what is below another
+    of these paths. No patch of the repository contains them, so no score sees them."""
+    found: list[str] = []
+    for path in unseen_paths(sorted(change.path for change in changes)):
+        if not is_below(path, (repo_dir, *found[-1:])) and not is_below(repo_dir, (path,)):
+            found.append(path)
+    return found[:_MOST_EVIDENCE]
 
 
 def _language_label(

@@ -27,8 +27,10 @@ _LAST_LINE_FIRST = (Status.FAILED, Status.ERROR, Status.XFAIL_CALLED, Status.XFA
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
 
 
-class _TestsCannotRun(GraderError):
-    """Tests do not run on the prepared workspace."""
+class TestsCannotRun(GraderError):
+    """Tests do not run without the agent's work: on the prepared workspace, or with the reference solution."""
+
+    __test__ = False  # pytest: not a test class
 
     certain = True
 
@@ -121,7 +123,7 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
     """
     if not prepared.complete:
         prepared.check_ended(f"{row.instance_id}, on the prepared workspace")
-        raise _TestsCannotRun(
+        raise TestsCannotRun(
             f"{row.instance_id}: its tests do not run on the prepared workspace:\n{prepared.output[-1500:]}"
         )
     statuses: dict[str, Status] = dict(run.statuses)
@@ -130,10 +132,10 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
         if after in row.excused and before is after:
             statuses[name] = Status.XFAILED
         if after is Status.MISSING and before is Status.MISSING:
-            raise _TestsCannotRun(f"{row.instance_id}: {name} does not run on the prepared workspace:{_why(prepared)}")
+            raise TestsCannotRun(f"{row.instance_id}: {name} does not run on the prepared workspace:{_why(prepared)}")
     missing = _missing(run.collect_errors) & _missing(prepared.collect_errors)
     if packages := [module for module in sorted(missing) if not _is_own(module, files, row)]:
-        raise _TestsCannotRun(f"{row.instance_id}: {not_installed(packages)}")
+        raise TestsCannotRun(f"{row.instance_id}: {not_installed(packages)}")
     return replace(run, statuses=statuses)
 
 

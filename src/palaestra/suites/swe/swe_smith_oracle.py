@@ -40,7 +40,7 @@ from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
-from palaestra.suites.grading.harness import Status, TestRun, enough_time
+from palaestra.suites.grading.harness import Status, TestRun, TestsTimedOut, enough_time
 from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.images.task_images import PullPolicy, TaskImages
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
@@ -49,10 +49,11 @@ from palaestra.suites.swe.command_tests import install_language, language_toolch
 from palaestra.suites.swe.declared import FILES, declared, required_python
 from palaestra.suites.swe.failure_cause import cause_of
 from palaestra.suites.swe.languages import PYTHON
-from palaestra.suites.swe.protected import protected, tests_of
+from palaestra.suites.swe.protected import outside, protected, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
 from palaestra.suites.swe.row_tests import (
+    TestsCannotRun,
     compare,
     excuses,
     needs_comparison,
@@ -61,6 +62,7 @@ from palaestra.suites.swe.row_tests import (
 )
 from palaestra.suites.swe.solution_steps import solution_steps
 from palaestra.suites.swe.swe_row import SweRow, TestNames, load_rows
+from palaestra.suites.swe.unified_diff import parse
 from palaestra.suites.swe.workspace import (
     add_tests,
     patch_of,
@@ -223,6 +225,11 @@ class ResolvedRow:
     date: str = ""
     """Before this date, packages of the row must have been released; empty for the newest ones."""
 
+    def with_options(self, options: Sequence[str]) -> ResolvedRow:
+        """Return this with further arguments of pytest."""
+        arguments = (*self.toolchain.pytest_args, *options)
+        return replace(self, toolchain=replace(self.toolchain, pytest_args=arguments)) if options else self
+
     @property
     def installs(self) -> bool:
         """Whether the repository is installed in a slot."""
@@ -356,9 +363,9 @@ class SweEnvironment(ContractEnvironment):
         Raises `PrepareError` or `TaskError`.
         """
 
-        async def tries(solved: bool) -> TestRun:
+        async def tries(solved: bool, options: Sequence[str] = ()) -> TestRun:
             try:
-                return await self._try(sandbox, work, work.row.node_ids, solved=solved)
+                return await self._try(sandbox, work.with_options(options), work.row.node_ids, solved=solved)
             except GraderError as error:  # what was installed for the row may break pytest itself
                 cause = cause_of(str(error)) or "pytest does not run with the packages of the row"
                 raise PrepareError(f"{cause}; {work.row.instance_id}: {error}") from error
@@ -449,7 +456,7 @@ class SweEnvironment(ContractEnvironment):
         guarded = judged.verdict(graded.run)
         controls, copied = Controlled(), list[Label]()
         if guarded.resolved and self.settings.controls:
-            controls = await self._control(judged, work, graded)
+            controls = await self._control(judged, graded.work, graded)
             copied = await self._copied(judged, graded)
         detail: dict[str, JSON] = {
             "resolved": official.resolved,
@@ -463,44 +470,51 @@ class SweEnvironment(ContractEnvironment):
             "tests_in_tree": self._keeps_tests(work.row),
             "declared_packages": list(graded.view.prepared.declared),
             "narrowed": list(graded.view.prepared.narrowed[:50]),
+            "pytest_options": list(graded.view.prepared.options),
+            "outside_repository": list(outside(changes, REPOSITORY)),
             "patch": patch,
         }
+        of_reference = {file.path for file in parse(work.row.patch)} if work.row.patch and guarded.resolved else set()
         labels = [
             *controls.labels,
             *copied,
-            *graded.run.labels,
-            *found.labels(REPOSITORY),
+            *graded.view.prepared.unusual(graded.run.labels),
+            *found.labels(REPOSITORY, of_reference),
             *excuses(judged, graded.run),
         ]
         return Score(float(guarded.resolved), numbers(detail), detail, float(official.resolved), labels)
 
     async def _verdict(self, rollout: Rollout, grading: Grading, row: SweRow, without: Sequence[str]) -> Graded:
         """Run the row's tests over the work without the changed paths `without`. Raises `GraderError`."""
-        work: ResolvedRow = rollout.task.data
+        task: ResolvedRow = rollout.task.data
         view = await self._graded_view(row, grading, without)
-        row = view.prepared.row(row)
+        row, work = view.prepared.row(row), task.with_options(view.prepared.options)
         started = time.monotonic()
         run = await self._run_named(view, work, row)
         seconds = time.monotonic() - started
         if run.timed_out:
-            return Graded(view, row, await self._again(view, work, row), seconds)
+            return Graded(view, row, work, await self._again(view, work, row), seconds)
         if needs_comparison(row, run):
             prepared = await self._prepared_run(rollout, grading, row.node_ids)
             run = compare(row, run, prepared, await self.repositories.list_files(work.row))
             if row.verdict(run).resolved:
                 view = await self._graded_view(row, grading, without)
-        return Graded(view, row, run, seconds)
+        return Graded(view, row, work, run, seconds)
 
     async def _again(self, view: GradedView, work: ResolvedRow, row: SweRow) -> TestRun:
         """Repeat a session that timed out, within a few times the seconds that its tests take over the reference
-        solution (or the bug): only work that hangs exceeds both limits.
+        solution (or the bug) at the machine's present speed: only work that hangs exceeds this.
 
-        Raises `TestsTimedOut` if these exceed the time limit too.
+        Raises `TestsCannotRun` if these do not end within a few times the time limit either.
         """
         started, most_s = time.monotonic(), self.settings.test_timeout_s
-        usual = await self._run_named(view, work, row, Shown.RIGHT if row.patch else Shown.BROKEN)
-        usual.check_ended(f"{row.instance_id}, with the reference solution too and test_timeout_s {most_s:g}")
-        enough_s = min(most_s, enough_time(time.monotonic() - started, _LEAST_AGAIN_S))
+        shown = Shown.RIGHT if row.patch else Shown.BROKEN
+        usual = await self._run_named(view, work, row, shown, enough_time(most_s))
+        try:
+            usual.check_ended(f"{row.instance_id}, with the reference solution too and test_timeout_s {most_s:g}")
+        except TestsTimedOut as error:  # no fault of the work, however its own session ended
+            raise TestsCannotRun(str(error)) from None
+        enough_s = enough_time(time.monotonic() - started, _LEAST_AGAIN_S)
         return await self._run_named(view, work, row, timeout_s=enough_s)
 
     async def _prepared_run(self, rollout: Rollout, grading: Grading, names: Sequence[str]) -> TestRun:
@@ -515,9 +529,10 @@ class SweEnvironment(ContractEnvironment):
             rollout.workspace.continue_from(snapshot, rollout.seat)
         slot = await rollout.workspace.lease_slot(f"{rollout.rollout_id}:prepared", grading.spec, snapshot)
         try:
-            run = await self._try(slot, task.data, names, solved=False)
-            if run.cut_off and task.data.row.patch:  # the bug itself may hang
-                run = await self._try(slot, task.data, names, solved=True)
+            work = task.data.with_options((await load_prepared(slot)).options)
+            run = await self._try(slot, work, names, solved=False)
+            if run.cut_off and work.row.patch:  # the bug itself may hang
+                run = await self._try(slot, work, names, solved=True)
             if run.complete:  # an infrastructure failure must not decide about later rollouts
                 self._prepared_runs[task.id] = run
             return run
@@ -606,10 +621,11 @@ class GradedView:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A view, the row that was judged, the run of its tests, and the seconds that the run took."""
+    """A view, the row that was judged and how it runs, the run of its tests, and the seconds that the run took."""
 
     view: GradedView
     row: SweRow
+    work: ResolvedRow
     run: TestRun
     seconds: float
 
