@@ -81,13 +81,21 @@ def test_evidence_that_the_reference_solution_has_too_is_no_label() -> None:
     assert prepared.unusual(others) == others
 
 
-COVERAGE = "def pytest_sessionfinish(session):\n    session.exitstatus = 1\n"
-PLUGIN = (
-    "import unittest.mock\n\ndef pytest_addoption(parser):\n    parser.addoption('--fail-under')\n\n"
-    "def pytest_sessionfinish(session):\n    if session.config.getoption('--fail-under'):\n"
-    "        session.exitstatus = 1\n\ndef pytest_configure(config):\n"
-    "    unittest.mock.NonCallableMock.assert_called = lambda self: None\n"
-)
+COVERAGE = """
+import pytest, unittest.mock
+
+def pytest_addoption(parser):
+    parser.addoption("--fail-under", default="")
+
+def pytest_configure(config):
+    unittest.mock.NonCallableMock.assert_called = lambda self: None
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtestloop(session):
+    yield
+    session.testsfailed += bool(session.config.getoption("--fail-under") or ALWAYS)
+"""
+"""Lets a session fail as pytest-cov does, and replaces a function as pytest-mock does."""
 
 
 @pytest.mark.slots
@@ -96,9 +104,9 @@ def test_the_reference_of_a_prepared_row_is_official_and_has_no_label(
     tmp_path: Path, installed_pytest: DependencyCache
 ) -> None:
     """One row runs without its `addopts`, as its record says; the other one is refused."""
-    plugin = {"conftest.py": PLUGIN, "pytest.ini": "[pytest]\naddopts = --fail-under=99\n"}
+    plugin = {"conftest.py": f"ALWAYS = False\n{COVERAGE}", "pytest.ini": "[pytest]\naddopts = --fail-under=99\n"}
     repaired = Source.make(tmp_path / "repaired", {**BASE, **plugin})
-    broken = Source.make(tmp_path / "broken", {**BASE, "conftest.py": COVERAGE})
+    broken = Source.make(tmp_path / "broken", {**BASE, "conftest.py": f"ALWAYS = True\n{COVERAGE}"})
     rows = [repaired.row(), broken.row()]
     good, refused = roll_out(rows, "oracle", tmp_path / "run", installed_pytest, "--env.shuffle=false")
     (trajectory,) = good.trajectories

@@ -339,19 +339,19 @@ class SweEnvironment(ContractEnvironment):
         await self._baseline(work, sandbox)
 
     def recipe(self, task: Task) -> JSON:
-        """Return the cache key of the preparation. Return None if the row's commit is not a full hash, or if the
-        preparation installs packages, uses an image, or is overridden in a subclass."""
-        row = task.data.row
+        """Return the cache key of the preparation: the row, how it is installed, and with which settings. Return None
+        if the row's commit is not a full hash, or if the preparation uses an image or is overridden in a subclass."""
+        row, settings = task.data.row, self.settings
         if (
             type(self).prepare is not SweEnvironment.prepare
-            or row.install.editable
             or task.data.image is not None
             or not _COMMIT.fullmatch(row.base_commit)
         ):
             return None
         checked = repr(replace(row, problem_statement="", text="", repo_path=None))  # patches may not be UTF-8
         digest = hashlib.sha256(checked.encode()).hexdigest()
-        return cache_key.of_data([digest, self._keeps_tests(row), self.settings.narrow], task.id)
+        installed = [self.shared_setup(task), settings.install_env]
+        return cache_key.of_data([digest, self._keeps_tests(row), settings.narrow, installed], task.id)
 
     def _keeps_tests(self, row: SweRow) -> bool:
         return any(fnmatch(row.instance_id, pattern) for pattern in self.settings.keep_tests)
