@@ -212,9 +212,9 @@ class RepositoryCache:
         path, _ = await self.locate(row)
         parts = (await self._git(path, "diff-tree", "-r", "-z", "--no-renames", before, after)).split(b"\0")
         entries = {}
-        for about, name in zip(parts[:-1:2], parts[1::2], strict=True):
+        for about, place in zip(parts[:-1:2], parts[1::2], strict=True):
             _, mode, _, blob, _ = about.decode().split()
-            entries[os.fsdecode(name)] = mode, blob
+            entries[os.fsdecode(place)] = mode, blob
         found = await self._read(path, entries)
         for name, file in found.items():
             if file is not None and file.is_link and _leads_out(name, file.text):
