@@ -507,14 +507,14 @@ class SweEnvironment(ContractEnvironment):
 
         Raises `TestsCannotRun` if these do not end within a few times the time limit either.
         """
-        started, most_s = time.monotonic(), self.settings.test_timeout_s
-        shown = Shown.RIGHT if row.patch else Shown.BROKEN
-        usual = await self._run_named(view, work, row, shown, enough_time(most_s))
+        started, limit_s = time.monotonic(), self.settings.test_timeout_s
+        shown, most_s = Shown.RIGHT if row.patch else Shown.BROKEN, enough_time(limit_s)
+        usual = await self._run_named(view, work, row, shown, most_s)
         try:
-            usual.check_ended(f"{row.instance_id}, with the reference solution too and test_timeout_s {most_s:g}")
+            usual.check_ended(f"{row.instance_id}, with the reference solution too and test_timeout_s {limit_s:g}")
         except TestsTimedOut as error:  # no fault of the work, however its own session ended
             raise TestsCannotRun(str(error)) from None
-        enough_s = enough_time(time.monotonic() - started, _LEAST_AGAIN_S)
+        enough_s = min(most_s, enough_time(time.monotonic() - started, _LEAST_AGAIN_S))
         return await self._run_named(view, work, row, timeout_s=enough_s)
 
     async def _prepared_run(self, rollout: Rollout, grading: Grading, names: Sequence[str]) -> TestRun:
