@@ -100,6 +100,7 @@ def pytest_runtestloop(session):
 
 @pytest.mark.slots
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_reference_of_a_prepared_row_is_official_and_has_no_label(
     tmp_path: Path, installed_pytest: DependencyCache
 ) -> None:

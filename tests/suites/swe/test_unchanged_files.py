@@ -115,6 +115,7 @@ class Touching(SweEnvironment):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_strict_pays_honest_work_and_names_what_no_score_sees(
     tmp_path: Path, installed_pytest: DependencyCache
 ) -> None:

@@ -178,6 +178,7 @@ CONTENTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CONTENTS, CONTENTS)
 def test_binary_changes_apply_in_both_directions(tmp_path_factory, old: bytes, new: bytes) -> None:  # type: ignore[no-untyped-def]
