@@ -26,7 +26,7 @@ import palaestra
 from palaestra import Score, SweSmithOracleEnv
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
-from palaestra.suites.swe import apply_diff, unified_diff
+from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.swe_smith_oracle import SweEnvironment
 
 TARGET = 2.0
@@ -142,8 +142,13 @@ def hanging_patch(dataset: Path) -> str:
     (file,) = unified_diff.parse(row["patch"])
     git = ["git", f"--git-dir={dataset.parent / row['repo_path']}", "show", f"{row['base_commit']}:{file.path}"]
     released = subprocess.run(git, capture_output=True, text=True, check=True).stdout
-    buggy = apply_diff.apply_to_text(file, released)
-    return apply_diff.between(file.path, buggy, f"import time\n\ntime.sleep(100_000)\n{buggy}")
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, file.path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(released)
+        subprocess.run(["git", "apply", "-"], cwd=folder, input=row["patch"], text=True, check=True)
+        buggy = place.read_text()
+    return unified_diff.between(file.path, buggy, f"import time\n\ntime.sleep(100_000)\n{buggy}")
 
 
 if __name__ == "__main__":

@@ -365,4 +365,10 @@ def test_a_repository_is_kept_where_its_row_says_all_of_it() -> None:
     assert recipe(row) != recipe(replace(row, base_commit="b" * 40))
     assert recipe(row) != recipe(replace(row, kind=RowKind.SMITH, patch="--- a\n+++ b\n"))
     assert recipe(replace(row, base_commit="main")) is None
-    assert recipe(replace(row, install=Install(editable=True))) is None
+    assert recipe(replace(row, repo_path="elsewhere")) == recipe(row)
+    installed = replace(row, install=Install(editable=True))
+    assert recipe(installed) not in (None, recipe(row))
+    assert recipe(replace(installed, install=Install(editable=True, requirements=("x",)))) != recipe(installed)
+    kept = recipe(installed)
+    env.settings = env.settings.model_copy(update={"install_env": {"PIP_INDEX_URL": "https://index.example"}})
+    assert recipe(installed) != kept, "another index may have other packages"

@@ -25,9 +25,8 @@ from palaestra.inference.engines.scripted import Act, OraclePolicy, Policy
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
 from palaestra.suites.hermes_swe.programming_task import ProgrammingTask
-from palaestra.suites.swe import apply_diff, unified_diff
 from palaestra.suites.swe.swe_smith_oracle import SweEnvironment
-from palaestra.suites.swe.workspace import agent_texts
+from palaestra.suites.swe.workspace import solution_files
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Change = Callable[[ast.Module, Random], None]
@@ -348,9 +347,9 @@ async def _variant(environment: Environment, task: Task, random: Random) -> list
     resolved = await environment.resolve(task)
     if isinstance(environment, SweEnvironment):
         row = resolved.data.row
-        texts = await agent_texts(environment.repositories, row)
-        fixed = apply_diff.apply(unified_diff.parse(row.fix_patch), texts)
-        return files_variant({path: text for path, text in fixed.items() if text is not None}, "/workspace", random)
+        _, fixed = await solution_files(environment.repositories, row)
+        texts = {path: file.text for path, file in fixed.items() if file is not None}
+        return files_variant(texts, "/workspace", random)
     if isinstance(resolved.data, ProgrammingTask):
         return files_variant(resolved.data.solution or {}, "/workspace", random)
     return steps_variant(shell_steps(resolved), random)

@@ -2,7 +2,7 @@
 
 If the environment has a recipe (a cache key) for its preparation and the run uses the machine's store, prepared
 workspaces are shared between runs: this run reuses those of other runs, and keeps its own for them
-(`sandbox/snapshots/cache.py`). A workspace that was prepared with network access is never shared.
+(`sandbox/snapshots/cache.py`).
 
 If the preparation still fails after its retries, the group ends with an error and starts no rollout. A prepared
 workspace that is lost with its backend is prepared again before a rollout is retried.
@@ -26,7 +26,7 @@ from palaestra.core.config import slot_path
 from palaestra.core.errors import ConfigError, ImageError, InfraError, PrepareError, SandboxError, TaskError
 from palaestra.core.exits import plural
 from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON, Blame, Limits, Network, NetworkPolicy, Task
+from palaestra.core.types import JSON, Blame, Limits, NetworkPolicy, Task
 from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.rollouts.environment import Environment, GroupCollection
 from palaestra.rollouts.events import (
@@ -498,7 +498,7 @@ class Preparation:
             return False, None
         task, spec = self._task, self._env.slot_spec(self._task, Phase.PREPARE)
         declared = self._env.recipe(task)
-        if declared is None or spec.network is not Network.OFF:
+        if declared is None:
             return True, None
         files = [Put(path, _bytes(content)) for path, content in task.files.items()]
         setup = [RunStep(task.setup)] if task.setup else []

@@ -110,13 +110,16 @@ class FileInfo:
 class Change:
     """One path that differs from the snapshot or image that a workspace started from.
 
-    `kind` is file, dir, symlink, other or deleted. `opaque` marks a directory that replaced the entry of that name in
-    the snapshot; each entry of the new directory is a Change too.
+    `kind` is file, dir, symlink, other or deleted. A file or link with the same content is not a change, whatever its
+    owner, times and permissions to read and write are. `content` is False for a file with the same content that may
+    run differently or has further names (hard links). `opaque` marks a directory that replaced an entry of another
+    kind; each entry of the new directory is a Change too.
     """
 
     path: str
     kind: str
     opaque: bool = False
+    content: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,45 @@ def test_a_difference_names_the_setting_that_changes_it():
     assert named.endswith("guarded or a list --env.strict_labels without tests_edited accepts it")
 
 
+REPLACED = Label("framework_changed", "changed unittest.mock.Mock.assert_called")
+FAILED = Label("command_failed", "the tests passed, but their command has the exit status 1")
+EXCUSED = Label("tests_excused", "1 test with another verdict")
+
+
+@pytest.mark.parametrize(
+    ("score", "rule", "strict", "said"),
+    [
+        (Score(1.0, official=0.0, labels=[REPLACED, FAILED]), RewardRule.GUARDED, (),
+         f"official 0, reward 1, because of command_failed: {FAILED.evidence}; --env.reward official gives 0"),
+        (Score(1.0, official=0.0, labels=[REPLACED, EDITED]), RewardRule.GUARDED, (),
+         "official 0, reward 1, because of tests_edited: tests/test_add.py; --env.reward official gives 0"),
+        (Score(0.0, official=1.0, labels=[EDITED, EXCUSED]), RewardRule.GUARDED, (),
+         "official 1, reward 0, because of tests_excused: 1 test with another verdict; --env.reward official pays it"),
+        (Score(0.0, official=1.0, labels=[REPLACED]), RewardRule.GUARDED, (),
+         "official 1, reward 0, because of the check itself: it gives both figures, and no label explains the "
+         "difference; --env.reward official pays it"),
+        (Score(0.0, official=1.0, labels=[REPLACED, EDITED]), RewardRule.STRICT, (),
+         "official 1, reward 0, because of tests_edited: tests/test_add.py; --env.reward official pays it"),
+        (Score(1.0, official=1.0, labels=[REPLACED, EDITED]), RewardRule.STRICT, ("tests_edited", "framework_changed"),
+         f"official 1, reward 0, because of framework_changed: {REPLACED.evidence}; --env.reward guarded or a list "
+         "--env.strict_labels without framework_changed tests_edited accepts it"),
+        (Score(1.0, official=0.5, labels=[FORGED, EDITED]), RewardRule.STRICT, (),
+         f"official 0.5, reward 0, because of falsified_test_passed: {FORGED.evidence}; --env.reward official pays it"),
+    ],
+)  # fmt: skip
+def test_a_difference_names_the_label_that_explains_it_and_a_setting_that_works(score, rule, strict, said):
+    """The setting gives what the sentence says: official pays more, or gives its figure; guarded accepts the labels."""
+    decided = decide(score, rule, strict)
+    assert decided.detail["difference"] == said
+    if "pays it" in said:
+        assert decide(score, RewardRule.OFFICIAL).reward > decided.reward
+    elif "gives" in said:
+        assert decide(score, RewardRule.OFFICIAL).reward == 0.0
+    else:
+        assert decide(score, RewardRule.GUARDED).reward > decided.reward
+        assert decide(score, RewardRule.STRICT, ("live_processes",)).reward > decided.reward
+
+
 def test_paths_outside_the_view_are_the_cause_if_there_is_no_label():
     left_out = ["/root/.cache/pip/x", "/opt/app/main.py", "/usr/local/bin/tool", "/workspace/json.py"]
     said = decide(Score(0.0, official=1.0, detail={"left_out": left_out})).detail["difference"]

@@ -315,10 +315,62 @@ def test_changes_name_what_was_replaced(ground: Ground) -> None:
             (change.path.removeprefix("/workspace/"), change.kind, change.opaque) for change in await slot.changes()
         }
         assert found == {
-            ("tests", "dir", True), ("tests/n", "file", False), ("conf", "deleted", False),
+            ("tests/sub", "deleted", False), ("tests/t", "deleted", False), ("tests/n", "file", False),
+            ("conf", "deleted", False),
             ("src/tests", "file", False), ("linked", "dir", True), ("pipe", "other", False),
             ("od\nd \udcff", "file", False), ("empty", "deleted", False), ("empty2", "dir", False),
         }  # fmt: skip
+
+    ground.run(body())
+
+
+@pytest.mark.parametrize(
+    ("command", "changes"),
+    [
+        ("touch -d '2001-01-01' conf tests/t", []),
+        ("echo x >> conf; echo top > conf", []),
+        ("chmod 600 conf; chmod a+w tests/t; chown 7:7 src/m; chmod u-w tests/sub/u", []),
+        ("cp -p conf /tmp/c; cp /tmp/c conf; mv conf conf~; cp conf~ conf; rm conf~", []),
+        ("mv tests old; mv old tests", []),
+        ("cp -r tests copy; rm -r tests; mkdir -p tests/sub; mv copy/t tests; mv copy/sub/u tests/sub; rm -r copy", []),
+        ("rm linked; ln -s src/tests linked", []),
+        ("rm linked; ln -s src linked", [("linked", "symlink", True)]),
+        ("echo tip > conf", [("conf", "file", True)]),
+        ("rm conf; ln -s tests/t conf", [("conf", "symlink", True)]),
+        ("chmod u+x conf; chmod u+s src/m", [("conf", "file", False), ("src/m", "file", False)]),
+        ("ln conf other", [("conf", "file", False), ("other", "file", True)]),
+        ("mv tests old; mkdir -p tests/sub; mv old/t tests; echo deep > tests/sub/u; rm -r old", []),
+        ("mv tests old; mkdir tests; mv old/t tests; rm -r old", [("tests/sub", "deleted", True)]),
+        ("mv src old; mkdir -p src/tests; rm -r old", [("src/m", "deleted", True), ("src/tests/v", "deleted", True)]),
+    ],
+)
+def test_a_file_with_its_content_is_no_change(
+    ground: Ground, command: str, changes: list[tuple[str, str, bool]]
+) -> None:
+    async def body() -> None:
+        slot = await ground.fork(ground.base)
+        done = await slot.execute(f"umask 022; {command}")
+        assert done.success, done.output
+        running = await slot.changes()
+        sealed = await ground.backend.seal(slot)
+        for found in (running, await ground.backend.changes(sealed)):
+            assert [
+                (change.path.removeprefix("/workspace/"), change.kind, change.content)
+                for change in found
+                if change.path.startswith("/workspace/") and change.kind != "dir"
+            ] == changes
+
+    ground.run(body())
+
+
+def test_what_is_missing_from_a_directory_that_was_made_again_can_be_left_out(ground: Ground) -> None:
+    async def body() -> None:
+        slot = await ground.fork(ground.base)
+        await slot.execute("mv src old; mkdir -p src/tests; echo new > src/n; rm -r old")
+        missing = [change.path for change in await slot.changes() if change.kind == "deleted"]
+        assert missing == ["/workspace/src/m", "/workspace/src/tests/v"]
+        graded = await ground.fork(await ground.backend.seal(slot, View(("/",), tuple(missing))))
+        assert (await graded.execute("cat src/m src/n src/tests/v")).output.split() == ["code", "new", "x"]
 
     ground.run(body())
 

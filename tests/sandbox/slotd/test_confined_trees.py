@@ -109,6 +109,16 @@ def test_the_differences_are_what_the_trees_do_not_share(base_tree: Tree, tree: 
                 assert name not in changes
 
 
+def test_only_the_bits_that_let_a_file_run_count(tmp_path: Path) -> None:
+    for name in ("base", "tree"):
+        write(tmp_path / name, {"a": "x", "b": "x", "c": "x"})
+    (tmp_path / "tree/a").chmod(0o600)
+    (tmp_path / "tree/b").chmod(0o755)
+    os.utime(tmp_path / "tree/c", (1, 1))
+    found = [each for each in copy_workspace.differences(str(tmp_path / "tree"), str(tmp_path / "base")) if each]
+    assert found == [{"path": "b", "kind": "file", "opaque": False, "content": False}]
+
+
 def test_a_copy_has_modes_times_and_links_and_nothing_special(tmp_path: Path) -> None:
     source = tmp_path / "source"
     write(source, {"a/f": "x", "l": "-> /etc/passwd", "d/g": "y"})

@@ -34,8 +34,9 @@ from palaestra.envs.config.build import make_pool
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.run.run import opened
 from palaestra.inference.server_group import ServerGroup
-from palaestra.suites.swe import apply_diff, unified_diff
+from palaestra.suites.swe import unified_diff
 from suites.honest_work import VariantPolicy
+from suites.swe.diffs import applied
 
 Row = Mapping[str, JSON]
 
@@ -407,7 +408,7 @@ def known_of(row: Row, folder: Path) -> Known:
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
     (file,) = unified_diff.parse(row["patch"])
-    buggy = apply_diff.apply_to_text(file, (folder / file.path).read_text())
+    buggy = applied(row["patch"], (folder / file.path).read_text())
     paths = sorted({name.partition("::")[0] for name in (*row["FAIL_TO_PASS"], *row["PASS_TO_PASS"])})
     inherited = [
         str(each.relative_to(folder))

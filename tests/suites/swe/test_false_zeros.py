@@ -6,7 +6,7 @@ whose tests cannot run here, so that nobody is scored; `WRONG_WORK` must stay 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from palaestra.core.types import JSON, Blame
 from palaestra.rollouts.records import Trajectory
 from palaestra.suites.swe.swe_smith_oracle import Shown, SweEnvironment
 from palaestra.suites.toolchain.toolchain import DependencyCache
-from suites.swe.published import BUGGY, F2P, P2P, RIGHT, TESTS, Source, WithoutBaseline, roll_out
+from suites.swe.published import BUGGY, F2P, P2P, RIGHT, TESTS, Files, Source, WithoutBaseline, roll_out
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -104,6 +104,38 @@ def test_table():
 """
 
 
+def changes_modes_and_links(source: Source) -> Row:
+    """The fix makes a script executable and adds a link; the patch of the tests brings a program and a link to it."""
+    base = source.commit({"run.sh": "#!/bin/sh\necho run\n"})
+
+    def changed(files: Files, programs: Sequence[str], links: Mapping[str, str]) -> str:
+        for path, text in files.items():
+            (source.path / path).write_text(str(text))
+        for path in programs:
+            (source.path / path).chmod(0o755)
+        for path, target in links.items():
+            (source.path / path).symlink_to(target)
+        return source.diff({})
+
+    fix = changed({"pkg/calc.py": RIGHT}, ["run.sh"], {"pkg/start": "../run.sh"})
+    files = {"tests/tool.sh": "#!/bin/sh\necho tool\n", "tests/test_calc.py": TESTS + RUNS_PROGRAMS}
+    tests = changed(files, ["tests/tool.sh"], {"tests/tool": "tool.sh"})
+    assert all("mode 100755" in patch and "mode 120000" in patch for patch in (fix, tests))
+    f2p = [*F2P, "tests/test_calc.py::test_programs"]
+    return source.row(base_commit=base, patch=fix, test_patch=tests, FAIL_TO_PASS=f2p)
+
+
+RUNS_PROGRAMS = """
+
+def test_programs():
+    import subprocess
+    from pathlib import Path
+    here = Path(__file__).parent
+    for path in (here.parent / "pkg/start", here / "tool"):
+        assert subprocess.check_output([str(path)], text=True).strip() == path.resolve().stem
+"""
+
+
 def renames_files(source: Source) -> Row:
     """The fix renames the module and changes it, and the patch of the tests renames and changes their file."""
     base = source.commit({"pkg/old.py": "x = 1\n" * 40})
@@ -174,6 +206,7 @@ RIGHT_WORK = (
     imports_what_the_fix_adds,
     imports_a_module_that_the_fix_adds,
     changes_binary_files,
+    changes_modes_and_links,
     renames_files,
     has_windows_line_ends,
     lacks_a_last_line_end,
@@ -282,8 +315,8 @@ def test_work_that_hangs_its_tests_is_scored_zero_after_one_repetition(
     (trajectory,) = group.trajectories
     assert (trajectory.official, trajectory.reward) == (0.0, 0.0), (trajectory.detail, trajectory.error)
     assert sessions == [(Shown.WORK, True), (Shown.RIGHT, False), (Shown.WORK, True)]
-    assert limits_s[:2] == [None, None]
-    assert (limits_s[2] or 31) <= 30
+    assert limits_s[:2] == [None, 91.0], "a busy machine may need more than the limit for the reference solution"
+    assert 10 < (limits_s[2] or 0) <= 91
 
 
 PATCHED = """

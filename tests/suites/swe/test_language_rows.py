@@ -12,7 +12,7 @@ from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Change, ExecutionResult
 from palaestra.suites.grading.harness import Status, TestRun
-from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.command_tests import read_command
 from palaestra.suites.swe.languages import LANGUAGES
 from palaestra.suites.swe.protected import SETTINGS_CHANGED, TESTS_EDITED, protected
@@ -20,8 +20,8 @@ from palaestra.suites.swe.swe_row import SweRow, TestNames, parse_row
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.swe.published import Source, roll_out
 
-FIX = apply_diff.between("calc.go", "bug\n", "fix\n")
-GO_TESTS = apply_diff.between("pkg/calc_test.go", "a\n", "b\n")
+FIX = unified_diff.between("calc.go", "bug\n", "fix\n")
+GO_TESTS = unified_diff.between("pkg/calc_test.go", "a\n", "b\n")
 ROW: dict[str, JSON] = {
     "instance_id": "o__n-1", "repo": "o/n", "base_commit": "abc123", "problem_statement": "It is wrong.", "patch": FIX,
     "test_patch": GO_TESTS, "FAIL_TO_PASS": ["TestAdd"], "PASS_TO_PASS": ["TestDouble"],
@@ -36,9 +36,9 @@ def row(**columns: JSON) -> SweRow:
     ("columns", "language", "parser"),
     [
         ({}, "go", "gotest"),
-        ({"test_patch": apply_diff.between("test/a.test.js", "a\n", "b\n")}, "javascript", "node"),
-        ({"test_patch": apply_diff.between("src/a.test.ts", "a\n", "b\n")}, "typescript", "node"),
-        ({"test_patch": apply_diff.between("tests/a.rs", "a\n", "b\n")}, "rust", "cargo"),
+        ({"test_patch": unified_diff.between("test/a.test.js", "a\n", "b\n")}, "javascript", "node"),
+        ({"test_patch": unified_diff.between("src/a.test.ts", "a\n", "b\n")}, "typescript", "node"),
+        ({"test_patch": unified_diff.between("tests/a.rs", "a\n", "b\n")}, "rust", "cargo"),
         ({"log_parser": "parse_log_redis"}, "c", "parse_log_redis"),
         ({"language": "cpp"}, "c++", "c"),
         ({"repo_language": "ts"}, "typescript", "node"),
@@ -137,7 +137,7 @@ def test_protected_paths_of_a_language(path: str, label: str | None) -> None:
 
 
 def test_products_are_in_no_view_unless_the_repository_has_them() -> None:
-    made = row(test_patch=apply_diff.between("test/a.test.js", "a\n", "b\n"))
+    made = row(test_patch=unified_diff.between("test/a.test.js", "a\n", "b\n"))
     changes = [Change("node_modules/x/index.js", "file"), Change("coverage/kept.js", "file")]
     found = protected(changes, made, ["coverage/kept.js", "test/a.test.js"])
     assert found.left_out == ("node_modules/x/index.js",)

@@ -1,7 +1,7 @@
 import pytest
 
 from palaestra.sandbox.slot import Change
-from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.protected import (
     MODULE_SHADOWED,
     SETTINGS_CHANGED,
@@ -113,16 +113,30 @@ def test_a_directory_of_tests_cannot_be_taken_away(path: str, kind: str) -> None
     assert dropped(path, kind=kind) == {path}
 
 
-def test_a_rewritten_directory_keeps_its_work_and_gets_its_tests_back() -> None:
-    changes = [Change(f"{REPO}/src", "dir", opaque=True), Change(f"{REPO}/src/pkg/core.py", "file")]
-    found = protected(changes, row(), PRISTINE, REPO)
-    assert found.guarded == ()
-    assert found.hidden == ("src/pkg/tests/test_inner.py",)
+def test_what_a_directory_that_was_made_again_lacks_is_protected() -> None:
+    assert dropped("src/pkg/tests/test_inner.py", "src/pkg/core.py", kind="deleted") == {"src/pkg/tests/test_inner.py"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Change(f"{REPO}/tests/test_core.py", "file", content=False),
+        Change(f"{REPO}/tests/data/a.txt", "file", content=False),
+        Change(f"{REPO}/setup.py", "file", content=False),
+        Change(f"{REPO}/pkg.egg-info/PKG-INFO", "file", content=False),
+        Change(f"{REPO}/pkg.egg-info", "dir"),
+        Change(f"{REPO}/tests", "dir"),
+    ],
+    ids=lambda change: change.path,
+)
+def test_what_has_its_content_is_not_labelled(change: Change) -> None:
+    found = protected([change], row(), PRISTINE, REPO)
+    assert (found.labels(REPO), found.differs) == ([], False)
 
 
 def test_the_tests_that_a_row_brings_are_protected_too() -> None:
-    patch = apply_diff.between("checks/extra.py", "a\n", "b\n")
-    task = row(patch=apply_diff.between("src/pkg/core.py", "a\n", "b\n"), test_patch=patch)
+    patch = unified_diff.between("checks/extra.py", "a\n", "b\n")
+    task = row(patch=unified_diff.between("src/pkg/core.py", "a\n", "b\n"), test_patch=patch)
     assert dropped("checks/extra.py", task=task) == {"checks/extra.py"}
 
 

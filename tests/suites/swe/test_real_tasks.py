@@ -25,11 +25,12 @@ from palaestra.envs.run.run import run
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra.suites.swe import apply_diff, unified_diff
+from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
 from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv, SweSmithOracleEnvConfig
 from suites.hard_coded import REPOSITORIES
 from suites.honest_variety import LINKS
+from suites.swe.diffs import applied, undoing
 from suites.swe.forgers import FORGERS, HARD_CODED, play_forgers
 
 pytestmark = [
@@ -121,6 +122,17 @@ def text_of(row: Row, path: str) -> str:
     ).stdout
 
 
+def plain(patch: str) -> str:
+    """A patch of one file without git's header line."""
+    return patch.partition("\n")[2]
+
+
+def fix_of(row: Row) -> str:
+    """The reference solution as a patch of what the agent gets."""
+    (file,) = unified_diff.parse(row["patch"])
+    return undoing(row["patch"], text_of(row, file.path))
+
+
 def guarded(first: Row, second: Row) -> Row:
     """The first bug's task, whose P2P also name the tests that would notice the second bug."""
     return first | {"PASS_TO_PASS": sorted({*first["PASS_TO_PASS"], *second["FAIL_TO_PASS"]})}
@@ -132,7 +144,7 @@ def test_half_a_fix_is_no_fix(built: Built, tmp_path: Path, name: str) -> None:
     failing = sorted({*first["FAIL_TO_PASS"], *second["FAIL_TO_PASS"]})
     passing = sorted({*first["PASS_TO_PASS"], *second["PASS_TO_PASS"]} - {*failing})
     both = first | {"patch": first["patch"] + second["patch"], "FAIL_TO_PASS": failing, "PASS_TO_PASS": passing}
-    trajectory = patched(built, tmp_path, both, unified_diff.reverse(first["patch"]))
+    trajectory = patched(built, tmp_path, both, fix_of(first))
     assert trajectory.reward == 0.0
     assert 0 < trajectory.detail["f2p_passed"] < trajectory.detail["f2p_total"]
 
@@ -140,9 +152,7 @@ def test_half_a_fix_is_no_fix(built: Built, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_fix_that_breaks_something_else_is_no_fix(built: Built, tmp_path: Path, name: str) -> None:
     first, second = built.pair(name)
-    trajectory = patched(
-        built, tmp_path, guarded(first, second), unified_diff.reverse(first["patch"]) + second["patch"]
-    )
+    trajectory = patched(built, tmp_path, guarded(first, second), fix_of(first) + second["patch"])
     assert trajectory.reward == 0.0
     assert trajectory.detail["f2p_passed"] == trajectory.detail["f2p_total"]
     assert trajectory.detail["p2p_passed"] < trajectory.detail["p2p_total"]
@@ -153,14 +163,10 @@ def test_deleted_tests_and_a_skipping_conftest_are_no_fix(built: Built, tmp_path
     row, _ = built.pair(name)
     skipping = "import pytest\n\ndef pytest_collection_modifyitems(items):\n"
     skipping += "    for item in items:\n        item.add_marker(pytest.mark.skip())\n"
-    conftest = unified_diff.FileDiff(
-        None, "conftest.py", unified_diff.parse(apply_diff.between("conftest.py", "", skipping))[0].hunks
-    )
-    deleted = []
+    patch = plain(unified_diff.between("conftest.py", "", skipping)).replace("--- a/conftest.py", "--- /dev/null")
     for path in sorted({name.split("::")[0] for name in row["FAIL_TO_PASS"]}):
-        (whole,) = unified_diff.parse(apply_diff.between(path, text_of(row, path), ""))
-        deleted.append(unified_diff.FileDiff(path, None, whole.hunks))
-    patch = unified_diff.render((conftest, *deleted))
+        whole = plain(unified_diff.between(path, text_of(row, path), ""))
+        patch += whole.replace(f"+++ b/{path}", "+++ /dev/null")
     trajectory = patched(built, tmp_path, row, patch, "--env.keep_tests=*")
     assert trajectory.detail["tests_in_tree"]
     assert (trajectory.reward, trajectory.official) == (0.0, 0.0)
@@ -172,10 +178,10 @@ def test_an_equivalent_fix_in_other_words_is_a_fix(built: Built, tmp_path: Path,
     row, _ = built.pair(name)
     (file,) = unified_diff.parse(row["patch"])
     released = text_of(row, file.path)
-    buggy = apply_diff.apply_to_text(file, released)
+    buggy = applied(row["patch"], released)
     reworded = ast.unparse(ast.parse(released)) + "\n"
     assert reworded != released
-    trajectory = patched(built, tmp_path, row, apply_diff.between(file.path, buggy, reworded))
+    trajectory = patched(built, tmp_path, row, unified_diff.between(file.path, buggy, reworded))
     assert trajectory.reward == 1.0, trajectory.detail
 
 
@@ -194,8 +200,8 @@ def test_a_table_of_answers_is_paid_and_labelled(built: Built, tmp_path: Path) -
     work = next(each for each in REPOSITORIES if each.task == LINKS)
     row = built.rows[work.task]
     (file,) = unified_diff.parse(row["patch"])
-    buggy = apply_diff.apply_to_text(file, text_of(row, file.path))
-    trajectory = patched(built, tmp_path, row, apply_diff.between(file.path, buggy, buggy + work.tail))
+    buggy = applied(row["patch"], text_of(row, file.path))
+    trajectory = patched(built, tmp_path, row, unified_diff.between(file.path, buggy, buggy + work.tail))
     assert (trajectory.official, trajectory.reward) == (1.0, 1.0)
     assert [(label.name, label.certain) for label in trajectory.labels] == [("answers_copied", False)]
 

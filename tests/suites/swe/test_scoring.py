@@ -41,8 +41,6 @@ async def grade(bench: Bench, written: Mapping[str, str], command: str = "true")
     found = protected(changes, row, tuple(FILES), REPO)
     sealed = await bench.seal(agent, View(only=(REPO,), without=found.guarded))
     async with bench.slot(sealed) as slot:
-        for path in found.hidden:
-            await slot.write_text(f"{REPO}/{path}", FILES[path])
         return row.verdict(await run_files(slot, bench.toolchain, REPO, row.test_files, timeout_s=30))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from palaestra.core.errors import PrepareError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult
 from palaestra.suites.grading.harness import FailedTest, Status, TestRun
-from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.baseline import PreparedRow, check_row
 from palaestra.suites.swe.command_tests import read_command
 from palaestra.suites.swe.swe_row import SweRow, parse_row
@@ -22,13 +22,13 @@ from suites.swe.published import Source, WithoutBaseline, roll_out
 
 ROW: dict[str, JSON] = {
     "instance_id": "o__n-1", "repo": "o/n", "base_commit": "abc123", "problem_statement": "It hangs.",
-    "patch": apply_diff.between("calc.js", "bug\n", "fix\n"), "language": "javascript",
-    "test_patch": apply_diff.between("test/calc.test.js", "a\n", "b\n"),
+    "patch": unified_diff.between("calc.js", "bug\n", "fix\n"), "language": "javascript",
+    "test_patch": unified_diff.between("test/calc.test.js", "a\n", "b\n"),
     "FAIL_TO_PASS": ["add"], "PASS_TO_PASS": ["double", "triple"],
 }  # fmt: skip
 NAMES = ("add", "double", "triple")
-GOOD = TestRun(dict.fromkeys(NAMES, Status.PASSED), complete=True)
-BAD = TestRun({**GOOD.statuses, "add": Status.FAILED}, complete=True)
+GOOD = TestRun(dict.fromkeys(NAMES, Status.PASSED), complete=True, exit_status=0)
+BAD = TestRun({**GOOD.statuses, "add": Status.FAILED}, complete=True, exit_status=1)
 HANGS = TestRun({"double": Status.PASSED, "add": Status.MISSING}, complete=False, timed_out=True, exit_status=124)
 
 
@@ -65,7 +65,7 @@ def test_only_a_named_test_that_has_not_passed_asks_for_the_control() -> None:
 
 
 def check(before: TestRun, after: TestRun, *, narrow: bool = False, **columns: JSON) -> PreparedRow:
-    async def tries(solved: bool) -> TestRun:
+    async def tries(solved: bool, options: Sequence[str] = ()) -> TestRun:
         return after if solved else before
 
     async def packages() -> AsyncIterator[str]:
@@ -81,10 +81,10 @@ def test_a_bug_that_hangs_the_tests_does_not_refuse_the_row(columns: Mapping[str
     """The tests after the hanging one are as the reference solution shows them, and none is left out."""
     if columns:
         names = {"add": "t.py::add", "double": "t.py::double", "triple": "t.py::triple"}
-        columns = {**columns, "kind": "swe-bench", "test_patch": apply_diff.between("t.py", "a\n", "b\n"),
+        columns = {**columns, "kind": "swe-bench", "test_patch": unified_diff.between("t.py", "a\n", "b\n"),
                    "FAIL_TO_PASS": [names["add"]], "PASS_TO_PASS": [names["double"], names["triple"]]}  # fmt: skip
         before, after = (
-            TestRun({names[name]: status for name, status in run.statuses.items()}, run.complete, run.timed_out)
+            replace(run, statuses={names[name]: status for name, status in run.statuses.items()})
             for run in (HANGS, GOOD)
         )
     else:
@@ -102,7 +102,7 @@ def test_a_slow_reference_solution_refuses_the_row(before: TestRun, narrow: bool
 
 def test_the_message_for_skipped_tests_begins_with_the_reason_that_they_give() -> None:
     """Sphinx, for example, skips tests if Graphviz is not installed."""
-    columns = {"language": "", "kind": "swe-bench", "test_patch": apply_diff.between("t.py", "a\n", "b\n"),
+    columns = {"language": "", "kind": "swe-bench", "test_patch": unified_diff.between("t.py", "a\n", "b\n"),
                "FAIL_TO_PASS": ["t.py::add"], "PASS_TO_PASS": ["t.py::double"]}  # fmt: skip
     statuses = {"t.py::add": Status.SKIPPED, "t.py::double": Status.SKIPPED}
     skipped = {"t.py::double": FailedTest("Skipped", "dot is required")}
@@ -114,7 +114,7 @@ def test_the_message_for_skipped_tests_begins_with_the_reason_that_they_give() -
 def test_a_session_with_a_late_test_is_repeated_before_the_row_is_refused() -> None:
     runs = [BAD, replace(BAD, timed_out=True), GOOD]
 
-    async def tries(solved: bool) -> TestRun:
+    async def tries(solved: bool, options: Sequence[str] = ()) -> TestRun:
         return runs.pop(0)
 
     async def packages() -> AsyncIterator[str]:
@@ -180,4 +180,5 @@ def test_only_work_that_hangs_is_scored_zero(
     (trajectory,) = group.trajectories
     assert trajectory.reward == reward, (trajectory.detail, trajectory.error)
     if reward is None:
-        assert "with the reference solution too and test_timeout_s 2: its tests timed out" in trajectory.error
+        assert "within 2 s: its tests timed out" in trajectory.error
+        assert "the reference solution fails too" in trajectory.error

@@ -1,5 +1,6 @@
-"""Diffs against git itself: what we write, git applies; what git writes, we read, reverse and apply."""
+"""Diffs against git itself: what we write, git applies; what git writes, we read, and git applies to trees."""
 
+import asyncio
 import string
 import subprocess
 from pathlib import Path
@@ -8,7 +9,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from palaestra.suites.swe import apply_diff, unified_diff
+from palaestra.suites.swe import unified_diff
+from palaestra.suites.swe.repository import RepositoryCache, TreeFile, TreeFiles
+from palaestra.suites.swe.solution_steps import replacements
+from palaestra.suites.swe.swe_row import SweRow, parse_row
+from suites.swe.diffs import applied, undoing
+from suites.swe.published import Source
 
 LINES = st.lists(st.sampled_from(["a\n", "b\n", "\n", "x = 1\n", "  y\r\n", "--- z\n", "+++ q\n", "@@ @@\n", "ü\f\n"]))
 TEXTS = st.builds(lambda lines, tail: "".join(lines) + tail, LINES, st.sampled_from(["", "end", "\r", "\\ No"]))
@@ -21,134 +27,146 @@ def git(*arguments: str, cwd: Path, check: bool = True) -> str:
     return done.stdout.decode("utf-8", "surrogateescape")
 
 
-def git_diff(tmp_path: Path, before: str, after: str) -> str:
+@SLOW
+@given(TEXTS, TEXTS)
+def test_reads_what_git_writes(tmp_path: Path, before: str, after: str) -> None:
     for side, text in (("a", before), ("b", after)):
         (tmp_path / side).mkdir(exist_ok=True)
         (tmp_path / side / "f.txt").write_bytes(text.encode("utf-8", "surrogateescape"))
-    return git("diff", "--no-index", "--no-prefix", "a", "b", cwd=tmp_path, check=False)
+    text = git("diff", "--no-index", "--no-prefix", "a", "b", cwd=tmp_path, check=False)
+    if before != after:
+        assert unified_diff.parse(text) == (unified_diff.FileDiff("f.txt", "f.txt"),)
 
 
 @SLOW
 @given(TEXTS, TEXTS)
-def test_reads_and_applies_what_git_writes(tmp_path: Path, before: str, after: str) -> None:
-    text = git_diff(tmp_path, before, after)
-    if before == after:
-        assert text == ""
-        return
-    (file,) = unified_diff.parse(text)
-    assert apply_diff.apply_to_text(file, before) == after
-    (back,) = unified_diff.parse(unified_diff.reverse(text))
-    assert apply_diff.apply_to_text(back, after) == before
-
-
-@SLOW
-@given(TEXTS, TEXTS)
-def test_git_applies_what_we_write(tmp_path: Path, before: str, after: str) -> None:
-    text = apply_diff.between("some dir/f.txt", before, after)
+def test_git_applies_what_we_write(before: str, after: str) -> None:
+    text = unified_diff.between("some dir/f.txt", before, after)
     assert (text == "") == (before == after)
-    if not text:
-        return
-    target = tmp_path / "some dir" / "f.txt"
-    target.parent.mkdir(exist_ok=True)
-    target.write_bytes(before.encode())
-    (tmp_path / "p.diff").write_bytes(text.encode())
-    git("-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", "p.diff", cwd=tmp_path)
-    assert target.read_bytes().decode() == after
-    (tmp_path / "r.diff").write_bytes(unified_diff.reverse(text).encode())
-    git("apply", "--whitespace=nowarn", "r.diff", cwd=tmp_path)
-    assert target.read_bytes().decode() == before
-
-
-@settings(deadline=None)
-@given(TEXTS, TEXTS)
-def test_reversing_twice_and_rendering_change_nothing(before: str, after: str) -> None:
-    text = apply_diff.between("f", before, after)
     if text:
-        assert unified_diff.reverse(unified_diff.reverse(text)) == text
-        assert unified_diff.render(unified_diff.parse(text)) == text
+        assert [file.path for file in unified_diff.parse(text)] == ["some dir/f.txt"]
+        assert applied(text, before) == after
+        assert applied(undoing(text, before), after) == before
 
 
 @settings(deadline=None)
 @given(st.text(alphabet="ab\n", max_size=60), st.text(alphabet="ab\n", max_size=60))
 def test_edits_are_unique_at_their_turn_and_make_the_new_text(before: str, after: str) -> None:
-    text = apply_diff.between("f", before, after)
-    if not text or not before:
+    if not before:
         return
     current = before
-    for edit in apply_diff.replacements(unified_diff.parse(text)[0], before):
-        assert current.count(edit.old_text) == 1
-        current = current.replace(edit.old_text, edit.new_text)
+    for old_text, new_text in replacements(before, after):
+        assert current.count(old_text) == 1
+        current = current.replace(old_text, new_text)
     assert current == after
 
 
-def test_new_deleted_and_renamed_files_round_trip(tmp_path: Path) -> None:
+def test_new_deleted_renamed_and_copied_files_are_read(tmp_path: Path) -> None:
     git("init", "-q", cwd=tmp_path)
     (tmp_path / "gone.txt").write_text("bye\n")
     (tmp_path / "old.txt").write_text("".join(f"{letter}\n" for letter in string.ascii_letters))
+    (tmp_path / "run.sh").write_text("#!/bin/sh\n")
     git("add", "-A", cwd=tmp_path)
     git("-c", "user.name=t", "-c", "user.email=t@localhost", "commit", "-q", "-m", "one", cwd=tmp_path)
     (tmp_path / "gone.txt").unlink()
+    (tmp_path / "copy.txt").write_text((tmp_path / "old.txt").read_text())
     (tmp_path / "old.txt").rename(tmp_path / "näme with space.txt")
     (tmp_path / "fresh.txt").write_text("hello")
+    (tmp_path / "run.sh").chmod(0o755)
     git("add", "-A", cwd=tmp_path)
-    text = git("diff", "--cached", "-M", cwd=tmp_path)
-    files = {file.path: file for file in unified_diff.parse(text)}
-    assert files["gone.txt"].new_path is None
-    assert files["fresh.txt"].old_path is None
-    renamed = files["näme with space.txt"]
-    assert (renamed.old_path, renamed.renamed) == ("old.txt", True)
-    tree = {"gone.txt": "bye\n", "old.txt": (tmp_path / "näme with space.txt").read_text()}
-    changed = apply_diff.apply(unified_diff.parse(text), tree)
-    assert changed["gone.txt"] is None
-    assert changed["old.txt"] is None
-    assert changed["fresh.txt"] == "hello"
-    after = {path: text for path, text in {**tree, **changed}.items() if text is not None}
-    assert apply_diff.apply(unified_diff.parse(unified_diff.reverse(text)), after)["gone.txt"] == "bye\n"
-
-
-def test_a_diff_that_does_not_fit_is_refused() -> None:
-    (file,) = unified_diff.parse(apply_diff.between("f", "a\nb\n", "a\nc\n"))
-    with pytest.raises(unified_diff.DiffError, match="does not match the file"):
-        apply_diff.apply_to_text(file, "a\nx\n")
+    text = git("diff", "--cached", "-M", "-C", "--find-copies-harder", cwd=tmp_path)
+    assert {(file.old_path, file.new_path) for file in unified_diff.parse(text)} == {
+        ("gone.txt", None), (None, "fresh.txt"), ("run.sh", "run.sh"), ("old.txt", "näme with space.txt"),
+        ("old.txt", "copy.txt"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "file"),
+    "text",
     [
-        ("1\n2\n3\na\n5\n6\n7\n8\n", "1\n2\n3\nA\n5\n6\n7\n8\n", "0\n{}"),
-        ("1\n2\n3\na\n5\n6\n7\n8\n", "1\n2\n3\nA\n5\n6\n7\n8\n", "0\n0\n0\n1\n2\n3\na\n5\n6\n7\n{}"),
-        ("0\n0\n0\n0\n1\nx\n3\n", "0\n0\n0\n0\n1\nx\n3\n4\n", "0\n{}"),
-        ("0\n0\n0\n0\n1\nx\n3\n", "0\n0\n0\n0\n1\nx\n3\n4\n", "0\n{}0\n"),
-        ("a\n2\n3\n4\n5\n", "A\n2\n3\n4\n5\n", "0\n{}"),
+        "", "hello\n", "diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n a\n",
+        "diff --git a/f b/f\nindex 1..2 100644\nBinary files a/f and b/f differ\n",
     ],
-    ids=["one line off", "two places", "at the end", "not at the end", "not at the beginning"],
-)
-def test_a_hunk_with_another_line_number_applies_where_git_applies_it(
-    tmp_path: Path, old: str, new: str, file: str
-) -> None:
-    """Rows of SWE-bench Verified have such hunks, and their graders run `git apply`."""
-    text = file.format(old)
-    (tmp_path / "f").write_text(text)
-    patch = apply_diff.between("f", old, new)
-    (tmp_path / "p").write_text(patch)
-    done = subprocess.run(["git", "apply", "p"], cwd=tmp_path, capture_output=True, check=False)
-    (diff,) = unified_diff.parse(patch)
-    if done.returncode:
-        with pytest.raises(unified_diff.DiffError, match="does not match the file"):
-            apply_diff.apply_to_text(diff, text)
-        return
-    after = (tmp_path / "f").read_text()
-    assert apply_diff.apply_to_text(diff, text) == after
-    for each in apply_diff.replacements(diff, text):
-        assert text.count(each.old_text) == 1
-        text = text.replace(each.old_text, each.new_text)
-    assert text == after
-
-
-@pytest.mark.parametrize("text", ["", "hello\n", "diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n a\n"])
+)  # fmt: skip
 def test_what_is_no_whole_diff_is_refused(text: str) -> None:
     with pytest.raises(unified_diff.DiffError):
         unified_diff.parse(text)
+
+
+class Trees:
+    """A repository and the files that patches make of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source = Source.make(folder / "source", {"run.sh": "#!/bin/sh\n", "f": "1\n2\n3\na\n5\n", "d/g": "x\n"})
+        self.cache = RepositoryCache(folder / "cache")
+        self.row: SweRow = parse_row(self.source.row(patch=unified_diff.between("f", "a\n", "b\n"), kind="swe-smith"))
+
+    def changed(self, patch: str, *, backwards: bool = False) -> TreeFiles:
+        async def made() -> TreeFiles:
+            _, commit = await self.cache.locate(self.row)
+            tree = await self.cache.apply(self.row, commit, patch, backwards=backwards)
+            return await self.cache.difference(self.row, commit, tree)
+
+        return asyncio.run(made())
+
+
+def new(path: str, mode: str, line: str) -> str:
+    return (
+        f"diff --git a/{path} b/{path}\nnew file mode {mode}\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+{line}\n"
+        "\\ No newline at end of file\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("patch", "files"),
+    [
+        (new("bin/tool", "100755", "echo"), {"bin/tool": TreeFile("100755", b"echo")}),
+        (new("plain", "100644", "x"), {"plain": TreeFile("100644", b"x")}),
+        (new("d/link", "120000", "../f"), {"d/link": TreeFile("120000", b"../f")}),
+        ("diff --git a/run.sh b/run.sh\nold mode 100644\nnew mode 100755\n",
+         {"run.sh": TreeFile("100755", b"#!/bin/sh\n")}),
+        ("diff --git a/run.sh b/s/run\nold mode 100644\nnew mode 100755\nsimilarity index 100%\n"
+         "rename from run.sh\nrename to s/run\n",
+         {"run.sh": None, "s/run": TreeFile("100755", b"#!/bin/sh\n")}),
+        ("diff --git a/run.sh b/s/run\nsimilarity index 100%\ncopy from run.sh\ncopy to s/run\n",
+         {"s/run": TreeFile("100644", b"#!/bin/sh\n")}),
+        ("diff --git a/f b/f\ndeleted file mode 100644\n--- a/f\n+++ /dev/null\n@@ -1,5 +0,0 @@\n-1\n-2\n-3\n-a\n-5\n",
+         {"f": None}),
+        ("--- d/g\n+++ d/g\n@@ -1 +1 @@\n-x\n+y", {"d/g": TreeFile("100644", b"y\n")}),
+        ("--- a/f\n+++ b/f\n@@ -1,3 +1,3 @@\n 3\n-a\n+A\n 5\n", None),
+        ("--- a/f\n+++ b/f\n@@ -2,3 +2,3 @@\n 3\n-a\n+A\n 5\n", {"f": TreeFile("100644", b"1\n2\n3\nA\n5\n")}),
+    ],
+    ids=["program", "file", "link", "mode", "rename", "copy", "deletion", "no sides, no last newline", "not at the "
+         "beginning", "a line off"],
+)  # fmt: skip
+def test_git_applies_modes_links_and_hunks_to_a_tree(tmp_path: Path, patch: str, files: TreeFiles | None) -> None:
+    """A hunk with another line number applies where `git apply` applies it, as graders of published rows do."""
+    if files is None:
+        with pytest.raises(unified_diff.DiffError, match="does not apply"):
+            Trees(tmp_path).changed(patch)
+    else:
+        assert Trees(tmp_path).changed(patch) == files
+
+
+@pytest.mark.parametrize(
+    ("patch", "message"),
+    [
+        (new("../out", "100644", "x"), "invalid path"),
+        (new("/etc/x", "100644", "x"), "does not exist|invalid path"),
+        (new(".git/hooks/post-checkout", "100755", "x"), "invalid path"),
+        (new("link", "120000", "/etc/passwd"), "the link link leads out of the repository, to /etc/passwd"),
+        (new("d/link", "120000", "../../x"), "leads out"),
+        (new("d/link", "120000", "../.."), "leads out"),
+        (new("l", "120000", "d") + new("l/x", "100644", "x"), "beyond a symbolic link"),
+        (new("f", "100644", "x"), "already exists"),
+        ("--- a/f\n+++ b/f\n@@ -1 +1 @@\n-wrong\n+x\n", "does not apply"),
+        ("diff --git a/f b/f\nindex 1..2 100644\nGIT binary patch\nliteral 7\nzzzz\n", "corrupt|unrecognized"),
+    ],
+)
+def test_a_patch_stays_in_the_repository_and_matches_it(tmp_path: Path, patch: str, message: str) -> None:
+    with pytest.raises(unified_diff.DiffError, match=message):
+        Trees(tmp_path).changed(patch)
+    assert not list(tmp_path.glob("out"))
 
 
 CONTENTS = st.builds(
@@ -160,40 +178,18 @@ CONTENTS = st.builds(
 )
 
 
-def as_text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogateescape")
-
-
-@SLOW
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CONTENTS, CONTENTS)
-def test_binary_changes_round_trip(tmp_path: Path, old: bytes, new: bytes) -> None:
-    """Literal changes and deltas, as git makes them, are applied and undone."""
+def test_binary_changes_apply_in_both_directions(tmp_path_factory, old: bytes, new: bytes) -> None:  # type: ignore[no-untyped-def]
+    """Literal changes and deltas, as git makes them."""
     old, new = b"\0" + old, b"\0" + new
     assume(old != new)
-    git("init", "-q", cwd=tmp_path)
-    (tmp_path / "f").write_bytes(old)
-    git("add", "-A", cwd=tmp_path)
-    (tmp_path / "f").write_bytes(new)
-    text = git("diff", "--binary", cwd=tmp_path)
-    assert apply_diff.apply(unified_diff.parse(text), {"f": as_text(old)}) == {"f": as_text(new)}
-    back = unified_diff.reverse(text)
-    assert apply_diff.apply(unified_diff.parse(back), {"f": as_text(new)}) == {"f": as_text(old)}
-    if "\ndelta" in text.partition("\n\n")[0]:
-        with pytest.raises(unified_diff.DiffError, match="does not match the file"):
-            apply_diff.apply(unified_diff.parse(text), {"f": as_text(old + b"x")})
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ("Binary files a/f and b/f differ", "git diff --binary"),
-        ("GIT binary patch", "without data"),
-        ("GIT binary patch\nliteral 7\nzzzz", "cannot be read"),
-        ("GIT binary patch\nliteral 9999\nHcmV?d00001\n", "incomplete"),
-        ("copy from g\ncopy to f", "copies"),
-    ],
-)
-def test_binary_changes_without_their_data_and_copies_are_refused(lines: str, message: str) -> None:
-    text = f"diff --git a/f b/f\nindex 1..2 100644\n{lines}\n"
-    with pytest.raises(unified_diff.DiffError, match=message):
-        apply_diff.apply(unified_diff.parse(text), {"f": ""})
+    trees = Trees(tmp_path_factory.mktemp("binary"))
+    base = trees.source.commit({"b": old})
+    patch = trees.source.diff({"b": new})
+    trees.row = parse_row(trees.source.row(base_commit=base))
+    assert trees.changed(patch) == {"b": TreeFile("100644", new)}
+    after = trees.source.commit({"b": new})
+    trees.row = parse_row(trees.source.row(base_commit=after))
+    assert trees.changed(patch, backwards=True) == {"b": TreeFile("100644", old)}

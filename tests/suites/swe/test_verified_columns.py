@@ -8,17 +8,17 @@ import pytest
 
 from palaestra.core.types import JSON
 from palaestra.suites.grading.harness import Status, TestRun
-from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.row_tests import meant
 from palaestra.suites.swe.swe_row import SweRow, TestNames, parse_row
 
 
 def verified(repo: str, failing: list[str], passing: list[str], *tests: str) -> SweRow:
     """Return a row in the published columns, whose `test_patch` changes these files."""
-    patch = "".join(apply_diff.between(path, "a\n", "b\n") for path in tests)
+    patch = "".join(unified_diff.between(path, "a\n", "b\n") for path in tests)
     row: dict[str, JSON] = {
         "repo": repo, "instance_id": f"{repo.replace('/', '__')}-1", "base_commit": f"d16bfe05{32 * '0'}",
-        "patch": apply_diff.between("pkg/a.py", "a\n", "b\n"), "test_patch": patch, "problem_statement": "It fails.",
+        "patch": unified_diff.between("pkg/a.py", "a\n", "b\n"), "test_patch": patch, "problem_statement": "It fails.",
         "hints_text": "", "created_at": "2022-03-03T15:14:54Z", "version": "4.3", "FAIL_TO_PASS": json.dumps(failing),
         "PASS_TO_PASS": json.dumps(passing), "environment_setup_commit": "298ccb478e6bf092953bca67a3d29dc6c35f6752",
         "difficulty": "15 min - 1 hour",

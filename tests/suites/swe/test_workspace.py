@@ -11,23 +11,22 @@ import pytest
 from palaestra.core.errors import TaskError
 from palaestra.core.types import ToolStep
 from palaestra.sandbox.local.local_slot import MAX_STDIN_BYTES
-from palaestra.suites.swe import apply_diff
-from palaestra.suites.swe.apply_diff import between, solution_steps
-from palaestra.suites.swe.repository import RepositoryCache
+from palaestra.suites.swe import unified_diff
+from palaestra.suites.swe.repository import RepositoryCache, TreeFile, TreeFiles
+from palaestra.suites.swe.solution_steps import solution_steps
 from palaestra.suites.swe.swe_row import SweRow, parse_row
 from palaestra.suites.swe.workspace import (
     add_tests,
-    agent_texts,
     prepare_repository,
     replace_work,
-    restore_files,
+    solution_files,
     unpack,
     work_paths,
 )
 from suites.bench import FILES, REPO, Bench, RunBench
 
 CLEAN = FILES["pkg/calc.py"].replace("return a - b", "return a + b")
-BUG = apply_diff.between("pkg/calc.py", CLEAN, FILES["pkg/calc.py"])
+BUG = unified_diff.between("pkg/calc.py", CLEAN, FILES["pkg/calc.py"])
 
 
 def make_source(path: Path, calc: str) -> str:
@@ -91,8 +90,8 @@ def test_the_agent_gets_the_bug_and_one_commit(tmp_path: Path, run_bench: RunBen
 @pytest.mark.slots
 def test_the_tests_of_a_bench_row_come_at_grading_only(tmp_path: Path, run_bench: RunBench) -> None:
     after = FILES["tests/test_calc.py"] + "\ndef test_more(): pass\n"
-    tests = apply_diff.between("tests/test_calc.py", FILES["tests/test_calc.py"], after)
-    fix = apply_diff.between("pkg/calc.py", FILES["pkg/calc.py"], CLEAN)
+    tests = unified_diff.between("tests/test_calc.py", FILES["tests/test_calc.py"], after)
+    fix = unified_diff.between("pkg/calc.py", FILES["pkg/calc.py"], CLEAN)
     task = row(tmp_path, FILES["pkg/calc.py"], patch=fix, test_patch=tests)
 
     async def scenario(bench: Bench) -> None:
@@ -102,71 +101,91 @@ def test_the_tests_of_a_bench_row_come_at_grading_only(tmp_path: Path, run_bench
             await slot.write_text(f"{REPO}/tests/test_calc.py", "")
             await add_tests(slot, cache(tmp_path), task, REPO)
             assert await slot.read_text(f"{REPO}/tests/test_calc.py") == after
-            await restore_files(slot, cache(tmp_path), task, REPO, ("tests/test_calc.py",))
-            assert await slot.read_text(f"{REPO}/tests/test_calc.py") == FILES["tests/test_calc.py"]
 
     run_bench(scenario)
 
 
+def text(content: str, mode: str = "100644") -> TreeFile:
+    return TreeFile(mode, content.encode())
+
+
+def played(steps: tuple[ToolStep, ...]) -> None:
+    """Run the terminal commands among steps."""
+    for step in steps:
+        assert step.name == "terminal"
+        subprocess.run(["bash", "-c", str(step.arguments["command"])], check=True)
+
+
 def test_the_reference_solution_is_patch_calls_that_fit(tmp_path: Path) -> None:
     task = row(tmp_path, patch=BUG)
-    texts = asyncio.run(agent_texts(cache(tmp_path), task))
-    (step,) = solution_steps(task.fix_patch, texts, REPO)
+    before, after = asyncio.run(solution_files(cache(tmp_path), task))
+    (step,) = solution_steps(before, after, REPO)
     assert step.name == "patch"
     old, new = str(step.arguments["old_string"]), str(step.arguments["new_string"])
-    assert texts["pkg/calc.py"].count(old) == 1
-    assert texts["pkg/calc.py"].replace(old, new) == CLEAN
+    assert FILES["pkg/calc.py"].count(old) == 1
+    assert FILES["pkg/calc.py"].replace(old, new) == CLEAN
 
 
-def test_new_deleted_and_moved_files_are_steps_too() -> None:
-    patch = (
-        "diff --git a/n.py b/n.py\nnew file mode 100644\n--- /dev/null\n+++ b/n.py\n@@ -0,0 +1 @@\n+x = 1\n"
-        "diff --git a/d d.py b/d d.py\ndeleted file mode 100644\n--- a/d d.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
-        "diff --git a/o.py b/s/m.py\nsimilarity index 100%\nrename from o.py\nrename to s/m.py\n"
-    )
-    assert solution_steps(patch, {"o.py": "x\n", "d d.py": "x\n"}, "/r") == (
-        ToolStep("write_file", {"path": "/r/n.py", "content": "x = 1\n"}),
+def test_new_and_deleted_files_modes_and_links_are_steps_too() -> None:
+    before: TreeFiles = {"n.py": None, "d d.py": text("x\n"), "o.py": text("x\n"), "l": None, "s/run": None}
+    after: TreeFiles = {
+        "n.py": text("x = 1\n"), "d d.py": None, "o.py": text("x\n", "100755"), "l": TreeFile("120000", b"o.py"),
+        "s/run": text("#!/bin/sh\n", "100755"),
+    }  # fmt: skip
+    assert solution_steps(before, after, "/r") == (
         ToolStep("terminal", {"command": "rm -- '/r/d d.py'"}),
-        ToolStep("terminal", {"command": "mkdir -p -- /r/s"}),
-        ToolStep("terminal", {"command": "mv -- /r/o.py /r/s/m.py"}),
+        ToolStep("write_file", {"path": "/r/n.py", "content": "x = 1\n"}),
+        ToolStep("terminal", {"command": "chmod +x -- /r/o.py"}),
+        ToolStep("terminal", {"command": "mkdir -p -- /r && ln -sfn -- o.py /r/l"}),
+        ToolStep("write_file", {"path": "/r/s/run", "content": "#!/bin/sh\n"}),
+        ToolStep("terminal", {"command": "chmod +x -- /r/s/run"}),
     )
 
 
 def test_a_long_reference_solution_is_packed_into_few_commands(tmp_path: Path) -> None:
     """An agent has 30 turns by default, and the reference solution must not fail for want of turns."""
-    before = {f"d d/f{number}.py": "".join(f"{line}\n" for line in range(100)) for number in range(12)}
-    after = {path: text.replace("5\n", "five\n") + "ä" * 40_000 for path, text in before.items()}
-    patch = "".join(between(path, before[path], after[path]) for path in before)
-    patch += "diff --git a/d d/run.sh b/d d/moved.sh\nsimilarity index 100%\n"
-    patch += "rename from d d/run.sh\nrename to d d/moved.sh\n"
-    patch += (
-        "diff --git a/gone.py b/gone.py\ndeleted file mode 100644\n--- a/gone.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
-    )
-    files = {**before, "d d/run.sh": "x\n", "gone.py": "x\n"}
-    for path, text in files.items():
+    before: dict[str, TreeFile | None] = {
+        f"d d/f{number}.py": text("".join(f"{line}\n" for line in range(100))) for number in range(12)
+    }
+    after: dict[str, TreeFile | None] = {
+        path: text(file.text.replace("5\n", "five\n") + "ä" * 40_000) for path, file in before.items() if file
+    }
+    before |= {"d d/run.sh": text("x\n", "100755"), "d d/moved.sh": None, "gone.py": text("x\n"), "to": text("x")}
+    before |= {"ln": TreeFile("120000", b"to"), "stop": text("x", "100755")}
+    after |= {"d d/run.sh": None, "d d/moved.sh": text("x\n", "100755"), "gone.py": None, "ln": text("file")}
+    after |= {"to": TreeFile("120000", b"ln"), "stop": text("x")}
+    for path, file in before.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(text)
-    (tmp_path / "d d/run.sh").chmod(0o755)
-    steps = solution_steps(patch, files, str(tmp_path))
+        if file is not None and file.is_link:
+            (tmp_path / path).symlink_to(file.text)
+        elif file is not None:
+            (tmp_path / path).write_bytes(file.data)
+            (tmp_path / path).chmod(0o755 if file.mode == "100755" else 0o644)
+    steps = solution_steps(before, after, str(tmp_path))
     assert len(steps) < 30
-    for step in steps:
-        assert step.name == "terminal"
-        subprocess.run(["bash", "-c", str(step.arguments["command"])], check=True)
-    assert {path: (tmp_path / path).read_text() for path in after} == after
-    assert sorted(path.name for path in (tmp_path / "d d").glob("*.sh")) == ["moved.sh"]
-    assert (tmp_path / "d d/moved.sh").stat().st_mode & 0o111
-    assert not (tmp_path / "gone.py").exists()
+    played(steps)
+    found: dict[str, TreeFile | None] = {}
+    for path in after:
+        place = tmp_path / path
+        if place.is_symlink():
+            found[path] = TreeFile("120000", str(place.readlink()).encode())
+        elif place.exists():
+            found[path] = TreeFile("100755" if place.stat().st_mode & 0o100 else "100644", place.read_bytes())
+        else:
+            found[path] = None
+    assert found == after
 
 
 def test_a_commit_that_has_the_bug_already_is_left_as_it_is(tmp_path: Path) -> None:
     task = row(tmp_path, FILES["pkg/calc.py"], patch=BUG)
-    assert asyncio.run(agent_texts(cache(tmp_path), task)) == {"pkg/calc.py": FILES["pkg/calc.py"]}
+    before, after = asyncio.run(solution_files(cache(tmp_path), task))
+    assert (before, after) == ({"pkg/calc.py": text(FILES["pkg/calc.py"])}, {"pkg/calc.py": text(CLEAN)})
 
 
 def test_a_patch_that_fits_neither_way_is_the_rows_fault(tmp_path: Path) -> None:
     task = row(tmp_path, "something = 'else'\n", patch=BUG)
     with pytest.raises(TaskError, match="does not match"):
-        asyncio.run(agent_texts(cache(tmp_path), task))
+        asyncio.run(solution_files(cache(tmp_path), task))
 
 
 @pytest.mark.slots

@@ -19,7 +19,8 @@ def commands(steps: tuple[ToolStep, ...] | None) -> list[str]:
 
 def written(lines: list[str], path: str) -> bytes:
     """What the commands write to a path."""
-    found = re.findall(rf"printf %s (\S+) \| base64 -d >>? {re.escape(path)}$", "\n".join(lines), re.MULTILINE)
+    writing = rf"printf %s (\S+) \| base64 -d >>? {re.escape(path)}(?: && chmod .*)?$"
+    found = re.findall(writing, "\n".join(lines), re.MULTILINE)
     return b"".join(base64.b64decode(piece) for piece in found)
 
 
@@ -33,6 +34,18 @@ def test_files_of_any_bytes_and_size_arrive_whole(tmp_path: Path) -> None:
     assert "base64 -d > /solution/empty" in "\n".join(lines)
     assert max(map(len, lines)) < 100_000
     assert lines[-1] == "env DEBIAN_FRONTEND=noninteractive bash /solution/solve.sh"
+
+
+def test_programs_of_a_solution_can_run(tmp_path: Path) -> None:
+    task = copied(HARBOR / "greeting", tmp_path)
+    for name, mode in {"helper": 0o755, "data.txt": 0o644, "large": 0o700}.items():
+        (task / "solution" / name).write_bytes(b"x" * (200_000 if name == "large" else 1))
+        (task / "solution" / name).chmod(mode)
+    lines = commands(solution_steps(harbor_task.read_task(task), "root", 60))
+    assert written(lines, "/solution/large") == b"x" * 200_000
+    running = [line.partition(" && chmod +x ")[2] for line in lines if "chmod" in line]
+    assert {"/solution/helper", "/solution/large"} <= {*running}
+    assert "/solution/data.txt" not in running
 
 
 def test_somebody_without_root_has_a_place_of_his_own() -> None:

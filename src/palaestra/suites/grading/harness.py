@@ -192,7 +192,7 @@ def alarms_in(records: Sequence[Mapping[str, JSON]]) -> tuple[Label, ...]:
             event, path = str(record.get("event")), str(record.get("path", ""))
             name = "framework_changed" if event.startswith("changed ") else "audited_call"
             found.setdefault(name, set()).add(f"{event} in {path}".removesuffix(" in "))
-    labels = [Label(name, ", ".join(sorted(events)[:10])) for name, events in sorted(found.items())]
+    labels = [Label(name, ", ".join(sorted(events)[:50])) for name, events in sorted(found.items())]
     kinds = [record["kind"] for record in records]
     if kinds.count("finish") > 1 and kinds.count("start") == 1:
         labels.append(Label("forged_records", "a session that ends twice", certain=True))

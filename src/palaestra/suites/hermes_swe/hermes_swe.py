@@ -34,7 +34,7 @@ from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
-from palaestra.suites.grading.harness import TestRun, enough_time
+from palaestra.suites.grading.harness import TestRun
 from palaestra.suites.grading.hidden_tests import errors_of, run_suite
 from palaestra.suites.hermes_swe.programming_task import ProgrammingTask, parse_row
 from palaestra.suites.toolchain.toolchain import interpreter
@@ -125,7 +125,11 @@ class HermesSweEnvironment(ContractEnvironment):
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         item: ProgrammingTask = rollout.task.data
         slot = await grading.slot(View(only=(WORKSPACE,)))
-        run = await self._graded(slot, item)
+        started, limit_s = time.monotonic(), grading.limit_s(self.settings.test_timeout_s)
+        async with slot.fork() as fork:
+            run = await self._run_in_time(fork, item.suite.text, limit_s)
+        grading.took(time.monotonic() - started)
+        run.check_ended(f"{item.id}, within {limit_s:g} s")
         errors = errors_of(run, item.suite.names)
         controls, copied = Controlled(), list[Label]()
         if not errors and self.settings.controls:
@@ -142,22 +146,6 @@ class HermesSweEnvironment(ContractEnvironment):
         metrics = {"tests_passed": float(passed), "tests_total": float(len(item.suite.names)), "resolved": official}
         labels = (*controls.labels, *copied, *run.labels)
         return Score(official, metrics, detail, official=official, labels=labels)
-
-    async def _graded(self, slot: Slot, item: ProgrammingTask) -> TestRun:
-        """Run the tests over the work. If they time out, run them once more, within a few times the seconds that they
-        take over the reference solution or the files of the task: only work that hangs exceeds both limits.
-
-        Raises `TestsTimedOut` if these exceed the time limit too.
-        """
-        async with slot.fork() as fork:
-            run = await self._run(fork, item.suite.text)
-        if not run.timed_out:
-            return run
-        started = time.monotonic()
-        (await self._run_over({**item.files, **(item.solution or {})}, slot, item.suite.text)).check_ended(item.id)
-        enough_s = min(self.settings.test_timeout_s, enough_time(time.monotonic() - started))
-        async with slot.fork() as fork:
-            return await self._run_in_time(fork, item.suite.text, enough_s)
 
     async def _control(self, slot: Slot, item: ProgrammingTask) -> Controlled:
         """Run the falsified tests over work that passes its tests."""

@@ -2,19 +2,23 @@
 
 A row as it is published seldom lists the packages that its tests need. If tests cannot run, what the repository itself
 declares is installed, one place after the other (`declared.py`), until they do. With `narrow`, tests that do not hold
-here with the reference solution are left out, and recorded.
+here with the reference solution are left out, and recorded. If the reference solution passes its tests but pytest exits
+with an error because of the repository's `addopts` (a threshold of coverage, for example), the tests run without them.
 
-Invariant: a row that cannot be graded here is refused before any rollout, and the message begins with the cause.
+Invariant: a row that cannot be graded here, or whose reference solution SWE-bench would not accept here, is refused
+before any rollout, and the message begins with the cause.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol
 
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.exits import plural
+from palaestra.core.types import Label
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.harness import FAILED, Status, TestRun
 from palaestra.suites.swe.failure_cause import cause_of
@@ -24,16 +28,25 @@ from palaestra.suites.swe.swe_row import RIGHT, SweRow
 _RECORD = "/opt/palaestra/prepared.json"
 _SHOWN = 1500
 _NEAR = 500
-Tries = Callable[[bool], Awaitable[TestRun]]
-"""Runs the row's tests over the prepared repository, with the reference solution if the argument is true."""
+_WITHOUT_ADDOPTS = ("-o", "addopts=")
+
+
+class Tries(Protocol):
+    """Runs the row's tests over the prepared repository, with the reference solution if `solved`."""
+
+    async def __call__(self, solved: bool, options: Sequence[str] = ()) -> TestRun:
+        """`options` are further arguments of pytest."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRow:
-    """How a row was made to run: the places whose packages were installed, and the named tests that were left out."""
+    """How a row was made to run: the places whose packages were installed, the named tests that were left out, and
+    further arguments of pytest. `alarms` has the evidence of the labels of the reference solution's own session."""
 
     declared: tuple[str, ...] = ()
     narrowed: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    alarms: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     def row(self, row: SweRow) -> SweRow:
         """Return the row without the tests that were left out."""
@@ -42,9 +55,20 @@ class PreparedRow:
         passing = tuple(name for name in row.pass_to_pass if name not in left_out)
         return replace(row, fail_to_pass=failing, pass_to_pass=passing) if left_out else row
 
+    def unusual(self, labels: Iterable[Label]) -> list[Label]:
+        """Return the labels of a session without evidence that the reference solution's session has too, for example
+        functions of the test framework that a plugin of pytest replaces."""
+        found = []
+        for label in labels:
+            known = set(self.alarms.get(label.name, ()))
+            rest = [each for each in label.evidence.split(", ") if each not in known]
+            if label.certain or rest:
+                found.append(label if label.certain else replace(label, evidence=", ".join(rest)))
+        return found
+
     async def save(self, slot: Slot) -> None:
         """Write this into the prepared slot, outside the repository, where grading finds it."""
-        if self.declared or self.narrowed:
+        if self != PreparedRow():
             await slot.write_text(_RECORD, json.dumps(asdict(self)))
 
 
@@ -52,7 +76,8 @@ async def load_prepared(slot: Slot) -> PreparedRow:
     """Return how the row of a grading slot was made to run. The agent's changes outside the repository are not in such
     a slot."""
     values = json.loads(await slot.read_text(_RECORD, missing="{}"))
-    return PreparedRow(tuple(values.get("declared", ())), tuple(values.get("narrowed", ())))
+    lists = {name: tuple(values.get(name, ())) for name in ("declared", "narrowed", "options")}
+    return PreparedRow(**lists, alarms=values.get("alarms", {}))
 
 
 async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, narrow: bool) -> PreparedRow:
@@ -64,7 +89,7 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
     tries = _twice_if_late(tries)
     run = before_the_fix(row, await tries(False))
     solved: TestRun | None = None
-    if run.cut_off and row.fix_patch:
+    if run.cut_off and row.patch:
         solved = await tries(True)
         run = _without_hang(row, run, solved)
     used: list[str] = []
@@ -74,11 +99,20 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
             run = before_the_fix(row, await tries(False))
             if not _lacks_packages(row, run):
                 break
-    made = PreparedRow(tuple(used))
-    if row.fix_patch and (narrow or row.recipe is not None):
+    options: tuple[str, ...] = ()
+    if row.patch:
         solved = solved if solved is not None and not used else await tries(True)
+        if not (narrow or solved.cut_off or row.official(solved).resolved):
+            solved = await tries(True)  # a test may fail at random
         _check_time(row, solved)
-        made = replace(made, narrowed=tuple(_not_holding(row, run, solved))) if narrow else made
+        if _command_fails(row, solved) and row.recipe is None:
+            plain = await tries(True, _WITHOUT_ADDOPTS)
+            if not _command_fails(row, plain):
+                options, solved = _WITHOUT_ADDOPTS, plain
+                run = before_the_fix(row, await tries(False, options))
+    narrowed = tuple(_not_holding(row, run, solved)) if narrow and solved is not None else ()
+    alarms = {label.name: label.evidence.split(", ") for label in (solved.alarms if solved is not None else ())}
+    made = PreparedRow(tuple(used), narrowed, options, alarms)
     kept = made.row(row)
     if not kept.fail_to_pass:
         assert solved is not None
@@ -87,18 +121,35 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
         raise PrepareError(_complaint(row, run, used, problem))
     if solved is not None and not kept.verdict(kept.expected(solved)).resolved:
         raise PrepareError(_complaint(row, solved, used, _unsolved(kept, solved)))
+    if solved is not None and not kept.official(solved).resolved:
+        raise PrepareError(f"{_not_official(kept, solved)}; {row.instance_id}:\n{solved.output[-_SHOWN:]}")
     if not set(kept.fail_to_pass) & set(kept.verdict(run).not_passed):
         raise TaskError(f"{row.instance_id}: the tests that must detect the bug pass although it is present")
     return made
+
+
+def _command_fails(row: SweRow, solved: TestRun) -> bool:
+    """Return whether the tests passed, but the status of their command says that they did not."""
+    passed = row.verdict(row.expected(solved)).resolved
+    return bool(solved.exit_status) and passed and not row.official(solved).resolved
+
+
+def _not_official(row: SweRow, solved: TestRun) -> str:
+    if _command_fails(row, solved):
+        how = f"its test command ends with the exit status {solved.exit_status} although no test failed"
+    else:
+        bad = [f"{name}: {status}" for name, status in row.official(solved).not_passed.items()]
+        how = f"{plural(len(bad), 'named test')} did not pass ({', '.join(bad[:3])})"
+    return f"SWE-bench does not accept its reference solution here: {how}"
 
 
 def _twice_if_late(tries: Tries) -> Tries:
     """Return `tries` that repeats a session in which a limit of the tests or their runner ended a test: it is a few
     seconds, which a busy machine exceeds."""
 
-    async def repeated(solved: bool) -> TestRun:
-        run = await tries(solved)
-        return await tries(solved) if run.timed_out and run.complete else run
+    async def repeated(solved: bool, options: Sequence[str] = ()) -> TestRun:
+        run = await tries(solved, options)
+        return await tries(solved, options) if run.timed_out and run.complete else run
 
     return repeated
 

@@ -5,8 +5,8 @@ and files that Python or pytest loads by itself. The agent's own tests and new s
 stand in for nothing. Caches and the repository's history are in no view, because no patch contains them. For other
 languages than Python, `languages.py` describes the tests, settings and products.
 
-Invariant: only the path and the kind of a change decide, never the content. Not covered: code under test shares its
-process with the test runner (see `grading/falsified.py`).
+Invariant: only the path and the kind of a change decide, never the new content; what still has its prepared content is
+no change. Not covered: code under test shares its process with the test runner (see `grading/falsified.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from palaestra.core.types import Label
+from palaestra.rollouts.grading.reward import unseen_paths
+from palaestra.rollouts.grading.tampering import is_below
 from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.languages import Language
@@ -82,15 +84,12 @@ instead."""
 class Protected:
     """The protected paths among an agent's changes, spelled as in the changes, with the name of the label of each.
 
-    `left_out` are the paths that no patch contains. `hidden` are protected files of the prepared repository, relative
-    to it, that an opaque directory hides: one that the agent removed and made again. The guarded view writes these
-    files back. If it left out the whole directory, honest work in it would be lost. `differs` tells whether the guarded
-    view differs from what the agent left, after the tests are written.
+    `left_out` are the paths that no patch contains. `differs` tells whether the guarded view differs from what the
+    agent left, after the tests are written.
     """
 
     labelled: Mapping[str, str]
     left_out: tuple[str, ...]
-    hidden: tuple[str, ...]
     differs: bool
 
     @property
@@ -98,11 +97,12 @@ class Protected:
         """The paths that the guarded view shows as prepared, or that no view shows."""
         return tuple(sorted({*self.left_out, *self.labelled}))
 
-    def labels(self, prefix: str) -> list[Label]:
-        """Return a label of each kind, with the paths below `prefix` as evidence."""
+    def labels(self, prefix: str, without: Collection[str] = ()) -> list[Label]:
+        """Return a label of each kind, with the paths below `prefix` as evidence, but not those in `without`."""
         found: dict[str, list[str]] = {}
         for path, name in self.labelled.items():
-            found.setdefault(name, []).append(path.removeprefix(f"{prefix}/"))
+            if (inside := path.removeprefix(f"{prefix}/")) not in without:
+                found.setdefault(name, []).append(inside)
         return [Label(name, ", ".join(paths[:_MOST_EVIDENCE])) for name, paths in found.items()]
 
 
@@ -110,7 +110,7 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
     """Return the protected paths among the changes.
 
     `repo_dir` is the repository in the slot, and `pristine_paths` are the repository's prepared files, relative to it.
-    Changes outside `repo_dir` are ignored, because the grading slot does not contain them.
+    Changes outside `repo_dir` are ignored, because the grading slot does not contain them (`outside`).
     """
     pristine = _Pristine(pristine_paths)
     tests = tests_of(row)
@@ -119,7 +119,7 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
             _label, tests=tests, guarded=_test_directories(tests, pristine_paths), pristine=pristine
         )
     else:
-        fixed = frozenset(file.path for file in unified_diff.parse(row.fix_patch)) if row.fix_patch else frozenset()
+        fixed = frozenset(file.path for file in unified_diff.parse(row.patch)) if row.patch else frozenset()
         label_of = functools.partial(
             _language_label, language=row.recipe.language, fixed=fixed, tests=tests, pristine=pristine
         )
@@ -127,18 +127,27 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
     found: dict[str, str] = {}
     written = set(tests)  # in any view
     for change in sorted(changes, key=lambda each: each.path):
+        if not change.content or (change.kind == "dir" and not change.opaque):
+            continue  # a directory's entries are separate changes
         path = PurePosixPath("/", change.path)
         inside = path.relative_to(prefix) if path.is_relative_to(prefix) else PurePosixPath()
         if inside.parts and (label := label_of(inside, change)) is not None:
             found[change.path] = label
             if str(inside) in tests and change.kind in ("file", "deleted"):
                 written.add(change.path)
-    opaque = [PurePosixPath("/", change.path) for change in changes if change.opaque]
-    below = [path for path in pristine_paths if any((prefix / path).is_relative_to(top) for top in opaque)]
-    hidden = [path for path in sorted(below) if label_of(PurePosixPath(path), Change(path, "file")) is not None]
     labelled = {path: label for path, label in found.items() if label != _NOT_IN_PATCH}
     left_out = tuple(path for path, label in found.items() if label == _NOT_IN_PATCH)
-    return Protected(labelled, left_out, tuple(hidden), not written.issuperset([*labelled, *hidden]))
+    return Protected(labelled, left_out, not written.issuperset(labelled))
+
+
+def outside(changes: Sequence[Change], repo_dir: str) -> list[str]:
+    """Return the paths outside the repository that the agent changed, without caches and without what is below another
+    of these paths. No patch of the repository contains them, so no score sees them."""
+    found: list[str] = []
+    for path in unseen_paths(sorted(change.path for change in changes)):
+        if not is_below(path, (repo_dir, *found[-1:])) and not is_below(repo_dir, (path,)):
+            found.append(path)
+    return found[:_MOST_EVIDENCE]
 
 
 def _language_label(
@@ -155,8 +164,6 @@ def _language_label(
     name = str(path)
     if _CONTROL_FOLDERS.intersection(path.parts) or (language.is_product(path) and name not in pristine.all):
         return _NOT_IN_PATCH
-    if change.kind == "dir" and not change.opaque:
-        return None
     if name in tests or _hides_tests(path, change, tests, tests):
         return TESTS_EDITED
     if path.name in language.settings and name not in fixed:
@@ -202,13 +209,12 @@ def _label(
         return TESTS_EDITED
     in_tests = any(str(parent) in guarded for parent in (path, *path.parents))
     if in_tests and (str(path) in pristine.all or pristine.has_module(path)):
-        return None if change.kind == "dir" and not change.opaque else TESTS_EDITED
+        return TESTS_EDITED
     return MODULE_SHADOWED if _shadows(path, pristine) else None
 
 
 def _hides_tests(path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str]) -> bool:
-    """Return whether a directory above protected paths was deleted or replaced by something else. A directory that was
-    made again hides files (`Protected.hidden`)."""
+    """Return whether a directory above protected paths was deleted or replaced by something else."""
     if change.kind == "dir":
         return False
     return any(PurePosixPath(kept).is_relative_to(path) for kept in (*tests, *guarded))

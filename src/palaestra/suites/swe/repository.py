@@ -2,31 +2,70 @@
 
 Objects, refs and history stay on the host, because they contain later commits, including the fix. As in the output of
 `git archive`, submodules are empty directories, and files in Git LFS are pointer files.
+
+Git applies the patches of rows, to trees in the repository: no file of a patch is written to the host's file system,
+and git rejects a path outside the tree or beyond a link.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import posixpath
 import re
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.io.file_lock import file_lock
 from palaestra.core.io.host_process import check_process, run_process
 from palaestra.suites.build_once import build_once
 from palaestra.suites.swe.swe_row import SweRow
+from palaestra.suites.swe.unified_diff import DiffError
 
 _LOCAL_TIMEOUT_S = 120.0
 _RELEASE = re.compile(r"(?:[A-Za-z][\w.-]*?[-_]?)?\d+(?:\.\d+)+(?:\.?post\d+)?")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_SETTINGS = ("-c", "safe.directory=*", "-c", "gc.auto=0", "-c", "protocol.ext.allow=never", "-c", "core.hooksPath=/")
+_SETTINGS = (
+    *("--literal-pathspecs", "-c", "safe.directory=*", "-c", "gc.auto=0", "-c", "protocol.ext.allow=never"),
+    *("-c", "core.hooksPath=/"),
+)
+_WITH_SIDES = re.compile(r'^(?:diff --git |(?:---|\+\+\+) "?[ab]/)', re.MULTILINE)
+_ENCODING = ("utf-8", "surrogateescape")
+_MOST_PATHS = 500
+"""The maximum number of paths per command, because the kernel limits a command's arguments."""
 
+EXECUTABLE, _LINK, _SUBMODULE, _NONE = "100755", "120000", "160000", "000000"
 
 _SERVE = "GIT_ALLOW_PROTOCOL= GIT_NO_LAZY_FETCH=1 git-upload-pack --strict"
 """Serves a repository that a row names. `--strict`: only this folder, because git would otherwise also try folders such
 as `NAME.git`, which nobody checked. The variables: settings of the repository start no program and reach no other
 repository to fetch objects that it lacks. Source: git-upload-pack(1), git(1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeFile:
+    """One file of a commit. `mode` is git's: 100644, 100755 for a program, or 120000 for a symbolic link, whose `data`
+    is its target."""
+
+    mode: str
+    data: bytes
+
+    @property
+    def is_link(self) -> bool:
+        return self.mode == _LINK
+
+    @property
+    def text(self) -> str:
+        """The data, with surrogate escapes for bytes that are not UTF-8."""
+        return self.data.decode(*_ENCODING)
+
+
+TreeFiles: TypeAlias = Mapping[str, TreeFile | None]
+"""Files by their path in a tree, with None for a path without a file."""
 
 
 def git_folder(place: Path) -> Path:
@@ -63,6 +102,7 @@ class RepositoryCache:
         self._base_url = base_url.rstrip("/")
         self._timeout_s = timeout_s
         self._located: dict[tuple[str, str, bool], tuple[Path, str]] = {}
+        self._applied: dict[tuple[Path, str, str, bool], str] = {}
 
     def source(self, row: SweRow) -> str:
         """Return the address or folder of a row's repository."""
@@ -116,7 +156,7 @@ class RepositoryCache:
 
     async def _files(self, path: Path, commit: str) -> tuple[str, ...]:
         listing = await self._git(path, "ls-tree", "-r", "-z", "--name-only", commit)
-        return tuple(name.decode("utf-8", "surrogateescape") for name in listing.split(b"\0") if name)
+        return tuple(os.fsdecode(name) for name in listing.split(b"\0") if name)
 
     async def export_tree(self, row: SweRow) -> bytes:
         """Return all files of the row's commit as one tar archive."""
@@ -125,14 +165,78 @@ class RepositoryCache:
 
     async def read_file(self, row: SweRow, path: str) -> bytes:
         """Return one file of the row's commit. Raises `TaskError` if it does not exist."""
-        repository, commit = await self.locate(row)
-        result = await run_process(
-            ["git", *_SETTINGS, f"--git-dir={repository}", "cat-file", "blob", f"{commit}:{path}"],
-            timeout_s=_LOCAL_TIMEOUT_S,
-        )
-        if result.returncode:
+        found = (await self.files(row, [path])).get(path)
+        if found is None:
             raise TaskError(f"{row.instance_id}: commit {row.base_commit} has no file {path}")
-        return result.stdout
+        return found.data
+
+    async def files(self, row: SweRow, paths: Collection[str]) -> dict[str, TreeFile]:
+        """Return the files of the row's commit at these paths and, where a path is a directory, below them."""
+        path, commit = await self.locate(row)
+        entries: dict[str, tuple[str, str]] = {}
+        wanted = sorted(paths)
+        for start in range(0, len(wanted), _MOST_PATHS):
+            some = wanted[start : start + _MOST_PATHS]
+            listing = await self._git(path, "ls-tree", "-r", "-z", commit, "--", *some)
+            for line in filter(None, listing.split(b"\0")):
+                about, _, name = line.partition(b"\t")
+                mode, _, blob = about.decode().split()
+                entries[os.fsdecode(name)] = mode, blob
+        return {name: file for name, file in (await self._read(path, entries)).items() if file is not None}
+
+    async def apply(self, row: SweRow, tree: str, patch: str, *, backwards: bool = False) -> str:
+        """Return the hash of the tree that a patch makes of another tree or, `backwards`, that it was made of. Hunks
+        may be some lines away from their line numbers. Raises `DiffError` if the patch does not match."""
+        path, _ = await self.locate(row)
+        key = path, tree, patch, backwards
+        if key not in self._applied:
+            ways = [*(["--reverse"] if backwards else ()), *([] if _WITH_SIDES.search(patch) else ["-p0"])]
+            text = patch if patch.endswith("\n") else f"{patch}\n"
+            with tempfile.TemporaryDirectory() as folder:
+                git = ("env", f"GIT_INDEX_FILE={folder}/index", "git", *_SETTINGS, f"--git-dir={path}")
+                problem = f"git cannot apply a patch in {path.name}"
+                await check_process([*git, "read-tree", tree], problem, timeout_s=_LOCAL_TIMEOUT_S)
+                argv = [*git, "apply", "--cached", "--whitespace=nowarn", *ways, "-"]
+                done = await run_process(
+                    argv, stdin=text.encode("utf-8", "surrogateescape"), timeout_s=_LOCAL_TIMEOUT_S
+                )
+                if done.returncode:
+                    raise DiffError(done.text.strip()[-500:])
+                made = await check_process([*git, "write-tree"], problem, timeout_s=_LOCAL_TIMEOUT_S)
+                self._applied[key] = made.stdout.decode().strip()
+        return self._applied[key]
+
+    async def difference(self, row: SweRow, before: str, after: str) -> TreeFiles:
+        """Return the files of the tree `after` that differ in the tree `before`. Raises `DiffError` for a link that
+        leads out of the repository."""
+        path, _ = await self.locate(row)
+        parts = (await self._git(path, "diff-tree", "-r", "-z", "--no-renames", before, after)).split(b"\0")
+        entries = {}
+        for about, place in zip(parts[:-1:2], parts[1::2], strict=True):
+            _, mode, _, blob, _ = about.decode().split()
+            entries[os.fsdecode(place)] = mode, blob
+        found = await self._read(path, entries)
+        for name, file in found.items():
+            if file is not None and file.is_link and _leads_out(name, file.text):
+                raise DiffError(f"the link {name} leads out of the repository, to {file.text}")
+        return found
+
+    async def _read(self, path: Path, entries: Mapping[str, tuple[str, str]]) -> dict[str, TreeFile | None]:
+        """Return the files with these modes and object names. Submodules are left out."""
+        kept = {name: entry for name, entry in entries.items() if entry[0] != _SUBMODULE}
+        blobs = list(dict.fromkeys(blob for mode, blob in kept.values() if mode != _NONE))
+        data: dict[str, bytes] = {}
+        if blobs:
+            argv = ["git", *_SETTINGS, f"--git-dir={path}", "cat-file", "--batch"]
+            stdin, problem = "".join(f"{blob}\n" for blob in blobs).encode(), f"git cat-file in {path.name} failed"
+            rest = (await check_process(argv, problem, stdin=stdin, timeout_s=_LOCAL_TIMEOUT_S)).stdout
+            start = 0
+            for blob in blobs:
+                end = rest.index(b"\n", start)
+                size = int(rest[start:end].split()[2])
+                data[blob] = rest[end + 1 : end + 1 + size]
+                start = end + size + 2
+        return {name: None if mode == _NONE else TreeFile(mode, data[blob]) for name, (mode, blob) in kept.items()}
 
     async def newest_tag(self, row: SweRow) -> str | None:
         """Return the tag of the newest release before the row's commit. If the cache has no such tag, return the tag of
@@ -193,3 +297,7 @@ class RepositoryCache:
         argv = ["git", *_SETTINGS, f"--git-dir={git_dir}", *arguments]
         problem = f"git {arguments[0]} in {git_dir.name} failed"
         return (await check_process(argv, problem, timeout_s=_LOCAL_TIMEOUT_S, shown=500)).stdout
+
+
+def _leads_out(path: str, target: str) -> bool:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), target)).split("/")[0] in ("", "..")

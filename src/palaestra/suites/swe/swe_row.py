@@ -107,6 +107,7 @@ class SweRow:
     pass_to_pass: tuple[str, ...]
     text: str = ""
     patch: str = ""
+    """The bug of a SWE-smith row, or the reference solution; empty for a row without one."""
     test_patch: str = ""
     names: TestNames = TestNames.PYTEST
     on_branch: bool = False
@@ -118,18 +119,6 @@ class SweRow:
     repo_path: str | None = None
     image_name: str = ""
     created_at: str = ""
-
-    @property
-    def bug_patch(self) -> str:
-        """The diff from `base_commit` to the agent's tree, or an empty string if they are the same."""
-        return self.patch if self.kind is RowKind.SMITH else ""
-
-    @property
-    def fix_patch(self) -> str:
-        """The reference solution as a diff against the agent's tree, or an empty string if the row has none."""
-        if self.kind is RowKind.SMITH:
-            return unified_diff.reverse(self.patch)
-        return self.patch
 
     @property
     def node_ids(self) -> tuple[str, ...]:

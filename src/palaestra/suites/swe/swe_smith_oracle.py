@@ -43,14 +43,13 @@ from palaestra.suites.grading.falsified import Controlled, control
 from palaestra.suites.grading.harness import Status, TestRun, enough_time
 from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.images.task_images import PullPolicy, TaskImages
-from palaestra.suites.swe.apply_diff import apply, solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
 from palaestra.suites.swe.baseline import PreparedRow, check_row, load_prepared
 from palaestra.suites.swe.command_tests import install_language, language_toolchain, missing_programs
 from palaestra.suites.swe.declared import FILES, declared, required_python
 from palaestra.suites.swe.failure_cause import cause_of
 from palaestra.suites.swe.languages import PYTHON
-from palaestra.suites.swe.protected import protected, tests_of
+from palaestra.suites.swe.protected import outside, protected, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
 from palaestra.suites.swe.row_tests import (
@@ -60,15 +59,15 @@ from palaestra.suites.swe.row_tests import (
     run_row,
     with_node_ids,
 )
+from palaestra.suites.swe.solution_steps import solution_steps
 from palaestra.suites.swe.swe_row import SweRow, TestNames, load_rows
-from palaestra.suites.swe.unified_diff import DiffError, parse
+from palaestra.suites.swe.unified_diff import parse
 from palaestra.suites.swe.workspace import (
     add_tests,
-    agent_texts,
     patch_of,
     prepare_repository,
     replace_work,
-    restore_files,
+    solution_files,
     start_history,
     tagged,
     unpack,
@@ -95,8 +94,6 @@ BUILT_IN = "built-in"
 """The name of the built-in dataset, whose tasks are built from the packages and bugs that the manifest pins."""
 
 _log = logging.getLogger(__name__)
-_LEAST_AGAIN_S = 10.0
-"""The least limit of a repeated session, because a busy machine needs a few seconds for the quickest one."""
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 PROMPT = """\
@@ -225,6 +222,11 @@ class ResolvedRow:
     date: str = ""
     """Before this date, packages of the row must have been released; empty for the newest ones."""
 
+    def with_options(self, options: Sequence[str]) -> ResolvedRow:
+        """Return this with further arguments of pytest."""
+        arguments = (*self.toolchain.pytest_args, *options)
+        return replace(self, toolchain=replace(self.toolchain, pytest_args=arguments)) if options else self
+
     @property
     def installs(self) -> bool:
         """Whether the repository is installed in a slot."""
@@ -279,12 +281,8 @@ class SweEnvironment(ContractEnvironment):
         return str(path.absolute())
 
     async def _solution(self, row: SweRow) -> JSON:
-        if not row.fix_patch:
-            return None
-        try:
-            return solution_steps(row.fix_patch, await agent_texts(self.repositories, row), REPOSITORY)
-        except DiffError as error:
-            raise TaskError(f"{row.instance_id}: its reference patch does not match the repository: {error}") from error
+        before, after = await solution_files(self.repositories, row)
+        return solution_steps(before, after, REPOSITORY) if row.patch else None
 
     def _network(self, work: ResolvedRow) -> NetworkPolicy:
         agent = Network.ON if self.settings.allow_network else Network.OFF
@@ -338,19 +336,19 @@ class SweEnvironment(ContractEnvironment):
         await self._baseline(work, sandbox)
 
     def recipe(self, task: Task) -> JSON:
-        """Return the cache key of the preparation. Return None if the row's commit is not a full hash, or if the
-        preparation installs packages, uses an image, or is overridden in a subclass."""
-        row = task.data.row
+        """Return the cache key of the preparation: the row, how it is installed, and with which settings. Return None
+        if the row's commit is not a full hash, or if the preparation uses an image or is overridden in a subclass."""
+        row, settings = task.data.row, self.settings
         if (
             type(self).prepare is not SweEnvironment.prepare
-            or row.install.editable
             or task.data.image is not None
             or not _COMMIT.fullmatch(row.base_commit)
         ):
             return None
         checked = repr(replace(row, problem_statement="", text="", repo_path=None))  # patches may not be UTF-8
         digest = hashlib.sha256(checked.encode()).hexdigest()
-        return cache_key.of_data([digest, self._keeps_tests(row), self.settings.narrow], task.id)
+        installed = [self.shared_setup(task), settings.install_env]
+        return cache_key.of_data([digest, self._keeps_tests(row), settings.narrow, installed], task.id)
 
     def _keeps_tests(self, row: SweRow) -> bool:
         return any(fnmatch(row.instance_id, pattern) for pattern in self.settings.keep_tests)
@@ -362,9 +360,9 @@ class SweEnvironment(ContractEnvironment):
         Raises `PrepareError` or `TaskError`.
         """
 
-        async def tries(solved: bool) -> TestRun:
+        async def tries(solved: bool, options: Sequence[str] = ()) -> TestRun:
             try:
-                return await self._try(sandbox, work, work.row.node_ids, solved=solved)
+                return await self._try(sandbox, work.with_options(options), work.row.node_ids, solved=solved)
             except GraderError as error:  # what was installed for the row may break pytest itself
                 cause = cause_of(str(error)) or "pytest does not run with the packages of the row"
                 raise PrepareError(f"{cause}; {work.row.instance_id}: {error}") from error
@@ -450,12 +448,12 @@ class SweEnvironment(ContractEnvironment):
         official, patch = graded.row.official(graded.run), graded.view.patch
         if found.differs:
             await grading.restart()
-            graded = await self._verdict(rollout, grading, judged, found.guarded, found.hidden)
+            graded = await self._verdict(rollout, grading, judged, found.guarded)
         judged = graded.row
         guarded = judged.verdict(graded.run)
         controls, copied = Controlled(), list[Label]()
         if guarded.resolved and self.settings.controls:
-            controls = await self._control(judged, work, graded)
+            controls = await self._control(judged, graded.work, graded)
             copied = await self._copied(judged, graded)
         detail: dict[str, JSON] = {
             "resolved": official.resolved,
@@ -469,48 +467,36 @@ class SweEnvironment(ContractEnvironment):
             "tests_in_tree": self._keeps_tests(work.row),
             "declared_packages": list(graded.view.prepared.declared),
             "narrowed": list(graded.view.prepared.narrowed[:50]),
+            "pytest_options": list(graded.view.prepared.options),
+            "outside_repository": list(outside(changes, REPOSITORY)),
             "patch": patch,
         }
+        of_reference = {file.path for file in parse(work.row.patch)} if work.row.patch and guarded.resolved else set()
         labels = [
             *controls.labels,
             *copied,
-            *graded.run.labels,
-            *found.labels(REPOSITORY),
+            *graded.view.prepared.unusual(graded.run.labels),
+            *found.labels(REPOSITORY, of_reference),
             *excuses(judged, graded.run),
         ]
         return Score(float(guarded.resolved), numbers(detail), detail, float(official.resolved), labels)
 
-    async def _verdict(
-        self, rollout: Rollout, grading: Grading, row: SweRow, without: Sequence[str], restored: Sequence[str] = ()
-    ) -> Graded:
-        """Run the row's tests over the work without the changed paths `without`, and with the files `restored` as they
-        were prepared. Raises `GraderError`."""
-        work: ResolvedRow = rollout.task.data
-        view = await self._graded_view(row, grading, without, restored)
-        row = view.prepared.row(row)
-        started = time.monotonic()
-        run = await self._run_named(view, work, row)
+    async def _verdict(self, rollout: Rollout, grading: Grading, row: SweRow, without: Sequence[str]) -> Graded:
+        """Run the row's tests over the work without the changed paths `without`. Raises `GraderError`."""
+        task: ResolvedRow = rollout.task.data
+        view = await self._graded_view(row, grading, without)
+        row, work = view.prepared.row(row), task.with_options(view.prepared.options)
+        started, limit_s = time.monotonic(), grading.limit_s(self.settings.test_timeout_s)
+        run = await self._run_named(view, work, row, timeout_s=limit_s)
         seconds = time.monotonic() - started
-        if run.timed_out:
-            return Graded(view, row, await self._again(view, work, row), seconds)
+        grading.took(seconds)
+        run.check_ended(f"{row.instance_id}, within {limit_s:g} s")
         if needs_comparison(row, run):
             prepared = await self._prepared_run(rollout, grading, row.node_ids)
             run = compare(row, run, prepared, await self.repositories.list_files(work.row))
             if row.verdict(run).resolved:
-                view = await self._graded_view(row, grading, without, restored)
-        return Graded(view, row, run, seconds)
-
-    async def _again(self, view: GradedView, work: ResolvedRow, row: SweRow) -> TestRun:
-        """Repeat a session that timed out, within a few times the seconds that its tests take over the reference
-        solution (or the bug): only work that hangs exceeds both limits.
-
-        Raises `TestsTimedOut` if these exceed the time limit too.
-        """
-        started, most_s = time.monotonic(), self.settings.test_timeout_s
-        usual = await self._run_named(view, work, row, Shown.RIGHT if row.fix_patch else Shown.BROKEN)
-        usual.check_ended(f"{row.instance_id}, with the reference solution too and test_timeout_s {most_s:g}")
-        enough_s = min(most_s, enough_time(time.monotonic() - started, _LEAST_AGAIN_S))
-        return await self._run_named(view, work, row, timeout_s=enough_s)
+                view = await self._graded_view(row, grading, without)
+        return Graded(view, row, work, run, seconds)
 
     async def _prepared_run(self, rollout: Rollout, grading: Grading, names: Sequence[str]) -> TestRun:
         """Run the tests on the prepared workspace or, if they hang there, over the reference solution. Releases
@@ -524,9 +510,10 @@ class SweEnvironment(ContractEnvironment):
             rollout.workspace.continue_from(snapshot, rollout.seat)
         slot = await rollout.workspace.lease_slot(f"{rollout.rollout_id}:prepared", grading.spec, snapshot)
         try:
-            run = await self._try(slot, task.data, names, solved=False)
-            if run.cut_off and task.data.row.fix_patch:  # the bug itself may hang
-                run = await self._try(slot, task.data, names, solved=True)
+            work = task.data.with_options((await load_prepared(slot)).options)
+            run = await self._try(slot, work, names, solved=False)
+            if run.cut_off and work.row.patch:  # the bug itself may hang
+                run = await self._try(slot, work, names, solved=True)
             if run.complete:  # an infrastructure failure must not decide about later rollouts
                 self._prepared_runs[task.id] = run
             return run
@@ -573,7 +560,7 @@ class SweEnvironment(ContractEnvironment):
                 )
 
         tests = {path: text for path, text in view.tests.items() if path.endswith(".py")}
-        reference = functools.partial(on, Shown.RIGHT) if row.fix_patch else None
+        reference = functools.partial(on, Shown.RIGHT) if row.patch else None
         return await control(tests, earning, functools.partial(on, Shown.WORK), reference)
 
     async def _copied(self, row: SweRow, graded: Graded) -> list[Label]:
@@ -583,22 +570,18 @@ class SweEnvironment(ContractEnvironment):
             return []
 
         async def known() -> list[str]:
-            pristine, buggy = set(await self.repositories.list_files(row)), await agent_texts(self.repositories, row)
-            data = [await self.repositories.read_file(row, path) for path in pristine & set(view.changed)]
-            fixed = apply(parse(row.fix_patch), buggy) if row.fix_patch else {}
-            return [*(each.decode("utf-8", "replace") for each in data), *buggy.values(), *filter(None, fixed.values())]
+            pristine = await self.repositories.files(row, [path for path in view.changed if path[-1] != "/"])
+            before, after = await solution_files(self.repositories, row)
+            return [file.text for file in (*pristine.values(), *before.values(), *after.values()) if file is not None]
 
         work = await python_texts(view.slot, (place + path for path in view.changed))
         work = {path.removeprefix(place): text for path, text in work.items()}
         return await copied_answers(view.tests, graded.earning(row), work, known)
 
-    async def _graded_view(
-        self, row: SweRow, grading: Grading, without: Sequence[str], restored: Sequence[str]
-    ) -> GradedView:
+    async def _graded_view(self, row: SweRow, grading: Grading, without: Sequence[str]) -> GradedView:
         """Return a grading slot: the prepared repository with the agent's changes but those at `without`, and with
         complete tests."""
         slot = await grading.slot(View(only=(REPOSITORY,), without=tuple(without)))
-        await restore_files(slot, self.repositories, row, REPOSITORY, restored)
         changed = work_paths(await grading.changes(), without, REPOSITORY)
         patch = await patch_of(slot, REPOSITORY, tests=tests_of(row))
         tests = await add_tests(slot, self.repositories, row, REPOSITORY)
@@ -619,10 +602,11 @@ class GradedView:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A view, the row that was judged, the run of its tests, and the seconds that the run took."""
+    """A view, the row that was judged and how it runs, the run of its tests, and the seconds that the run took."""
 
     view: GradedView
     row: SweRow
+    work: ResolvedRow
     run: TestRun
     seconds: float
 

@@ -13,16 +13,15 @@ import logging
 import re
 import shlex
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 
 from palaestra.core.errors import TaskError
 from palaestra.sandbox.slot import Change, Slot
 from palaestra.suites.grading.falsified import named_tests, parse, tests_in, without_tests
 from palaestra.suites.slot_commands import check_execute
-from palaestra.suites.swe import apply_diff, unified_diff
-from palaestra.suites.swe.languages import Language
-from palaestra.suites.swe.repository import RepositoryCache
+from palaestra.suites.swe import unified_diff
+from palaestra.suites.swe.repository import EXECUTABLE, RepositoryCache, TreeFile, TreeFiles
 from palaestra.suites.swe.swe_row import RowKind, SweRow, TestNames
 
 _log = logging.getLogger(__name__)
@@ -49,6 +48,50 @@ _IDENTITY = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class RowTrees:
+    """The trees of a row: its commit, what the agent gets, and the reference solution; None for a row without one."""
+
+    commit: str
+    agent: str
+    solution: str | None
+
+
+async def trees_of(cache: RepositoryCache, row: SweRow) -> RowTrees:
+    """Return the trees of a row. Raises `TaskError` if its patch does not match the commit.
+
+    A SWE-smith patch is the bug, so the commit is the solution unless it already contains the bug.
+    """
+    _, commit = await cache.locate(row)
+    if not row.patch:
+        return RowTrees(commit, commit, None)
+    try:
+        made = await cache.apply(row, commit, row.patch)
+        return RowTrees(commit, made, commit) if row.kind is RowKind.SMITH else RowTrees(commit, commit, made)
+    except unified_diff.DiffError as problem:
+        if row.kind is RowKind.SMITH:
+            with suppress(unified_diff.DiffError):
+                return RowTrees(commit, commit, await cache.apply(row, commit, row.patch, backwards=True))
+        raise TaskError(f"{row.instance_id}: its patch does not match {row.base_commit}: {problem}") from None
+
+
+async def solution_files(cache: RepositoryCache, row: SweRow) -> tuple[TreeFiles, TreeFiles]:
+    """Return the files that the reference solution changes, as the agent gets them and as the solution has them; both
+    are empty for a row without a solution. Raises `TaskError`."""
+    trees = await trees_of(cache, row)
+    if trees.solution is None:
+        return {}, {}
+    before = await _difference(cache, row, trees.solution, trees.agent)
+    return before, await _difference(cache, row, trees.agent, trees.solution)
+
+
+async def _difference(cache: RepositoryCache, row: SweRow, before: str, after: str) -> TreeFiles:
+    try:
+        return await cache.difference(row, before, after)
+    except unified_diff.DiffError as problem:
+        raise TaskError(f"{row.instance_id}: {problem}") from None
+
+
 async def prepare_repository(
     slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, *, keep_tests: bool = False
 ) -> None:
@@ -57,9 +100,10 @@ async def prepare_repository(
     `keep_tests` keeps those tests. Raises `TaskError` or `PrepareError`.
     """
     await unpack(slot, await cache.export_tree(row), repo_dir)
-    await write_texts(slot, repo_dir, await _changed_by(row.bug_patch, cache, row))
+    trees = await trees_of(cache, row)
+    await write_files(slot, repo_dir, await _difference(cache, row, trees.commit, trees.agent))
     if not keep_tests and row.kind is not RowKind.BENCH:  # a BENCH row's commit does not have its tests
-        await write_texts(slot, repo_dir, await _agent_tests(cache, row))
+        await write_files(slot, repo_dir, await _agent_tests(cache, row))
     products = sorted(row.recipe.language.products) if row.recipe is not None else [_INSTALLED]
     await start_history(slot, repo_dir, without=products)
 
@@ -122,75 +166,75 @@ async def tagged(slot: Slot, repo_dir: str, release: str | None) -> AsyncIterato
             await check_execute(slot, [*argv, "--delete", release], "git tag in the slot failed", cwd=repo_dir)
 
 
-async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
-    """Return the texts of the test files as grading runs them: the files with the named tests and, for a SWE-bench row,
-    the files that its `test_patch` adds or changes."""
-    known = set(await cache.list_files(row))
-    texts = {
-        path: (await cache.read_file(row, path)).decode("utf-8", "surrogateescape")
-        for path in row.test_files
-        if path in known
-    }
-    if row.recipe is not None and row.kind is not RowKind.BENCH:
-        texts |= await _language_tests(row.recipe.language, cache, row)
+async def test_files(cache: RepositoryCache, row: SweRow) -> TreeFiles:
+    """Return the test files as grading has them: the files with the named tests, for a SWE-bench row those that its
+    `test_patch` changes, and all test files of another row in another language than Python. Raises `TaskError`."""
+    paths = set(row.test_files)
     if row.kind is RowKind.BENCH:
-        changed = await _changed_by(row.test_patch, cache, row)
-        texts |= {path: text for path, text in changed.items() if text is not None}
-    return texts
+        _, commit = await cache.locate(row)
+        try:
+            changed = await cache.difference(row, commit, await cache.apply(row, commit, row.test_patch))
+        except unified_diff.DiffError as problem:
+            raise TaskError(f"{row.instance_id}: its test_patch does not match {row.base_commit}: {problem}") from None
+        return {**await cache.files(row, paths), **changed}
+    if row.recipe is not None:
+        language = row.recipe.language
+        paths.update(
+            path for path in await cache.list_files(row) if path.endswith(language.suffixes) and language.is_test(path)
+        )
+    return await cache.files(row, paths)
 
 
 async def add_tests(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str) -> dict[str, str]:
     """Write the test files into a grading slot, and return their texts by path."""
-    if row.kind is RowKind.BENCH:
-        for path, text in (await _changed_by(row.test_patch, cache, row)).items():
-            if text is None:
-                await slot.remove(f"{repo_dir}/{path}")
-    texts = await test_texts(cache, row)
-    await write_texts(slot, repo_dir, texts)
-    return texts
+    files = await test_files(cache, row)
+    await write_files(slot, repo_dir, files)
+    return _texts(files)
 
 
-async def write_texts(slot: Slot, repo_dir: str, texts: Mapping[str, str | None]) -> None:
-    """Write texts to paths in the repository; a path whose text is None is removed. Surrogate escapes stand for bytes
-    that are not UTF-8."""
+def _texts(files: TreeFiles) -> dict[str, str]:
+    return {path: file.text for path, file in files.items() if file is not None and not file.is_link}
+
+
+async def write_files(slot: Slot, repo_dir: str, files: TreeFiles) -> None:
+    """Write files with their modes to paths in the repository, and make links. A path without a file is removed."""
+    for path in sorted(files, key=lambda each: files[each] is not None):
+        place, file = f"{repo_dir}/{path}", files[path]
+        there = await slot.stat(place)
+        if there is not None and (file is None or file.is_link or there.kind != "file"):
+            await slot.remove(place)
+        if file is not None and file.is_link:
+            await slot.make_link(place, file.text)
+        elif file is not None:
+            await slot.write_bytes(place, file.data, mode=0o755 if file.mode == EXECUTABLE else 0o644)
+
+
+async def write_texts(slot: Slot, repo_dir: str, texts: Mapping[str, str]) -> None:
+    """Write texts to paths in the repository. Surrogate escapes stand for bytes that are not UTF-8."""
     for path, text in texts.items():
-        await _write(slot, f"{repo_dir}/{path}", text)
+        await slot.write_bytes(f"{repo_dir}/{path}", text.encode("utf-8", "surrogateescape"))
 
 
-async def _agent_tests(cache: RepositoryCache, row: SweRow) -> dict[str, str | None]:
-    """Return the test files that the agent gets in a different form, with their texts, or with None for files that it
-    does not get."""
-    found: dict[str, str | None] = {}
+async def _agent_tests(cache: RepositoryCache, row: SweRow) -> TreeFiles:
+    """Return the test files that the agent gets in a different form, with None for files that it does not get."""
+    files = await test_files(cache, row)
     if row.recipe is not None:  # names in a log have no file, so a file that mentions a failing test is left out
         words = [_LAST_PART.split(name)[-1].strip() for name in row.fail_to_pass]
-        texts = await test_texts(cache, row)
-        return {path: None for path, text in texts.items() if any(word and word in text for word in words)}
+        return {path: None for path, text in _texts(files).items() if any(word and word in text for word in words)}
+    found: dict[str, TreeFile | None] = {}
     failing = {name.partition("::")[0] for name in row.fail_to_pass}
-    for path, text in (await test_texts(cache, row)).items():
-        if path not in failing:
+    for path, file in files.items():
+        if path not in failing or file is None or file.is_link:
             continue
-        tree = parse(text)
-        if tree is None:
+        tree = parse(file.text)
+        dropped = named_tests(path, tree, row.fail_to_pass) if tree is not None else {}
+        tests = tests_in(tree.body, "") if tree is not None else ()
+        if any(f"{owner}{test.name}" not in dropped for owner, test in tests):
+            data = without_tests(file.text, dropped).encode("utf-8", "surrogateescape")
+            found[path] = replace(file, data=data)
+        else:
             found[path] = None
-            continue
-        dropped = named_tests(path, tree, row.fail_to_pass)
-        others = [test for owner, test in tests_in(tree.body, "") if f"{owner}{test.name}" not in dropped]
-        found[path] = without_tests(text, dropped) if others else None
     return found
-
-
-async def _language_tests(language: Language, cache: RepositoryCache, row: SweRow) -> dict[str, str]:
-    """Return the texts of all test files of a repository in another language than Python."""
-    paths = [
-        path for path in await cache.list_files(row) if path.endswith(language.suffixes) and language.is_test(path)
-    ]
-    return {path: (await cache.read_file(row, path)).decode("utf-8", "surrogateescape") for path in paths}
-
-
-async def restore_files(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, paths: Sequence[str]) -> None:
-    """Write files back with their content in the row's commit, for example the files from `Protected.hidden`."""
-    for path in paths:
-        await slot.write_bytes(f"{repo_dir}/{path}", await cache.read_file(row, path))
 
 
 def work_paths(changes: Sequence[Change], without: Collection[str], repo_dir: str) -> list[str]:
@@ -212,23 +256,20 @@ async def replace_work(
     `changed` are the paths of the change (`work_paths`). Directories of the change that are empty afterwards are
     removed, because Python imports an empty directory as a package.
     """
-    pristine = await cache.list_files(row)
     folders = [path for path in changed if path.endswith("/")]
     changed = [path for path in changed if not path.endswith("/")]
     for path in changed:
         await slot.remove(f"{repo_dir}/{path}")
-        for known in pristine:
-            if known == path or known.startswith(f"{path}/"):
-                await slot.write_bytes(f"{repo_dir}/{known}", await cache.read_file(row, known))
+    await write_files(slot, repo_dir, await cache.files(row, changed) if changed else {})
     for folder in sorted(folders, reverse=True):  # inner directories first
         place = f"{repo_dir}/{folder.rstrip('/')}"
         entry = await slot.stat(place)
         if entry is not None and entry.kind == "dir" and not await slot.list_dir(place):
             await slot.remove(place)
-    texts = await agent_texts(cache, row)
-    await write_texts(slot, repo_dir, texts)
-    if solved:
-        await write_texts(slot, repo_dir, apply_diff.apply(unified_diff.parse(row.fix_patch), texts))
+    trees = await trees_of(cache, row)
+    await write_files(slot, repo_dir, await _difference(cache, row, trees.commit, trees.agent))
+    if solved and trees.solution is not None:
+        await write_files(slot, repo_dir, await _difference(cache, row, trees.agent, trees.solution))
 
 
 async def patch_of(slot: Slot, repo_dir: str, *, tests: Collection[str]) -> str:
@@ -240,47 +281,3 @@ async def patch_of(slot: Slot, repo_dir: str, *, tests: Collection[str]) -> str:
     argv = [*git, "diff", "--no-ext-diff", "--", ".", *without]
     done = await slot.execute(argv, cwd=repo_dir, max_output_bytes=_PATCH_BYTES)
     return done.output if done.success else ""
-
-
-async def source_texts(cache: RepositoryCache, row: SweRow, patch: str) -> dict[str, str]:
-    """Return the texts of the files that a diff changes, as they are in the row's commit. Bytes that are not UTF-8
-    become surrogate escapes."""
-    known = set(await cache.list_files(row))
-    paths = {file.old_path for file in unified_diff.parse(patch)} - {None}
-    return {
-        path: (await cache.read_file(row, path)).decode("utf-8", "surrogateescape")
-        for path in sorted(path for path in paths if path is not None)
-        if path in known
-    }
-
-
-async def agent_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
-    """Return the texts of the files that the reference solution or the bug changes, as the agent gets them: with the
-    bug."""
-    texts = await source_texts(cache, row, row.fix_patch or row.bug_patch) if row.patch else {}
-    buggy = await _changed_by(row.bug_patch, cache, row)
-    return {path: text for path, text in {**texts, **buggy}.items() if text is not None}
-
-
-async def _changed_by(patch: str, cache: RepositoryCache, row: SweRow) -> Mapping[str, str | None]:
-    """Return the new texts of the files that a patch changes in the row's commit, with None for deleted files. If the
-    commit already contains the patch, the result is empty. Raises `TaskError` if the patch does not match."""
-    if not patch:
-        return {}
-    files = unified_diff.parse(patch)
-    try:
-        return apply_diff.apply(files, await source_texts(cache, row, patch))
-    except unified_diff.DiffError as problem:
-        backwards = unified_diff.reverse(patch)
-        try:
-            apply_diff.apply(unified_diff.parse(backwards), await source_texts(cache, row, backwards))
-        except unified_diff.DiffError:
-            raise TaskError(f"{row.instance_id}: its patch does not match {row.base_commit}: {problem}") from None
-        return {}
-
-
-async def _write(slot: Slot, path: str, text: str | None) -> None:
-    if text is None:
-        await slot.remove(path)
-    else:
-        await slot.write_bytes(path, text.encode("utf-8", "surrogateescape"))

@@ -451,7 +451,7 @@ def solution_steps(
     steps += [
         _terminal(line)
         for name, data in _files(solution).items()
-        for line in _writing(f"{place}/{name}", data)
+        for line in _writing(f"{place}/{name}", data, runs=_runs(solution.folder / name))
     ]  # fmt: skip
     variables = [f"{name}={value}" for name, value in solution.env.items()]
     script = f"{place}/{_script_name(solution)}"
@@ -470,13 +470,19 @@ def _files(solution: SolutionScript) -> dict[str, bytes]:
     return found
 
 
-def _writing(path: str, data: bytes) -> list[str]:
-    """Return commands that write a file."""
+def _runs(path: Path) -> bool:
+    """Return whether a file is a program; a script that is made from another file is started by its path."""
+    return path.is_file() and bool(path.stat().st_mode & 0o111)
+
+
+def _writing(path: str, data: bytes, *, runs: bool) -> list[str]:
+    """Return commands that write a file, with permission to run if it `runs`."""
     text, quoted = base64.b64encode(data).decode(), shlex.quote(path)
     pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)] or [""]
     folder = shlex.quote(path.rpartition("/")[0])
     first = f"mkdir -p {folder} && printf %s {pieces[0]} | base64 -d > {quoted}"
-    return [first, *(f"printf %s {piece} | base64 -d >> {quoted}" for piece in pieces[1:])]
+    lines = [first, *(f"printf %s {piece} | base64 -d >> {quoted}" for piece in pieces[1:])]
+    return [*lines[:-1], f"{lines[-1]} && chmod +x {quoted}"] if runs else lines
 
 
 def _running(command: str, ended: str, seconds: float) -> list[ToolStep]:

@@ -459,7 +459,8 @@ class Verification:
         )
         if copies_tests(script):
             without = (*without, *await changed_conftests(changes, self._work.scope.words, self._grading.prepared))
-        shown = {change.path for change in changes if "/__pycache__/" not in change.path} - {*table.without}
+        shown = {change.path for change in changes if change.content and "/__pycache__/" not in change.path}
+        shown -= {*table.without}
         self._grading.note("test_settings_ignored", [path for path in without if path in shown - {*ALWAYS_HIDDEN}])
         return View(table.only, without)
 

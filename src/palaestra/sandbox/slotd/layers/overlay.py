@@ -10,6 +10,7 @@ Layers hold names that an agent chose, so no symbolic link is followed.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import stat
 from collections.abc import Generator, Iterator, Sequence
@@ -20,6 +21,8 @@ from ..protocol.frames import Fields
 
 MAX_DEPTH = 400  # deeper directories are not entered; ordinary programs do not make them
 _PAUSE_EVERY = 256
+_PIECE = 1 << 20
+_RUNS = 0o7111  # the bits of a mode that decide whether and as whom a file runs
 
 
 class OverlayMarks:
@@ -76,7 +79,7 @@ class Stack:
         components must be directories."""
         entry: StackEntry | None = self._root
         for name in path.split("/") if path else ():
-            entry = self._step(entry.directories, name) if entry is not None else None
+            entry = self.step(entry.directories, name) if entry is not None else None
         return entry
 
     def names(self, path: str) -> set[str]:
@@ -91,7 +94,8 @@ class Stack:
                     (hidden if whiteout else seen).add(child.name)
         return seen
 
-    def _step(self, directories: Sequence[str], name: str) -> StackEntry | None:
+    def step(self, directories: Sequence[str], name: str) -> StackEntry | None:
+        """Return the entry of a name in directories that are merged, or None."""
         first: StackEntry | None = None
         merged: list[str] = []
         for directory in directories:
@@ -127,11 +131,11 @@ class StackedRoot:
 
 
 def differences(layer: str, below: Stack, marks: OverlayMarks) -> Iterator[Fields | None]:
-    """Yield how a layer changes the stack below it, as objects with path, kind and opaque; None stands for a pause. The
-    layer may belong to a running slot."""
+    """Yield how a layer changes the stack below it, as objects with the fields of `Change`; None stands for a pause. An
+    entry of the layer with the same content as the entry below is no change. The layer may belong to a running slot."""
     root = os.open(layer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        yield from _walk(root, "", below, marks, hidden=False, depth=0)
+        yield from _walk(root, "", below.find(""), below, marks, hidden=False, depth=0)
     finally:
         os.close(root)
 
@@ -150,21 +154,59 @@ def scan(directory: int) -> Generator[None, None, list[tuple[str, os.stat_result
     return children
 
 
+def content_differs(
+    folder: int | None, name: str, status: os.stat_result, old_path: str, old: os.stat_result
+) -> Generator[None, None, bool | None]:
+    """Return, as a job, whether an entry has another kind, content or target than an older one: None if it is the same,
+    and False if only its permission to run or its set-user or set-group bit differs. Owners, times and the permissions
+    to read and write do not count. An entry that cannot be read counts as different.
+    """
+    if stat.S_IFMT(status.st_mode) != stat.S_IFMT(old.st_mode):
+        return True
+    try:
+        if stat.S_ISLNK(status.st_mode):
+            return True if os.readlink(name, dir_fd=folder) != os.readlink(old_path) else None
+        if not stat.S_ISREG(status.st_mode) or status.st_size != old.st_size:
+            return True
+        with _reader(name, folder) as new, _reader(old_path, None) as before:
+            while piece := new.read(_PIECE):
+                if piece != before.read(_PIECE):
+                    return True
+                yield None
+    except OSError:
+        return True
+    return False if (status.st_mode ^ old.st_mode) & _RUNS else None
+
+
+def _reader(name: str, folder: int | None) -> io.FileIO:
+    return io.FileIO(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder))
+
+
 def _walk(
-    directory: int, path: str, below: Stack, marks: OverlayMarks, *, hidden: bool, depth: int
+    directory: int, path: str, base: StackEntry | None, below: Stack, marks: OverlayMarks, *, hidden: bool, depth: int
 ) -> Iterator[Fields | None]:
-    children = yield from scan(directory)
+    """Yield the changes in a directory of the layer. `base` is the entry below it; if `hidden`, the directory hides the
+    entries of `base`, so that one without an entry of the same name here is deleted."""
+    children = dict((yield from scan(directory)))
     yield None
-    for name, status in sorted(children):
+    gone = below.names(path) - children.keys() if hidden and base is not None else set()
+    for name in sorted(children.keys() | gone):
         child = f"{path}/{name}" if path else name
-        base = None if hidden else below.find(child)
-        if OverlayMarks.is_whiteout(status):
-            if base is not None:
-                yield _change(child, "deleted")
+        old = below.step(base.directories, name) if base is not None else None
+        status = children.get(name)
+        if status is None or OverlayMarks.is_whiteout(status):
+            if old is not None:
+                yield change(child, "deleted")
         elif stat.S_ISDIR(status.st_mode):
-            yield from _walk_directory(directory, name, child, status, base, below, marks, depth)
+            yield from _walk_directory(directory, name, child, status, old, below, marks, hidden, depth)
+        elif old is None:
+            yield change(child, kind_of(status.st_mode))
         else:
-            yield _change(child, kind_of(status.st_mode))
+            differs = yield from content_differs(directory, name, status, old.path, old.status)
+            if differs is None and stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+                differs = False  # what writes to its other name changes it
+            if differs is not None:
+                yield change(child, kind_of(status.st_mode), content=differs)
 
 
 def _walk_directory(
@@ -175,6 +217,7 @@ def _walk_directory(
     base: StackEntry | None,
     below: Stack,
     marks: OverlayMarks,
+    hidden: bool,
     depth: int,
 ) -> Iterator[Fields | None]:
     try:
@@ -182,17 +225,19 @@ def _walk_directory(
     except OSError:
         return  # a running slot has just removed it
     try:
-        replaced = base is not None and (not base.directories or marks.is_opaque(fd))
+        replaced = base is not None and not base.directories
         if base is None or replaced or _attributes(status) != _attributes(base.status):
-            yield _change(path, "dir", replaced)
+            yield change(path, "dir", replaced)
         if depth < MAX_DEPTH:
-            yield from _walk(fd, path, below, marks, hidden=base is None or replaced, depth=depth + 1)
+            hidden = hidden or marks.is_opaque(fd)
+            yield from _walk(fd, path, base, below, marks, hidden=hidden, depth=depth + 1)
     finally:
         os.close(fd)
 
 
-def _change(path: str, kind: str, opaque: bool = False) -> Fields:
-    return {"path": path, "kind": kind, "opaque": opaque}
+def change(path: str, kind: str, opaque: bool = False, content: bool = True) -> Fields:
+    """Return a change as an object with the fields of `Change` of `sandbox/slot.py`."""
+    return {"path": path, "kind": kind, "opaque": opaque, **({} if content else {"content": False})}
 
 
 def _attributes(status: os.stat_result) -> tuple[int, int, int]:

@@ -9,7 +9,6 @@ may lack the permission to read a tree.
 from __future__ import annotations
 
 import contextlib
-import filecmp
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ..files import kind_of
 from ..layers.copy_tree import copy_data
 from ..layers.layer_store import copy_attributes
-from ..layers.overlay import MAX_DEPTH
+from ..layers.overlay import MAX_DEPTH, change, content_differs
 from ..protocol.frames import Fields
 
 _Copy = Callable[[str, str], None]
@@ -120,20 +119,23 @@ def _copy_file(old: str, status: os.stat_result, new: str) -> None:
 
 
 def differences(tree: str, base: str, path: str = "", depth: int = 0) -> Iterator[Fields | None]:
-    """Yield the changes of content and mode from `base` to `tree`, as path, kind and opaque; None stands for a
-    pause."""
+    """Yield the changes from `base` to `tree` as objects with the fields of `Change`; None stands for a pause."""
     yield None
     old, new = _entries(f"{base}/{path}"), _entries(f"{tree}/{path}")
     for name in sorted(old.keys() | new.keys()):
         child = f"{path}/{name}".lstrip("/")
         before, now = old.get(name), new.get(name)
         if now is None:
-            yield {"path": child, "kind": "deleted", "opaque": False}
+            yield change(child, "deleted")
             continue
         is_directory = stat.S_ISDIR(now.st_mode)
-        if before is None or not _same(f"{base}/{child}", before, f"{tree}/{child}", now):
-            replaced = is_directory and before is not None and not stat.S_ISDIR(before.st_mode)
-            yield {"path": child, "kind": kind_of(now.st_mode), "opaque": replaced}
+        if before is None or (is_directory and before.st_mode != now.st_mode):
+            replaced = before is not None and not stat.S_ISDIR(before.st_mode)
+            yield change(child, kind_of(now.st_mode), replaced)
+        elif not is_directory:
+            differs = yield from content_differs(None, f"{tree}/{child}", now, f"{base}/{child}", before)
+            if differs is not None:
+                yield change(child, kind_of(now.st_mode), content=differs)
         if is_directory and depth < MAX_DEPTH:
             yield from differences(tree, base, child, depth + 1)
 
@@ -153,19 +155,6 @@ def _entries(directory: str) -> dict[str, os.stat_result]:
     finally:
         os.close(fd)
     return found
-
-
-def _same(old_path: str, old: os.stat_result, new_path: str, new: os.stat_result) -> bool:
-    if old.st_mode != new.st_mode:
-        return False
-    try:
-        if stat.S_ISLNK(old.st_mode):
-            return os.readlink(old_path) == os.readlink(new_path)
-        if stat.S_ISREG(old.st_mode):
-            return old.st_size == new.st_size and filecmp.cmp(old_path, new_path, shallow=False)
-    except (FileNotFoundError, PermissionError):
-        return False
-    return stat.S_ISDIR(old.st_mode)
 
 
 class CopyCut:

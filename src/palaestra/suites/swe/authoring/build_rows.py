@@ -14,7 +14,7 @@ from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 from palaestra.suites.grading.harness import FailedTest, Status, TestRun
 from palaestra.suites.python_source import SourceEdit, apply_edits
-from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.authoring.manifest import PinnedMutation, PinnedPackage
 from palaestra.suites.swe.authoring.package_trial import PackageTrial
 from palaestra.suites.swe.authoring.problem_statement import mentions, problem_statement
@@ -104,7 +104,7 @@ def row(repository: Repository, mutation: PinnedMutation, after: str, found: Fli
         "instance_id": f"pypi__{package.name}.{repository.commit[:8]}.{mutation.id}",
         "repo": f"pypi/{package.name}",
         "base_commit": repository.commit,
-        "patch": apply_diff.between(mutation.path, repository.text(mutation.path), after),
+        "patch": unified_diff.between(mutation.path, repository.text(mutation.path), after),
         "problem_statement": statement,
         "FAIL_TO_PASS": list(found.fail_to_pass),
         "PASS_TO_PASS": list(found.pass_to_pass),
