@@ -66,7 +66,7 @@ _EXAMPLES = {
     Backends: doctor uses a few slots of each. The table shows whether the platform can be reached, the credentials,
     the isolation level, the number of slots (- means as many as memory allows), the kinds of images, whether a running
     slot can be forked, and median times. For a backend that does not work, doctor prints the reason and the fix.
-    Settings come from environment variables, .env and --set FIELD=VALUE.
+    Settings come from environment variables and --set FIELD=VALUE, and keys from .env, too.
 
     A model server: doctor checks whether the server can be reached, accepts and returns token ids with
     log-probabilities, has a chat template that shows tools and keeps history, returns the token that ends a turn, and

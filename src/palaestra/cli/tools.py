@@ -64,7 +64,8 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
 
 
 def tool_settings() -> ToolSettings:
-    """Return the tool settings in environment variables and `.env`, as a run reads them. Raises `ConfigError`."""
+    """Return the tool settings in environment variables and the keys in `.env`, as a run reads them. Raises
+    `ConfigError`."""
     from palaestra.core.config import merge
     from palaestra.envs.config.dotenv import DOTENV, read_keys
     from palaestra.envs.config.fields import HermesAgentEnvConfig
