@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
+from palaestra.core.errors import ConfigError
 from palaestra.core.io import plugins
 from palaestra.envs.discovery import load_environment
 
@@ -130,14 +131,24 @@ def test_a_package_does_not_replace_a_shipped_environment(install: Install, caps
     assert rows["count_lines"] == "palaestra (palaestra.suites.examples.count_lines:count_lines)"
 
 
-def test_a_file_of_the_environments_folder_comes_before_an_installed_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["count_lines", "terminalbench_2", "batch"])
+def test_a_file_of_a_folder_does_not_replace_an_installed_environment(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The folder may be somebody else's, also that of tasks, which an installed environment plays."""
     (tmp_path / "environments").mkdir()
-    (tmp_path / "environments/count_lines_env.py").write_text('"""My own."""\n')
+    for each in (name, "mine"):
+        (tmp_path / f"environments/{each}_env.py").write_text('"""My own."""\nraise SystemExit("it was run")\n')
+    (tmp_path / "environments/task.toml").write_text("")
     monkeypatch.chdir(tmp_path)
     assert run("env", "list") == 0
-    assert "count_lines            My own." in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "mine                   My own." in shown
+    assert (f"{name:<23}My own." in shown) == (name == "batch"), "it is listed, but not by that name"
+    assert load_environment(name, tmp_path).name == name
+    assert load_environment("./", tmp_path).name == "terminalbench_2"
+    with pytest.raises(ConfigError, match="it was run"):
+        load_environment(f"environments/{name}_env.py", tmp_path)
 
 
 def test_a_package_adds_commands_and_a_broken_one_fails_only_when_used(

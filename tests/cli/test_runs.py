@@ -148,11 +148,13 @@ def test_the_commit_of_an_environments_file_is_recorded() -> None:
     assert provenance("my_env.py:words")["git_changed"] is True
 
 
-def test_settings_of_the_repository_of_an_environment_start_no_program(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["core.fsmonitor", "filter.x.clean", "filter.x.process"])
+def test_settings_of_the_repository_of_an_environment_start_no_program(tmp_path: Path, setting: str) -> None:
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
     for words in (["init", "-q"], ["add", "my_env.py"], ["commit", "-qm", "Add it"]):
         subprocess.run([*git, *words], check=True)
-    subprocess.run([*git, "config", "core.fsmonitor", f"touch {tmp_path / 'started'}; false"], check=True)
+    subprocess.run([*git, "config", setting, f"touch {tmp_path / 'started'}; false"], check=True)
+    Path(".gitattributes").write_text("*.py filter=x\n")
     Path("my_env.py").write_text(ENV + "\n")
     assert provenance("my_env.py:words")["git_changed"] is True
     assert not (tmp_path / "started").exists()

@@ -300,16 +300,18 @@ async def _installed(name: str, folder: Path, binary: Path, commands: Sequence[S
             return
         output = b""
         for command in commands:
-            output = await _run(name, command)
+            output = await _run(name, command, folder)
         if not binary.exists():
             raise ConfigError(f"agent {name} cannot be installed: {_shown(output)}")
 
 
-async def _run(name: str, command: Sequence[str]) -> bytes:
-    """Run one installation command and return its output. Raises `ConfigError`."""
+async def _run(name: str, command: Sequence[str], folder: Path) -> bytes:
+    """Run one installation command in the agent's folder and return its output. Files of the current folder, such as
+    an `.npmrc`, have no effect. Raises `ConfigError`."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
+            cwd=folder,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -201,11 +201,11 @@ def _form(context: click.Context) -> Form | None:
     """Return the environment that the command line names, or the environment of the run to resume; None if it cannot be
     loaded."""
     from palaestra.core.errors import PalaestraError
-    from palaestra.envs.config.layers import exported, read_dotenv
+    from palaestra.envs.config.dotenv import exported, read_keys
     from palaestra.envs.discovery import load_environment
     from palaestra.rollouts.journal.reader import open_recording
 
-    with contextlib.suppress(PalaestraError), exported(read_dotenv(Path.cwd())):
+    with contextlib.suppress(PalaestraError), exported(read_keys(Path.cwd())):
         if context.command.name == "batch":
             return load_environment("batch", Path.cwd())
         named = _named(context)

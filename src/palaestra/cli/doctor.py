@@ -66,7 +66,7 @@ _EXAMPLES = {
     Backends: doctor uses a few slots of each. The table shows whether the platform can be reached, the credentials,
     the isolation level, the number of slots (- means as many as memory allows), the kinds of images, whether a running
     slot can be forked, and median times. For a backend that does not work, doctor prints the reason and the fix.
-    Settings come from environment variables, .env and --set FIELD=VALUE.
+    Settings come from environment variables and --set FIELD=VALUE, and keys from .env, too.
 
     A model server: doctor checks whether the server can be reached, accepts and returns token ids with
     log-probabilities, has a chat template that shows tools and keeps history, returns the token that ends a turn, and
@@ -157,8 +157,9 @@ def _grouped(checks: Sequence[DoctorCheck]) -> list[tuple[str, str, str, str]]:
 def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool) -> bool:
     """Check each backend in turn and print the findings. Returns whether all of them work."""
     from palaestra.core.config import ConfigLayer, merge
+    from palaestra.envs.config.dotenv import DOTENV, read_keys
     from palaestra.envs.config.fields import HermesAgentEnvConfig
-    from palaestra.envs.config.layers import DOTENV, read_dotenv, read_environ, read_words
+    from palaestra.envs.config.layers import read_environ, read_words
     from palaestra.sandbox.backend_check import check_backend
     from palaestra.sandbox.backends.registry import BUILTIN, backend_names
 
@@ -175,7 +176,7 @@ def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool)
             raise ConfigError(f"--set {word}: {name} is not a nested setting; write --set FIELD=VALUE")
         given[name] = {**given.get(name, {}), **read} if key else read
     layers = [
-        read_environ(read_dotenv(Path()), "env", HermesAgentEnvConfig, DOTENV),
+        read_environ(read_keys(Path()), "env", HermesAgentEnvConfig, DOTENV),
         read_environ(os.environ, "env", HermesAgentEnvConfig),
         ConfigLayer("--set", given),
     ]

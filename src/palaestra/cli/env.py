@@ -156,12 +156,12 @@ def _about(reference: str) -> dict[str, JSON]:
     and `rollouts` the settings of runs that users tune for training. `without_effect` maps settings without effect to
     the reasons."""
     from palaestra.envs.config.command_line import set_fields
+    from palaestra.envs.config.dotenv import exported, read_keys
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-    from palaestra.envs.config.layers import exported, read_dotenv
     from palaestra.envs.discovery import load_environment
     from palaestra.trainers.config import TrainingConfig
 
-    with exported(read_dotenv(Path.cwd())):
+    with exported(read_keys(Path.cwd())):
         form = load_environment(reference, Path.cwd())
         config, _ = form.defaults()
     common = {**BaseEnvConfig.model_fields, **HermesAgentEnvConfig.model_fields}

@@ -47,11 +47,11 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
 
         environment, others = first_word(with_old_imports([environment, *settings]), "ENV")
         check_general_flags(others)
-        from palaestra.envs.config.layers import exported, read_dotenv
+        from palaestra.envs.config.dotenv import exported, read_keys
         from palaestra.envs.discovery import load_environment
         from palaestra.envs.run.command import run_command
 
-        with exported(read_dotenv(Path.cwd())):  # first, because loading the script may read the variables
+        with exported(read_keys(Path.cwd())):  # first, because loading the script may read the variables
             form, prog = load_environment(environment, Path.cwd()), f"palaestra {verb} {environment}"
             code = run_command(form, [*words, *others], prog=prog, command="process")
         context.exit(code)

@@ -64,12 +64,14 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
 
 
 def tool_settings() -> ToolSettings:
-    """Return the tool settings in environment variables and `.env`, as a run reads them. Raises `ConfigError`."""
+    """Return the tool settings in environment variables and the keys in `.env`, as a run reads them. Raises
+    `ConfigError`."""
     from palaestra.core.config import merge
+    from palaestra.envs.config.dotenv import DOTENV, read_keys
     from palaestra.envs.config.fields import HermesAgentEnvConfig
-    from palaestra.envs.config.layers import DOTENV, read_dotenv, read_environ
+    from palaestra.envs.config.layers import read_environ
 
-    told = ((DOTENV, read_dotenv(Path.cwd())), ("environment", os.environ))
+    told = ((DOTENV, read_keys(Path.cwd())), ("environment", os.environ))
     layers = [read_environ(variables, "env", HermesAgentEnvConfig, where) for where, variables in told]
     return merge(HermesAgentEnvConfig, layers).value
 
@@ -84,11 +86,11 @@ async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
 
 def configured_servers(files: Iterable[Path]) -> dict[str, MCPServerConfig]:
     """Return the MCP servers in these files, with their variables expanded. Raises `ConfigError`."""
-    from palaestra.envs.config.layers import read_dotenv
+    from palaestra.envs.config.dotenv import read_keys
     from palaestra.tools.mcp.mcp_config import configured, hand_over, read_servers
 
     servers = configured({name: each for file in files for name, each in read_servers(file).items()})
-    hand_over({**read_dotenv(Path.cwd()), **os.environ}, servers)
+    hand_over({**read_keys(Path.cwd()), **os.environ}, servers)
     return servers
 
 

@@ -136,7 +136,7 @@ def command(
     **given: Any,
 ) -> None:
     from palaestra.envs.config.command_line import Answer
-    from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
+    from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
     from palaestra.envs.discovery import load_environment
     from palaestra.envs.run.command import command_line, take_variables
     from palaestra.envs.run.train import make_trainer, train_line
@@ -163,7 +163,7 @@ def command(
         folder = out or Path("runs/batches")
         asyncio.run(_train_batches(BatchSource(api, **served), model, tinker_url, config, folder))
         return
-    dotenv = read_dotenv(Path.cwd())
+    dotenv = read_keys(Path.cwd())
     with exported(dotenv):
         recorded = None
         if resume is None:

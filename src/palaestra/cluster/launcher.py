@@ -17,7 +17,7 @@ from palaestra.core.errors import PalaestraError
 _END_S = 20.0
 """How long a worker may take to end its slots; then it is killed, and its slot server ends them."""
 
-COMMAND = ("-m", "palaestra.cluster.worker")
+COMMAND = ("-P", "-m", "palaestra.cluster.worker")
 """The arguments with which Python is a worker."""
 
 

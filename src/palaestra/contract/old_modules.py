@@ -24,7 +24,7 @@ from types import ModuleType
 
 import palaestra
 from palaestra.contract.port_script import WITHOUT_EFFECT, advice, counterpart, elsewhere
-from palaestra.envs.config.layers import read_dotenv
+from palaestra.envs.config.dotenv import DOTENV, read_variables
 from palaestra.envs.discovery import CONTRACT_ROOTS
 
 _OURS = (
@@ -50,10 +50,13 @@ _SUBMODULES = frozenset(
 
 
 def load_dotenv(dotenv_path: str | Path | None = None, *, override: bool = False, **options: object) -> bool:
-    """Set the variables of a `.env` file, for scripts that import this from the package dotenv where it is missing.
-    Returns whether there are any."""
-    path = Path(dotenv_path or ".env")
-    found = read_dotenv(path.parent) if path.name == ".env" else {}
+    """Set the variables of a `.env` file, for scripts that import this from the package dotenv where it is missing. By
+    default, as in that package, the file is the next one in or above the script's folder. Returns whether there are
+    any variables."""
+    if dotenv_path is None:
+        above = Path(sys._getframe(1).f_code.co_filename).resolve().parents
+        dotenv_path = next((folder / DOTENV for folder in above if (folder / DOTENV).is_file()), DOTENV)
+    found = read_variables(Path(dotenv_path))
     os.environ.update({name: text for name, text in found.items() if override or name not in os.environ})
     return bool(found)
 

@@ -63,7 +63,7 @@ def _starts(file: Path, text: str) -> bool:
         try:
             beside.write_text(text, encoding="utf-8")
             for policy in ("oracle", "noop"):
-                command = [sys.executable, "-m", "palaestra", "run", str(beside), "process", "--policy", policy]
+                command = [sys.executable, "-P", "-m", "palaestra", "run", str(beside), "process", "--policy", policy]
                 flags = ["--tasks", "1", "--group", "1", "--env.ensure_scores_are_not_same", "false"]
                 ended = subprocess.run([*command, *flags], cwd=folder, capture_output=True, text=True)
                 if ended.returncode == 0 or "no reference solution" not in ended.stderr:

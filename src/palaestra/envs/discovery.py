@@ -1,7 +1,8 @@
-"""Finds environments by name: files in the nearest `environments` folder, and entry points of installed packages.
+"""Finds environments by name: entry points of installed packages, and files in the nearest `environments` folder.
 
-A file `environments/NAME_env.py` is the environment NAME, and takes precedence over an entry point of that name.
-Listing neither imports nor runs an environment. A reference is a name, `path/to/my_env.py`, `path.py:name`, a folder of
+A file `environments/NAME_env.py` is the environment NAME, unless a package has installed an environment of that name:
+the folder, which may be somebody else's, never decides what an installed name runs. Listing neither imports nor runs an
+environment. A reference is a name, `path/to/my_env.py`, `path.py:name`, a folder of
 tasks, or `KIND:NAME` for an environment of another library, such as `harbor:NAME@VERSION`.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,8 @@ CONTRACT_ROOTS = frozenset({
 })  # fmt: skip
 """Top-level modules from which scripts of Atropos and Hermes import."""
 
+logger = logging.getLogger(__name__)
+
 _ENDING = "_env.py"
 _CLASS_FORMS: list[tuple[type, Callable[[type, str], Form]]] = []
 """The base classes of environments as classes, and what makes a form of a subclass."""
@@ -75,11 +79,11 @@ class KnownEnvironment:
 def known_environments(start: Path) -> dict[str, KnownEnvironment]:
     """Return the environments of the nearest `environments` folder at `start` or above it, then the installed ones. If
     an environment cannot be read, its summary gives the reason."""
-    found = {name: KnownEnvironment(name, path, str(path), _summary(path)) for name, path in _local(start).items()}
-    for name, point in plugins.installed(GROUP).items():
-        if name not in found:
-            found[name] = _installed(name, point)
-    return found
+    local, installed = _local(start), plugins.installed(GROUP)
+    return {
+        **{name: KnownEnvironment(name, path, str(path), _summary(path)) for name, path in local.items()},
+        **{name: _installed(name, point) for name, point in installed.items()},
+    }
 
 
 def _installed(name: str, point: EntryPoint) -> KnownEnvironment:
@@ -115,15 +119,17 @@ def load_environment(reference: str, start: Path) -> Form:
     if path.endswith(".py") or "/" in path:
         return tasks_form(start / reference) or _pick(Path(path), name)
     local, installed = _local(start), plugins.installed(GROUP)
-    if path in local:
-        return _pick(local[path], name)
     if path in installed:
+        if path in local:
+            logger.warning("%s is the installed environment; to run %s, give its path", path, local[path])
         value = plugins.load(installed[path])
         if not _is_environment(value):
             raise ConfigError(f"{path} of {plugins.origin(installed[path])} is not an environment")
         return form_of(value, path)
     if path in (doors := plugins.installed(DOORS)):
         return cast("Form", plugins.load(doors[path]))
+    if path in local:
+        return _pick(local[path], name)
     if (tasks := tasks_form(start / reference)) is not None:
         return tasks
     known = list(dict.fromkeys([*local, *installed]))

@@ -106,7 +106,8 @@ async def _fetch(url: str, commit: str, paths: list[str], folder: Path) -> None:
     shutil.rmtree(folder / ".git")
 
 
-async def _git(arguments: list[str], folder: Path | None = None, stdin: str = "") -> ProcessResult:
+async def _git(arguments: list[str], folder: Path = Path("/"), stdin: str = "") -> ProcessResult:
+    """Run git in a folder that is not the current one, whose repository could name programs. Raises `TaskError`."""
     options = [word for name, value in _OPTIONS.items() for word in ("-c", f"{name}={value}")]
     variables = [f"{name}={value}" for name, value in _ALLOWED.items()]
     command = ["env", *variables, "git", *options, *arguments]

@@ -371,7 +371,7 @@ async def _local_server(model: str, states: Path) -> AsyncIterator[str]:
     process."""
     words = ("--port", "0", "--checkpoints", str(states))
     child = await asyncio.create_subprocess_exec(
-        *supervised(sys.executable, "-m", "palaestra", "serve", "tinker", model, "--name", model, *words),
+        *supervised(sys.executable, "-P", "-m", "palaestra", "serve", "tinker", model, "--name", model, *words),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
     )

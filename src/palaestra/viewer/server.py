@@ -44,7 +44,7 @@ from aiohttp.typedefs import Middleware
 
 from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.io.durable_files import UNREADABLE
-from palaestra.core.io.http_server import BODY_S, Handler, invite_body, is_loopback, listening, refusal
+from palaestra.core.io.http_server import Handler, invite_body, is_loopback, listening, refusal
 from palaestra.core.printable import one_line
 from palaestra.core.types import JSON
 from palaestra.rollouts.annotations import Annotation, annotation, write_annotations
@@ -216,14 +216,11 @@ class Viewer:
         """Add to the annotations of a run, which `_refused` has allowed."""
         await invite_body(request)
         try:
-            async with asyncio.timeout(BODY_S):
-                asked = msgspec.json.decode(await request.read(), type=_Asked)
+            asked = msgspec.json.decode(await request.read(), type=_Asked)
             said = annotation(
                 asked.id, self._author, tags=asked.tags, untag=asked.untag, note=asked.note, verdict=asked.verdict
             )
             return web.json_response(await asyncio.to_thread(self._write, asked.run, said))
-        except TimeoutError:
-            raise web.HTTPRequestTimeout from None
         except (PalaestraError, UnicodeError, *UNREADABLE) as error:
             return web.json_response({"detail": str(error)}, status=400)
 

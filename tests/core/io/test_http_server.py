@@ -382,12 +382,85 @@ def test_connections_that_arrive_as_the_server_closes_are_closed(turns: int) -> 
             assert caller.recv(1) == b""
 
 
+FORM = "Content-Type: application/x-www-form-urlencoded"
+SLOW = f"POST {{path}} HTTP/1.1\r\nHost: localhost\r\n{FORM}\r\nContent-Length: 100"
+
+
 def test_a_body_that_trickles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "BODY_S", 0.2)
 
     async def scenario(url: str) -> None:
-        head = "POST /execute HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100"
-        assert b" 408 " in await _raw(url, head, b"x")
+        assert b" 408 " in await _raw(url, SLOW.format(path="/execute"), b"x")
 
     with_tool_server(scenario, None)
     assert isinstance(web.HTTPRequestTimeout(), web.HTTPException)
+
+
+async def _read(request: web.Request) -> web.Response:
+    return web.Response(body=await request.read())
+
+
+async def _read_pieces(request: web.Request) -> web.Response:
+    return web.Response(body=b"".join([piece async for piece in request.content.iter_any()]))
+
+
+async def _read_form(request: web.Request) -> web.Response:
+    return web.json_response(list(await request.post()))
+
+
+@pytest.mark.parametrize("handler", [_read, _read_pieces, _read_form])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_no_handler_waits_for_a_body_without_end_or_logs_its_caller(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    wrapped: bool,
+) -> None:
+    """Also without a guard, which reads the bodies of other servers."""
+    monkeypatch.setattr(http_server, "BODY_S", 0.2)
+    app = web.Application()
+    app.router.add_post("/x", handler)
+
+    async def run() -> None:
+        async with listening(app if wrapped else handler, "127.0.0.1", 0) as url:
+            assert b" 408 " in await _raw(url, SLOW.format(path="/x"), b"x")
+            host, port = url.removeprefix("http://").split(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(SLOW.format(path="/x").encode() + b"\r\n\r\nx")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.transport.abort()
+            await asyncio.sleep(0.05)
+            assert b" 200 " in await _raw(url, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 3", b"a=b")
+
+    asyncio.run(run())
+    assert not caplog.records
+
+
+def test_only_the_time_of_the_body_counts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A slow answer goes on, a failure of the handler is logged, and streams may last."""
+    monkeypatch.setattr(http_server, "BODY_S", 0.1)
+
+    async def slow(request: web.Request) -> web.Response:
+        await request.read()
+        await asyncio.sleep(0.2)
+        if request.path == "/broken":
+            raise ConnectionResetError("the other side of the handler")
+        return web.Response(text="late")
+
+    async def run() -> None:
+        head = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Length: 1"
+        async with listening(slow, "127.0.0.1", 0) as url:
+            assert b" 200 " in await _raw(url, head.format("/"), b"x")
+            assert b" 500 " in await _raw(url, head.format("/broken"), b"x")
+        async with listening(slow, "127.0.0.1", 0, limits_bodies=True) as url, aiohttp.ClientSession() as session:
+
+            async def stream() -> AsyncIterator[bytes]:
+                yield b"x"
+                await asyncio.sleep(0.2)
+                yield b"y"
+
+            assert (await session.post(url, data=stream())).status == 200
+
+    asyncio.run(run())
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ConnectionResetError]

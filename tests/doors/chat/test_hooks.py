@@ -18,7 +18,7 @@ from palaestra.doors.chat.hooks import Hook, read_hooks
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
 from palaestra.doors.chat.turn_events import ToolEnded, TurnEnded
-from palaestra.doors.chat.workdir import CONFIGURES_CHAT, WorkFolder
+from palaestra.doors.chat.workdir import CONFIGURES_CHAT, GIVES_KEYS, WorkFolder
 from palaestra.inference.config import APIServerConfig
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import SlotSpec
@@ -222,6 +222,25 @@ def test_a_file_that_others_can_change_is_refused_and_other_events_are_named(tmp
         read_hooks(tmp_path)
 
 
+def left_by_the_agent(root: Path, names: Sequence[str], problem: str) -> list[str]:
+    """The files that are not written back for this reason, after the agent has written them all."""
+
+    async def go() -> list[str]:
+        backend, folder = LocalBackend(), WorkFolder(root)
+        try:
+            await backend.start()
+            slot = await backend.create(spec=SlotSpec(), trajectory_id="t")
+            await folder.fill(slot)
+            for name in names:
+                await slot.write_bytes(f"/workspace/{name}", b"evil")
+            left = folder.apply(await folder.changes(slot))
+            return [change.path for change in left if change.problem == problem]
+        finally:
+            await backend.aclose()
+
+    return asyncio.run(go())
+
+
 @pytest.mark.slots
 def test_the_agent_cannot_write_hooks_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "home" / ".config" / "palaestra"
@@ -232,20 +251,19 @@ def test_the_agent_cannot_write_hooks_back(tmp_path: Path, monkeypatch: pytest.M
     (own / "chat.yaml").symlink_to(dotfiles / "chat.yaml")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(own.parent))
     names = (".config/palaestra/hooks.json", "dotfiles/chat.yaml", "dotfiles/other")
-
-    async def go() -> list[str]:
-        backend, folder = LocalBackend(), WorkFolder(tmp_path / "home")
-        try:
-            await backend.start()
-            slot = await backend.create(spec=SlotSpec(), trajectory_id="t")
-            await folder.fill(slot)
-            for name in names:
-                await slot.write_bytes(f"/workspace/{name}", b"evil")
-            left = folder.apply(await folder.changes(slot))
-            return [change.path for change in left if change.problem == CONFIGURES_CHAT]
-        finally:
-            await backend.aclose()
-
-    assert asyncio.run(go()) == list(names[:2])
+    assert left_by_the_agent(tmp_path / "home", names, CONFIGURES_CHAT) == list(names[:2])
     assert (tmp_path / "home" / "dotfiles" / "other").read_bytes() == b"evil"
     assert not (own / "hooks.json").exists()
+
+
+@pytest.mark.slots
+def test_the_agent_cannot_write_keys_back(tmp_path: Path) -> None:
+    """Neither in the folder nor in one below it, nor through a link that the folder has."""
+    (tmp_path / "keys").write_text("OPENAI_API_KEY=mine\n")
+    (tmp_path / ".env").symlink_to("keys")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "link").symlink_to("deep")
+    names = (".ENV", "deep/.env", "deep/a.env", "deep/env", "keys", "new/.env/file")
+    assert left_by_the_agent(tmp_path, names, GIVES_KEYS) == [".ENV", "deep/.env", "keys"]
+    assert (tmp_path / "keys").read_text() == "OPENAI_API_KEY=mine\n"
+    assert (tmp_path / "new/.env/file").read_bytes() == b"evil"

@@ -72,6 +72,11 @@ def test_a_build_runs_its_steps_and_outlives_the_server(tmp_path: Path) -> None:
         assert api.call("POST", "/templates/tags", {"target": "mine", "tags": ["v1", "v2"]}).status == 201
         assert [each["tag"] for each in api.call("GET", "/templates/mine/tags").json] == ["default", "v1", "v2"]
         assert api.create("mine:v2").kill() == 204
+        more = [[f"t{each}-{tag}" for tag in range(20)] for each in range(5)]
+        added = [api.call("POST", "/templates/tags", {"target": "mine", "tags": tags}).status for tags in more]
+        assert added == [201] * 4 + [429]
+        for tags in more[:4]:
+            assert api.call("DELETE", "/templates/tags", {"name": "mine", "tags": tags}).status == 204
         assert api.call("DELETE", "/templates/tags", {"name": "mine", "tags": ["v1", "v2"]}).status == 204
         assert api.call("POST", "/v2/sandboxes", {"templateID": "mine:v2"}).status == 404
         assert api.call("DELETE", "/templates/tags", {"name": "mine", "tags": ["v1"]}).status == 404

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import socket
+import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from doors.e2b.conftest import FIRST, SECOND, a_server
 from doors.e2b.http_client import Api, Box
+from palaestra.doors.e2b import requests
 from palaestra.doors.e2b.api_keys import ApiKey
+from palaestra.doors.e2b.call_limits import MOST_CALLS, Lanes
+from palaestra.doors.e2b.server import RunningE2B
 
 pytestmark = pytest.mark.slots
 
@@ -139,3 +147,63 @@ def test_a_full_server_does_not_name_the_sandboxes_of_another_key() -> None:
         assert other.json[0]["error"]["code"] == 503
         assert held.id not in other.body.decode()
         assert held.kill() == 204
+
+
+def _slow(url: str, head: str, body: bytes = b"") -> socket.socket:
+    """Send a request, and read nothing of the answer. The socket hardly buffers."""
+    place = urlsplit(url)
+    caller = socket.socket()
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    caller.connect((place.hostname, place.port))
+    caller.sendall(f"{head}\r\nHost: x\r\n\r\n".encode() + body)
+    caller.settimeout(20)
+    return caller
+
+
+def test_the_transfers_of_one_key_do_not_hold_up_another(server: RunningE2B, box: Box, other: Api) -> None:
+    """Neither files that the key does not fetch, nor uploads that it does not finish."""
+    box.run("truncate -s 32M big")
+    token = f"E2b-Sandbox-Id: {box.id}\r\nX-Access-Token: {box.token}"
+    callers = [_slow(server.url, f"GET /files?path=big HTTP/1.1\r\n{token}") for _ in range(5)]
+    callers += [
+        _slow(server.url, f"POST /files?path=up{each} HTTP/1.1\r\n{token}\r\nContent-Length: 90000000\r\n"
+              "Content-Type: application/octet-stream", bytes(9 << 20))
+        for each in range(5)
+    ]  # fmt: skip
+    mine = other.create()
+    began = time.monotonic()
+    assert mine.write("big", bytes(9 << 20)).status == 200
+    assert len(mine.read("big").body) == 9 << 20
+    assert time.monotonic() - began < 20
+    for caller in callers:
+        caller.close()
+    assert mine.kill() == 204
+
+
+def test_a_key_has_its_own_share_of_transfers() -> None:
+    async def run() -> list[str]:
+        lanes, order = Lanes(2, 3), list[str]()
+
+        async def transfer(key: str) -> None:
+            async with lanes.one(key):
+                order.append(key)
+                await asyncio.sleep(0 if key == "b" else 0.05)
+
+        await asyncio.gather(*map(transfer, "aaaabb"))
+        return order
+
+    assert asyncio.run(run()) == ["a", "a", "b", "b", "a", "a"]
+
+
+def test_a_body_for_a_port_must_arrive(server: RunningE2B, box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = f"POST / HTTP/1.1\r\nE2b-Sandbox-Id: {box.id}\r\nE2b-Sandbox-Port: 8000\r\nContent-Length: 100"
+    with contextlib.ExitStack() as stack:
+        for _ in range(MOST_CALLS):
+            stack.enter_context(_slow(server.url, head, b"x"))
+        last = stack.enter_context(_slow(server.url, head))
+        assert last.recv(100).split(b" ")[1] == b"429"
+    monkeypatch.setattr(requests, "_BODY_S", 0.2)
+    control = f"POST /v2/sandboxes HTTP/1.1\r\nX-API-Key: {FIRST}\r\nContent-Length: 100"
+    for each in (head, control):
+        with _slow(server.url, each, b"x") as caller:
+            assert caller.recv(100).split(b" ")[1] == b"408"

@@ -118,7 +118,7 @@ def test_the_code_of_an_environment_reads_the_variables_of_dotenv(
     monkeypatch.setenv("SHELL_KEY", "shell")
     (tmp_path / ".env").write_text("STORED_KEY=stored\nSHELL_KEY=file\nPALAESTRA_ENV_SEED=5\n")
     run = palaestra.run_sync(keyed, policy="noop")
-    assert (run.mean_reward, run.recording.meta.config["sources"]["env.seed"]) == (1.0, ".env")
+    assert (run.mean_reward, run.recording.meta.config["sources"]["env.seed"]) == (1.0, "default")
 
     async def streamed() -> list[float | None]:
         return [group.trajectories[0].reward async for group in palaestra.stream(keyed, policy="noop")]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import palaestra.inference.recording.endpoint as endpoint_module
 from inference.recording.generated_client import FORMAT, TOKENIZER
 from palaestra.core.errors import ContextExceeded
+from palaestra.core.io import http_server
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion
@@ -145,7 +146,7 @@ def test_nobody_without_the_key_is_asked_for_a_body() -> None:
 
 
 def test_a_body_that_never_arrives_is_not_awaited_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "BODY_S", 0.2)
+    monkeypatch.setattr(http_server, "BODY_S", 0.2)
 
     async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
         host, port = here.url.split("/")[2].split(":")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,16 @@ import pytest
 
 from palaestra.core.errors import TaskError
 from palaestra.suites.images.as_user import is_root
-from palaestra.suites.images.dockerfile import ImageRecipe, base_name, expand, image_config, needed, parse, parse_recipe
+from palaestra.suites.images.dockerfile import (
+    ImageRecipe,
+    base_name,
+    check_images,
+    expand,
+    image_config,
+    needed,
+    parse,
+    parse_recipe,
+)
 from palaestra.suites.task_files import Unsupported
 
 LONG = """\
@@ -149,3 +159,114 @@ def test_the_stage_that_a_recipe_names_is_the_last(tmp_path: Path) -> None:
     assert [each.name for each in parse_recipe(recipe)] == ["base", "unused", "made"]
     with pytest.raises(TaskError, match="no stage 'none'"):
         parse_recipe(replace(recipe, target="none"))
+
+
+HERE_DOCUMENTS = {
+    # What follows RUN, and the names of the documents that BuildKit sees.
+    "cat <<EOF": ["EOF"],
+    "cat <<EOF > /x": ["EOF"],
+    "<<-EOF": ["EOF"],
+    '<<"EOF"': ["EOF"],
+    "<<-'EOF'": ["EOF"],
+    "<<E'O'F": ["EOF"],
+    "<<\\EOF": ["EOF"],
+    '<<"two words"': ["two words"],
+    "<<end.of-file": ["end.of-file"],
+    "3<<EOF cat": ["EOF"],
+    "cat 1<<2": ["2"],
+    "cat <<A <<-B 4<<C": ["A", "B", "C"],
+    "cat \\\n  # a comment\n\n  <<EOF": ["EOF"],
+    "--mount=type=cache,target=/x cat <<EOF": ["EOF"],
+    "cat <<<EOF": [],
+    "cat <<< EOF": [],
+    "cat << EOF": [],
+    "cat<<EOF": [],
+    'echo "<<x"': [],
+    "echo '<<x'": [],
+    "echo 'a <<x b'": [],
+    'echo "a \\" <<x"': [],
+    "echo \\<<x": [],
+    "echo a\\ <<x": [],
+    "echo $((1<<20))": [],
+    "echo $(( 1 << 20 ))": [],
+    "echo a<<x": [],
+    '["echo", "<<x"]': [],
+    "echo it's <<x": [],
+    "echo x # <<EOF'": [],
+}
+
+
+@pytest.mark.parametrize(("command", "names"), HERE_DOCUMENTS.items())
+@pytest.mark.parametrize("before", ["RUN ", "run\t", "ONBUILD RUN "])
+def test_what_begins_a_here_document(before: str, command: str, names: list[str]) -> None:
+    chomped = re.findall(r"<<-'?(\w+)", command)
+    ends = [f"\t{name}" if name in chomped else f"\t{name}\n{name}" for name in names]
+    documents = "".join(f"FROM hidden\n{end}\n" for end in ends)
+    read = parse(f"FROM a\n{before}{command}\n{documents}USER me\n")
+    assert [each.name for stage in read for each in stage.instructions] == ["FROM", before.split()[0].upper(), "USER"]
+    assert [document.name for document in read[0].instructions[1].heredocs] == names
+
+
+@pytest.mark.parametrize("name", ["ENV A=<<x", "CMD cat <<x", "LABEL a=b <<x", "ENTRYPOINT cat <<x", "# <<x"])
+def test_only_instructions_that_copy_or_run_have_here_documents(name: str) -> None:
+    assert [each.name for each in parse(f"FROM a\n{name}\nUSER me\n")[0].instructions][-1] == "USER"
+
+
+def test_lines_end_where_tools_end_them() -> None:
+    text = "\ufeffFROM a\r\nRUN true \\ \r\n  && false\r\nRUN echo \x0cb\\\\\nUSER me\n"
+    assert [each.name for each in parse(text)[0].instructions] == ["FROM", "RUN", "RUN", "USER"]
+    parse("# escape=\\\nFROM a\n")
+    with pytest.raises(Unsupported, match="changes the escape character"):
+        parse("# syntax=docker/dockerfile:1\n#Escape = `\nFROM a\n")
+
+
+HIDDEN = "FROM docker-archive:/srv/secret.tar\nRUN true \\\nx\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'RUN echo "<<x"\n' + HIDDEN,
+        "RUN echo '<<x' \\\n  done\n" + HIDDEN,
+        "RUN echo $((1<<x))\n" + HIDDEN,
+        "RUN echo \\<<x\n" + HIDDEN,
+        "RUN echo a<<x\n" + HIDDEN,
+        "ENV A=<<x\n" + HIDDEN,
+        "RUN cat <<x\n" + HIDDEN,  # a here-document, but not for buildah before 1.33
+        "RUN cat <<x\nCOPY --from=docker-archive:/x /a /a\nRUN true \\\nx\n",
+        "RUN cat <<x\nARG A=docker-archive:/x\nRUN true \\\nx\n",
+        "RUN cat <<x\nFROM $A\nRUN true \\\nx\n",
+        "RUN true \\\\\nFROM docker-archive:/x\n",
+        "RUN true \\\x0c\nFROM docker-archive:/x\n",
+        "RUN true \\\n\x1c#\nFROM docker-archive:/x\n",
+        "RUN echo ${} <<x\n" + HIDDEN,
+        "ONBUILD COPY --from=docker-archive:/x /a /a\n",
+        "ONBUILD RUN --mount=type=bind,from=oci:/x,target=/y true\n",
+        "COPY --fr\\om=docker-archive:/x /a /a\n",
+        "COPY --'from'=docker-archive:/x /a /a\n",
+        'COPY --chown="a b" --from="docker-archive:/x" /a /a\n',
+        "FROM docker-archive:secret.tar\n",
+        "FROM dir:images\n",
+    ],
+)
+def test_no_line_hides_a_file_of_this_machine(text: str) -> None:
+    with pytest.raises(TaskError):
+        check_images(f"FROM debian:12\n{text}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RUN echo $((1<<20)) $(( 1 << 20 ))\n",
+        'RUN printf "<<EOF" && grep -c "<<" /etc/fstab; test 1 -lt 2\n',
+        "RUN <<EOF\nfrom __future__ import annotations\nselect a FROM (b);\nFROM users;\ncurl --data '{\nEOF\n",
+        "RUN cat <<'EOF' > /x.tex\nA & B \\\\\nC \\\nEOF\n",
+        "RUN skopeo inspect docker-archive:/x.tar <<< y\n",
+        'RUN --mount=type=secret,id="a b" --mount=type=bind,from=python:3.13,target="/x" true\n',
+        "RUN cat <<EOF > ${HOME:-/root}/x\n$A ${B%.txt}\nEOF\n",
+        "FROM docker:24-dind\nRUN true\n",
+        "RUN true \\ \n\n  # a comment\n  && true\n",
+    ],
+)
+def test_honest_lines_pass_the_check(text: str) -> None:
+    check_images(f"# escape=\\\nFROM debian:12\n{text}")

@@ -1,9 +1,9 @@
 """Runs HTTP servers for the duration of a block, and checks their callers.
 
 Every server in the project uses this module. It limits the number of connections, the time until a connection begins a
-request, and the time for a request's body. Invariants: a server has a token unless its address is a loopback address, a
-caller is checked before its body is requested or read (`guard`, `invite_body`), and tokens are compared in constant
-time. Input that is not HTTP is not logged.
+request, and the time for a request's body, whatever the application does. Invariants: a server has a token unless its
+address is a loopback address, a caller is checked before its body is requested or read (`guard`, `invite_body`), and
+tokens are compared in constant time. Input that is not HTTP, and callers that disappear within a body, are not logged.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
-from aiohttp import HttpVersion11, hdrs, web
+from aiohttp import HttpVersion11, StreamReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDictProxy
 
@@ -27,11 +28,12 @@ MOST_CONNECTIONS = 4096
 HEAD_S, BODY_S = 30.0, 300.0
 """The time limits, in seconds, for the arrival of a connection's first request head and of a request's body."""
 
+_BROKEN = "the body's encoding is broken, or the connection ended within it"
 _EXPECTED = "X-Palaestra-Expected"
 """The header to which a request's `Expect` is moved, because aiohttp would answer `Expect` before the caller is
 checked."""
 
-_CALLERS_FAULT = (HttpProcessingError, web.RequestPayloadError)
+_CALLERS_FAULT = (HttpProcessingError, web.RequestPayloadError, web.HTTPRequestTimeout)
 logger = logging.getLogger(__name__)
 logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _CALLERS_FAULT)))
 
@@ -94,7 +96,10 @@ def guard(
         if refused is None:
             if request.can_read_body:
                 await invite_body(request)
-                await _read_body(request)
+                try:
+                    await request.read()
+                except web.RequestPayloadError:
+                    raise web.HTTPBadRequest(text=_BROKEN) from None
             return await handler(request)
         if request.path in open_paths and not request.can_read_body:
             answer = await handler(request)
@@ -132,19 +137,22 @@ async def listening(
     shutdown_s: float = 2.0,
     handler_cancellation: bool = False,
     tls: ssl.SSLContext | None = None,
+    limits_bodies: bool = False,
 ) -> AsyncIterator[str]:
     """Serve while the block runs, and yield the URL, without a path. Port 0 selects a free port. If `app` is a handler
     instead of an application, it gets every request directly.
 
     `token` is the token that the application's `guard` requires. At the end, requests in progress have `shutdown_s`
     seconds to finish. `handler_cancellation` cancels the handler of a client that disconnects. With `tls`, the server
-    speaks HTTPS. Raises `ConfigError` if
-    the port cannot be opened, or if `host` is not a loopback address and there is no token.
+    speaks HTTPS. A body that does not arrive in `BODY_S` seconds is answered with status 408, unless the application
+    itself `limits_bodies`, for example because they are streams. Raises `ConfigError` if the port cannot be opened, or
+    if `host` is not a loopback address and there is no token.
     """
     require_token(host, token)
     runner = _Runner(
-        app, access_log=None, logger=logger, shutdown_timeout=shutdown_s, handler_cancellation=handler_cancellation
-    )
+        app, None if limits_bodies else BODY_S,
+        access_log=None, logger=logger, shutdown_timeout=shutdown_s, handler_cancellation=handler_cancellation,
+    )  # fmt: skip
     try:
         await runner.setup()
         try:
@@ -166,24 +174,12 @@ async def invite_body(request: web.Request) -> None:
         request.writer.output_size = 0  # aiohttp counts the response's bytes here, and the response has not begun
 
 
-async def _read_body(request: web.Request) -> None:
-    """Read the request's body, which the request object then caches. Raises `HTTPRequestTimeout` if the body does not
-    arrive in `BODY_S` seconds, and `HTTPBadRequest` if its encoding is broken."""
-    try:
-        async with asyncio.timeout(BODY_S):
-            await request.read()
-    except web.RequestPayloadError:
-        raise web.HTTPBadRequest(text="the body's encoding is broken") from None
-    except TimeoutError:
-        raise web.HTTPRequestTimeout(text=f"the body did not arrive in {BODY_S:g} s") from None
-
-
 class _Runner(web.AppRunner):
     """A runner that refuses a connection if `MOST_CONNECTIONS` are open, and closes one that does not begin a request
-    within `HEAD_S` seconds."""
+    within `HEAD_S` seconds, or whose body has not arrived within `body_s` seconds."""
 
-    def __init__(self, app: web.Application | Handler, **settings: Any) -> None:
-        self._handler = None if isinstance(app, web.Application) else app
+    def __init__(self, app: web.Application | Handler, body_s: float | None, **settings: Any) -> None:
+        self._handler, self._body_s = None if isinstance(app, web.Application) else app, body_s
         super().__init__(app if isinstance(app, web.Application) else web.Application(), **settings)
         self._silent: set[web.RequestHandler] = set()  # connections that have not begun a request
 
@@ -191,8 +187,8 @@ class _Runner(web.AppRunner):
         """Return the server. It records which connections have begun a request, and keeps each request's `Expect` under
         `_EXPECTED`."""
         server = await super()._make_server()
-        if self._handler is not None:
-            server.request_handler = self._handler  # type: ignore[assignment]  # the factory makes `web.Request`
+        answer = server.request_handler if self._handler is None else self._handler
+        server.request_handler = partial(self._answer, answer)  # type: ignore[arg-type,assignment]
         make = server.request_factory
 
         def make_request(message: Any, payload: Any, protocol: Any, *rest: Any) -> Any:
@@ -207,6 +203,21 @@ class _Runner(web.AppRunner):
 
         server.request_factory = make_request
         return server
+
+    async def _answer(self, answer: Handler, request: web.Request) -> web.StreamResponse:
+        """Answer a request. Whoever reads its body gets `HTTPRequestTimeout` if it does not arrive in time."""
+        body, late = request.content, None
+        if self._body_s is not None and not body.is_eof():
+            late = asyncio.get_running_loop().call_later(self._body_s, _end_body, body, self._body_s)
+        try:
+            return await answer(request)
+        except (web.RequestPayloadError, ConnectionError) as error:
+            if body.exception() is not error:
+                raise
+            raise web.HTTPBadRequest(text=_BROKEN) from None
+        finally:
+            if late is not None:
+                late.cancel()
 
     @property
     def server(self) -> Any:
@@ -241,6 +252,13 @@ class _Runner(web.AppRunner):
         if protocol in self._silent:
             self._silent.discard(protocol)
             protocol.force_close()
+
+
+def _end_body(body: StreamReader, limit_s: float) -> None:
+    if not body.is_eof():
+        error = web.HTTPRequestTimeout(text=f"the body did not arrive in {limit_s:g} s")
+        error.force_close()
+        body.set_exception(error)
 
 
 class _Refused(asyncio.Protocol):

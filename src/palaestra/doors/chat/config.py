@@ -1,8 +1,8 @@
 """The settings of `palaestra chat` and `palaestra acp`, and the service built from them.
 
 The sources of a setting, lowest precedence first: its default, `chat.yaml` in the user's folder (`settings_file`), the
-files of `--config`, `.env`, environment variables, and flags. All settings of `palaestra run` that concern a model
-server, tools and slots work here too.
+files of `--config`, environment variables, and flags. All settings of `palaestra run` that concern a model server,
+tools and slots work here too. No file of the current folder is read: a chat is at home in foreign projects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from palaestra.doors.chat.workdir import WorkFolder
 from palaestra.envs.config.build import extra_body, make_pool, mcp_servers, prices, server_settings, tools_with
 from palaestra.envs.config.command_line import Answer, CommandLine
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.envs.config.layers import read_dotenv, shell_variables
 from palaestra.inference.config import APIServerConfig
 from palaestra.sandbox.slot import SlotSpec
 
@@ -79,12 +78,11 @@ def read_options(words: Sequence[str], prog: str) -> ChatOptions:
     line = CommandLine(prog=prog, env_type=ChatConfig, server_type=APIServerConfig, command="process")
     file = settings_file()
     known = ["--config", str(file)] if file.is_file() else []
-    dotenv = read_dotenv(Path.cwd())
-    parsed = line.parse([*known, *words], shell_variables(dotenv), dotenv)
+    parsed = line.parse([*known, *words], os.environ)
     if isinstance(parsed, Answer):
         return ChatOptions(ChatConfig(), (), (), parsed.text)
     config: ChatConfig = parsed.env_config
-    config.take_variables({**dotenv, **os.environ})
+    config.take_variables(os.environ)
     return ChatOptions(config, server_settings(config, parsed.server_configs), parsed.notices)
 
 

@@ -3,8 +3,8 @@ agent's changes are copied back if the person agrees.
 
 The agent works on a copy, on every backend, so nothing it does reaches the folder before `apply`. Invariants: a file
 that has changed on this machine since it was copied is never overwritten; nothing is written outside the folder, not
-even through symlinks; files are replaced atomically; files that make git run commands are not written
-(`makes_git_run`); at most `MAX_FILES` files with `MAX_BYTES` bytes in total are written back.
+even through symlinks; files are replaced atomically; files that make git run commands (`makes_git_run`) or that
+configure this program are not written; at most `MAX_FILES` files with `MAX_BYTES` bytes in total are written back.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.printable import without_middle
 from palaestra.doors.chat.folders import settings_file
+from palaestra.envs.config.dotenv import DOTENV
 from palaestra.sandbox.slot import WORKSPACE, Slot
 
 MAX_KEPT_BYTES = 256 << 20
@@ -38,6 +39,7 @@ NOT_KEPT = "its earlier content was too large to keep"
 CHANGED_HERE = "it changed on this machine in the meantime"
 MAKES_GIT_RUN = "git could run commands from it on this machine"
 CONFIGURES_CHAT = "it is one of your own chat settings, from which commands are run on this machine"
+GIVES_KEYS = "commands on this machine read their API keys and the address of their model server from it"
 
 _LIST_BYTES = 16 << 20
 _ARCHIVE = "/tmp/palaestra-folder.tar"  # noqa: S108 - a path in the slot, which nobody else shares
@@ -139,8 +141,8 @@ class WorkFolder:
             problem = CHANGED_HERE if _digest(before) != self._copied.get(path, "") else ""
             if makes_git_run(path, repositories) or makes_git_run(self._real(path), repositories):
                 problem = MAKES_GIT_RUN
-            elif self._configures_chat(path):
-                problem = CONFIGURES_CHAT
+            else:
+                problem = self._configures(path) or problem
             if path not in now:
                 if before is not None:
                     found.append(FolderChange(path, "deleted", before, None, problem=problem))
@@ -301,12 +303,16 @@ class WorkFolder:
         parent = target.parent.resolve()
         return (parent.relative_to(self.root) / target.name).as_posix() if parent.is_relative_to(self.root) else path
 
-    def _configures_chat(self, path: str) -> bool:
-        """Return whether a file is one of the chat's own settings, whose hooks and servers run on this machine."""
+    def _configures(self, path: str) -> str:
+        """Return why a file would configure this program: it is one of the chat's own settings, whose hooks and servers
+        run on this machine, or a `.env` file. Returns an empty text for all other files."""
         own, target = settings_file().parent, self.root / path
         real = target.parent.resolve() / target.name
         links = {each.resolve() for each in own.glob("*") if each.is_symlink()}
-        return real.is_relative_to(own.resolve()) or target.resolve() in links
+        if real.is_relative_to(own.resolve()) or target.resolve() in links:
+            return CONFIGURES_CHAT
+        keys = {(folder / DOTENV).resolve() for folder in (self.root, real.parent)}
+        return GIVES_KEYS if target.name.lower() == DOTENV or target.resolve() in keys else ""
 
     def _inside(self, target: Path) -> bool:
         """Return whether a file may be written at `target`: its directory, with symlinks resolved, is in the folder,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import suppress
 
 from aiohttp import web
 
@@ -18,6 +17,7 @@ from palaestra.core.errors import PalaestraError
 from palaestra.core.io.http_server import invite_body
 from palaestra.core.types import JSON
 from palaestra.doors.e2b import filesystem_service, process_service
+from palaestra.doors.e2b.call_limits import MOST_CALLS, OpenCalls
 from palaestra.doors.e2b.connect_protocol import check_codec, envelope, read_stream, read_unary, timeout_of
 from palaestra.doors.e2b.file_transfer import FileTransfer, is_signed
 from palaestra.doors.e2b.sandbox_users import SandboxUser, name_in_header, user_of
@@ -29,7 +29,6 @@ ENVD_PORT = 49983
 ENVD_VERSION = "0.6.4"
 """The version whose calls are served; the SDKs choose their calls by it."""
 
-MOST_CALLS = 256
 """The calls into one sandbox that can be open at a time; each takes a connection, of which the server has a limit."""
 
 _UNARY = {
@@ -39,27 +38,6 @@ _UNARY = {
 _STREAMS = frozenset({"/process.Process/Start", "/process.Process/Connect", "/filesystem.Filesystem/WatchDir"})
 _INPUT = "/process.Process/StreamInput"
 _KEEPALIVE_S = 50.0
-
-
-class OpenCalls:
-    """Counts open calls by their target, at most `most` of each."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._open: Counter[str] = Counter()
-
-    @contextmanager
-    def one(self, target: str) -> Iterator[None]:
-        """Count one call. Raises `ApiError` with status 429 if there are too many."""
-        if self._open[target] >= self._most:
-            raise ApiError(429, f"{self._most} calls are open; wait until one ends")
-        self._open[target] += 1
-        try:
-            yield
-        finally:
-            self._open[target] -= 1
-            if not self._open[target]:
-                del self._open[target]
 
 
 class Envd:

@@ -2,7 +2,8 @@
 
 A caller sends the sandbox's token, or a signature that was made with it for one path, operation and user, perhaps with
 an end. Contents of up to `IN_MEMORY_BYTES` pass through memory; larger ones through a temporary file, at most
-`_AT_ONCE` of them at a time, so that no caller can fill this machine's disk. A transfer without progress ends.
+`_OF_KEY` of a key and `_AT_ONCE` in total at a time, so that no caller can fill this machine's disk or make the others
+wait. A transfer without progress ends.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import IO
 from aiohttp import BodyPartReader, web
 
 from palaestra.core.types import JSON
+from palaestra.doors.e2b.call_limits import Lanes
 from palaestra.doors.e2b.filesystem_service import path_of
 from palaestra.doors.e2b.sandbox_users import SandboxUser
 from palaestra.doors.e2b.wire_errors import ApiError
@@ -32,7 +34,7 @@ from palaestra.doors.e2b.wire_errors import ApiError
 IN_MEMORY_BYTES = 8 << 20
 MOST_UPLOAD_BYTES = 1 << 30
 _MOST_FILES = 1000
-_AT_ONCE, _PROGRESS_S = 8, 60.0
+_OF_KEY, _AT_ONCE, _PROGRESS_S = 4, 32, 60.0
 _PIECE = 256 << 10
 _FILENAME = re.compile(r';\s*filename="([^"]*)"')
 
@@ -62,7 +64,7 @@ class FileTransfer:
 
     def __init__(self, *, most_upload_bytes: int = MOST_UPLOAD_BYTES) -> None:
         self._most = most_upload_bytes
-        self._large = asyncio.Semaphore(_AT_ONCE)
+        self._lanes = Lanes(_OF_KEY, _AT_ONCE)
 
     async def read(self, request: web.Request, user: SandboxUser) -> web.StreamResponse:
         """Answer with a file. Raises `ApiError` or OSError."""
@@ -87,7 +89,7 @@ class FileTransfer:
     async def _send_large(
         self, request: web.Request, user: SandboxUser, path: str, headers: dict[str, str]
     ) -> web.StreamResponse:
-        async with self._large:
+        async with self._lanes.one(user.key):
             with tempfile.TemporaryDirectory(prefix="palaestra-e2b-") as folder:
                 local = Path(folder, "content")
                 size = await user.slot.download(path, local)
@@ -148,7 +150,7 @@ class FileTransfer:
     async def _put_large(
         self, user: SandboxUser, path: str, start: bytes, rest: AsyncIterator[bytes], mode: int
     ) -> None:
-        async with self._large:
+        async with self._lanes.one(user.key):
             with tempfile.NamedTemporaryFile(prefix="palaestra-e2b-") as file:
                 await asyncio.to_thread(file.write, start)
                 async for data in rest:

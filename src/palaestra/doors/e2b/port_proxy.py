@@ -11,7 +11,6 @@ import io
 
 from aiohttp import web
 
-from palaestra.core.io.http_server import invite_body
 from palaestra.doors.e2b.wire_errors import ApiError
 from palaestra.sandbox.slot import Slot
 
@@ -31,20 +30,15 @@ class _Answer(io.BytesIO):
         return self
 
 
-async def pass_on(request: web.Request, slot: Slot, port: int) -> web.Response:
-    """Send a request to a port of the slot's loopback, and return the answer. Raises `ApiError`."""
-    await invite_body(request)
-    body = bytearray()
-    async for piece in request.content.iter_chunked(1 << 16):
-        body += piece
-        if len(body) > MOST_BYTES:
-            raise ApiError(413, f"a request to a port may have at most {MOST_BYTES} bytes")
+async def pass_on(request: web.Request, body: bytes, slot: Slot, port: int) -> web.Response:
+    """Send a request, whose `body` has been read, to a port of the slot's loopback, and return the answer. Raises
+    `ApiError`."""
     lines = [f"{request.method} {request.raw_path} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in _HOPS]
     lines += ["Connection: close", f"Content-Length: {len(body)}", "", ""]
     head = "\r\n".join(lines).encode("utf-8", "surrogateescape")
     try:
-        data = await slot.ask(port, head + bytes(body), timeout_s=_ANSWER_S, max_bytes=MOST_BYTES)
+        data = await slot.ask(port, head + body, timeout_s=_ANSWER_S, max_bytes=MOST_BYTES)
     except ConnectionRefusedError:
         raise ApiError(502, f"the sandbox is running but port is not open: {port}") from None
     return _parse(data, request.method, port)

@@ -3,6 +3,7 @@ not know are ignored, as the API does; what is known and cannot be done is refus
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Awaitable, Callable
@@ -13,11 +14,13 @@ from typing import Annotated, TypeVar
 from aiohttp import web
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from palaestra.core.io.http_server import invite_body
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.doors.e2b.api_keys import ApiKey
 from palaestra.doors.e2b.wire_errors import ApiError
 from palaestra.sandbox.slot import is_variable
 
+_BODY_S = 60.0
 LONGEST_S = 24 * 3600
 DEFAULT_TIMEOUT_S = 300
 _MOST_PAIRS, _MOST_TEXT = 256, 64 << 10
@@ -38,6 +41,23 @@ class ControlCall:
 
 
 Handle = Callable[[ControlCall], Awaitable[web.Response]]
+
+
+async def read_all(request: web.Request, most_bytes: int) -> bytes:
+    """Return the body of a request. Raises `ApiError` if it is too large, broken, or does not arrive in time."""
+    await invite_body(request)
+    data = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for piece in request.content.iter_chunked(1 << 16):
+                data += piece
+                if len(data) > most_bytes:
+                    raise ApiError(413, f"a request may have at most {most_bytes} bytes")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive in {_BODY_S:g} s") from None
+    except web.RequestPayloadError:
+        raise ApiError(400, "the body's encoding is broken") from None
+    return bytes(data)
 
 
 def moment(seconds: float) -> str:

@@ -22,9 +22,11 @@ _ROOTS = (DEFAULT_USER, "root", "0")
 
 @dataclass(frozen=True, slots=True)
 class SandboxUser:
-    """A user of one sandbox: the name, the home, the directory where commands start, and the slot with its rights.
-    `sandbox_slot` is the slot with the rights of root, and `own_home` the home of `user`."""
+    """A user of one sandbox: the name of the key that the sandbox belongs to, the user's name and home, the directory
+    where commands start, and the slot with the user's rights. `sandbox_slot` is the slot with the rights of root, and
+    `own_home` the home of `user`."""
 
+    key: str
     name: str
     home: str
     start: str
@@ -40,21 +42,22 @@ class SandboxUser:
 async def user_of(sandbox: HostedSandbox, slot: Slot, given: str) -> SandboxUser:
     """Return the user with a name, by default that of the template. Raises `RpcError` for a name that no account
     has."""
-    template = sandbox.template
+    template, key = sandbox.template, sandbox.key.name
     name = given or template.user.partition(":")[0]
     if not _NAME.fullmatch(name):
         raise RpcError("unauthenticated", f"invalid username: {name!r:.60}")
     if name in _ROOTS:
         home = template.home if name == DEFAULT_USER else "/root"
         return SandboxUser(
-            name, home, template.workdir if not given or name == template.user else home, slot, slot, template.home
+            key, name, home, template.workdir if not given or name == template.user else home, slot, slot, template.home
         )
     try:
         home = await home_of(slot, name)
     except PrepareError as error:
         raise RpcError("unauthenticated", f"invalid username: {name!r}: {error}") from None
     own = not given and template.config.workdir != "/"
-    return SandboxUser(name, home, template.workdir if own else home, UserSlot(slot, name, home), slot, template.home)
+    start = template.workdir if own else home
+    return SandboxUser(key, name, home, start, UserSlot(slot, name, home), slot, template.home)
 
 
 def name_in_header(authorization: str) -> str:

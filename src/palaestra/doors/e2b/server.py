@@ -7,8 +7,6 @@ Invariant: a caller is checked before the body of its request is read.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import fcntl
 import hmac
 import logging
@@ -24,14 +22,16 @@ from pathlib import Path
 from aiohttp import web
 
 from palaestra.core.errors import ConfigError, PalaestraError
-from palaestra.core.io.http_server import invite_body, listening
+from palaestra.core.io.http_server import listening
 from palaestra.core.types import Limits, Network
 from palaestra.doors.e2b.api_keys import ApiKey, ApiKeys
+from palaestra.doors.e2b.call_limits import MOST_CALLS, OpenCalls
 from palaestra.doors.e2b.control_api import MOST_BODY_BYTES, ControlApi
 from palaestra.doors.e2b.endings import Endings
-from palaestra.doors.e2b.envd import ENVD_PORT, MOST_CALLS, Envd, OpenCalls, error_body
+from palaestra.doors.e2b.envd import ENVD_PORT, Envd, error_body
 from palaestra.doors.e2b.file_transfer import MOST_UPLOAD_BYTES, FileTransfer
-from palaestra.doors.e2b.port_proxy import pass_on
+from palaestra.doors.e2b.port_proxy import MOST_BYTES, pass_on
+from palaestra.doors.e2b.requests import read_all
 from palaestra.doors.e2b.sandboxes import Sandboxes, resumed
 from palaestra.doors.e2b.template_api import UPLOADS, TemplateApi
 from palaestra.doors.e2b.template_builds import TemplateBuilds
@@ -43,7 +43,6 @@ from palaestra.suites.images.dockerfile import ImageConfig
 
 logger = logging.getLogger(__name__)
 
-_BODY_S = 60.0
 _HOST = re.compile(r"(\d{1,5})-([a-z0-9]{1,60})\..+")
 
 
@@ -62,7 +61,7 @@ class E2BServer:
             return await self._handle(request)
         except ApiError as error:
             answer = error_body(error)
-            if error.status in (401, 403, 413):
+            if error.status in (401, 403, 408, 413):
                 answer.force_close()
             return answer
         except web.HTTPException:
@@ -89,7 +88,7 @@ class E2BServer:
             return await self._templates.upload(request)
         key = self._key(request)
         with self._open.one(key.name):
-            return await self._control.handle(key, request, await _body(request))
+            return await self._control.handle(key, request, await read_all(request, MOST_BODY_BYTES))
 
     def _key(self, request: web.Request) -> ApiKey:
         given = request.headers.get("X-API-Key", "")
@@ -108,8 +107,10 @@ class E2BServer:
             if not hmac.compare_digest(sent, sandbox.traffic_token.encode()):
                 raise ApiError(403, "the ports of this sandbox need its traffic access token")
         try:
-            async with resumed(self._sandboxes, sandbox) as slot:
-                return await pass_on(request, slot, port)
+            with self._open.one(f"port of {sandbox_id}"):
+                body = await read_all(request, MOST_BYTES)
+                async with resumed(self._sandboxes, sandbox) as slot:
+                    return await pass_on(request, body, slot, port)
         except (PalaestraError, OSError, ValueError) as error:
             raise api_error(error, sandbox_id) from None
 
@@ -127,18 +128,6 @@ def _inside(request: web.Request) -> tuple[str, int] | None:
     if not port.isdigit() or not 0 < int(port[:6]) < 1 << 16:
         raise ApiError(400, f"{port[:20]!r} is not a port")
     return named, int(port)
-
-
-async def _body(request: web.Request) -> bytes:
-    await invite_body(request)
-    data = bytearray()
-    async with asyncio.timeout(_BODY_S):
-        with contextlib.suppress(web.RequestPayloadError):
-            async for piece in request.content.iter_chunked(1 << 16):
-                data += piece
-                if len(data) > MOST_BODY_BYTES:
-                    raise ApiError(413, f"a request may have at most {MOST_BODY_BYTES} bytes")
-    return bytes(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +156,7 @@ async def serving(server: E2BServer, keys: ApiKeys, address: ServerAddress) -> A
     """Serve during the block, and yield the URLs: of HTTP and, with `tls`, of HTTPS. Raises `ConfigError`."""
     token = keys.first.secret  # every caller needs a key, so any address may be listened on
     async with AsyncExitStack() as stack:
-        listen = partial(listening, server.handle, address.host, token=token)
+        listen = partial(listening, server.handle, address.host, token=token, limits_bodies=True)
         plain = await stack.enter_async_context(listen(address.port))
         secure = None
         if address.tls is not None:

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from palaestra.core.io.http_server import invite_body
 from palaestra.core.types import JSON, Limits
+from palaestra.doors.e2b.call_limits import Lanes
 from palaestra.doors.e2b.envd import ENVD_VERSION
 from palaestra.doors.e2b.requests import ControlCall, Handle, _Body, cpu_count, moment, read_body
 from palaestra.doors.e2b.template_builds import MOST_ARCHIVE_BYTES, MOST_STEPS, Build, TemplateBuilds
@@ -23,7 +24,8 @@ UPLOADS = "/template-files/"
 
 _HASH = re.compile(r"[0-9a-f]{16,128}")
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/-]{0,127}(?::[a-zA-Z0-9._-]{1,64})?")
-_ARRIVE_S, _UPLOADS_AT_ONCE = 60.0, 8
+_ARRIVE_S, _UPLOADS_OF_KEY, _UPLOADS_AT_ONCE = 60.0, 8, 64
+_MOST_NAMES = 100
 
 
 class NewTemplate(_Body):
@@ -58,7 +60,7 @@ class TemplateApi:
 
     def __init__(self, templates: Templates, builds: TemplateBuilds, limits: Limits) -> None:
         self._templates, self._builds, self._limits = templates, builds, limits
-        self._uploads = asyncio.Semaphore(_UPLOADS_AT_ONCE)
+        self._uploads = Lanes(_UPLOADS_OF_KEY, _UPLOADS_AT_ONCE)
         one, build = r"/templates/([^/]+)", r"/templates/([^/]+)/builds/([^/]+)"
         self.routes: Sequence[tuple[str, str, Handle]] = (
             ("GET", r"(?:/v2)?/templates", self.list),
@@ -113,6 +115,8 @@ class TemplateApi:
         for name in names:
             if not _NAME.fullmatch(name):
                 raise ApiError(400, f"{name[:200]!r} is not a name with a tag")
+        if len({*template.names, *names}) > _MOST_NAMES:
+            raise ApiError(429, f"a template has at most {_MOST_NAMES} names with tags: remove some", retry=False)
         self._templates.rename(template, [*template.names, *names])
         build_id = self._described(template)["buildID"]
         return web.json_response({"tags": list(body.tags), "buildID": build_id}, status=201)
@@ -169,9 +173,9 @@ class TemplateApi:
         token = request.path.removeprefix(UPLOADS)
         if request.method != "PUT":
             raise ApiError(405, "files are sent with PUT")
-        place = self._builds.place(token)
+        key, place = self._builds.place(token)
         await invite_body(request)
-        async with self._uploads:
+        async with self._uploads.one(key):
             try:
                 await _store(request, place)
             except BaseException:

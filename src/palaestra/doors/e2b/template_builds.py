@@ -34,7 +34,7 @@ from palaestra.suites.images.as_user import as_user, home_of, is_root
 from palaestra.suites.images.dockerfile import ImageConfig
 
 MOST_STEPS, MOST_ARCHIVE_BYTES, MOST_LOG_LINES = 200, 256 << 20, 5000
-_MOST_BUILDS, _MOST_KEPT_BYTES = 200, 1 << 30  # of one key; its older builds and archives are dropped
+_MOST_BUILDS, _MOST_LINKS, _MOST_KEPT_BYTES = 200, 1000, 1 << 30  # of one key; its older ones are dropped
 _STEP_S, _RUNNING_BUILDS = 1800.0, 4
 _BASE_IMAGES = ("e2bdev/base", "e2bdev/base:latest")
 SCHEMA, VERSION = "palaestra-e2b-template", 1
@@ -136,16 +136,17 @@ class TemplateBuilds:
             raise ApiError(400, "this server has no folder for the files of templates")
         token = secrets.token_urlsafe(24)
         self._links[token] = (key.name, digest)
-        while len(self._links) > 1000:
-            del self._links[next(iter(self._links))]
+        own = [each for each, (name, _) in self._links.items() if name == key.name]
+        if len(own) > _MOST_LINKS:
+            del self._links[own[0]]
         return (key.name, digest) in self._archives, token
 
-    def place(self, token: str) -> Path:
-        """Return the file for an upload to a link. Raises `ApiError`."""
+    def place(self, token: str) -> tuple[str, Path]:
+        """Return the name of the key that an upload to a link belongs to, and the file for it. Raises `ApiError`."""
         if token not in self._links or self._incoming is None:
             raise ApiError(403, "the address for the upload is not valid any more; ask for another")
         self._incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return self._incoming / f"{secrets.token_hex(16)}.tar"
+        return self._links[token][0], self._incoming / f"{secrets.token_hex(16)}.tar"
 
     def arrived(self, token: str, file: Path) -> None:
         """Note that the files of a link are complete."""

@@ -36,8 +36,8 @@ from palaestra.envs.cheats.left_files import READING, LeftFiles, ReadWorkspaces
 from palaestra.envs.cheats.tampered_tests import ANSWERS, PLANTS, VERDICTS
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import UNSAID, CommandLine, Parsed, set_fields
+from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.form import Form
 from palaestra.envs.run.run import opened
@@ -708,7 +708,7 @@ def check_environment(
 ) -> Proof:
     """Check the environment that `reference` names. Raises `ConfigError` if it cannot be loaded, and for an unknown
     cheat or setting."""
-    with exported(read_dotenv(Path.cwd())):
+    with exported(read_keys(Path.cwd())):
         return _check_environment(reference, settings, tasks, only, quiet)
 
 
@@ -734,7 +734,7 @@ def parse_settings(
     env_values: Mapping[str, JSON] | None = None,
 ) -> RunLine:
     """Parse the settings of an environment, for a command that does not start a run. Raises `ConfigError`."""
-    dotenv = read_dotenv(Path.cwd())
+    dotenv = read_keys(Path.cwd())
     parsed = CommandLine(
         prog=prog,
         env_type=env_type,

@@ -1,8 +1,9 @@
 """The command line of environment scripts: `x_env.py process|evaluate|serve [--env.FIELD V] [--openai.FIELD V] …`.
 
-Precedence: field default < the environment's own `config_init` < the command's own defaults < `--config` files in order
-< `.env` < environment variables < the settings of a run that is resumed < flags. Invariant: unless a command line
-requests help, no word of it is ignored; an unusable word raises `ConfigError`.
+Precedence: field default < the environment's own `config_init` < the command's own defaults < the keys in `.env` <
+`--config` files in order < environment variables < the settings of a run that is resumed < flags. Invariants: unless a
+command line requests help, no word of it is ignored; an unusable word raises `ConfigError`. An address that `.env`
+gives is used only with a key from there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
@@ -38,9 +39,9 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.io.process_arguments import hide
 from palaestra.core.redaction import redacted
 from palaestra.core.types import JSON
+from palaestra.envs.config.dotenv import DOTENV
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.config.layers import (
-    DOTENV,
     Annotation,
     FileSettings,
     choices,
@@ -173,7 +174,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             return Answer(_usage(self, everything=any(written == "--help-all" for written, _ in flags)))
         given = _Given()
         if recorded is not None:
-            given.recorded = said_settings(recorded, "env"), said_settings(recorded, "openai")
+            own_servers = said_settings(recorded, "openai", (*UNSAID, DOTENV))  # the file is read again with its key
+            given.recorded = said_settings(recorded, "env"), own_servers
         for written, words in flags:
             self._take(given, written, words)
         env, servers, replaced = self._merge(command, given, environ, dotenv)
@@ -234,7 +236,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         replaced."""
         variables = ((DOTENV, dotenv or {}), ("environment", environ or {}))
         env = merge(self.env_type, self._env_layers(command, given, variables))
-        servers = [merge(self.server_type, layers) for layers in self._server_layers(given, variables)]
+        servers = [merge(self.server_type, _own_address(each)) for each in self._server_layers(given, variables)]
         replaced = [*_known_parser(env, "tool_call_parser")]
         replaced += (notice for server in servers for notice in _known_parser(server, "tool_parser"))
         return env, servers, replaced
@@ -343,8 +345,10 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         yield ConfigLayer("config_init", self.env_values)
         if said := _SAID_BY_COMMAND.get(command):
             yield ConfigLayer(command, {name: value for name, value in said.items() if name in fields})
+        dotenv, environ = (read_environ(values, "env", self.env_type, where) for where, values in variables)
+        yield dotenv
         yield from (file.env for file in given.files)
-        yield from (read_environ(values, "env", self.env_type, where) for where, values in variables)
+        yield environ
         yield ConfigLayer(RECORDED, given.recorded[0])
         yield ConfigLayer(given.source, given.values["env"], given.spelled["env"])
 
@@ -352,7 +356,10 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         """Return the layers of each server. Only the first server remains if a policy is given, or if a variable, a
         flag or the recorded run sets an address."""
         lowest = [read_openai_variables(values, self.server_type, where) for where, values in variables]
-        servers = [[*lowest, ConfigLayer("config_init", values)] for values in self.server_values] or [lowest]
+        dotenv, environ = (read_environ(values, "openai", self.server_type, where) for where, values in variables)
+        servers = [[*lowest, ConfigLayer("config_init", values), dotenv] for values in self.server_values]
+        lowest.append(dotenv)
+        servers = servers[: 1 if "base_url" in dotenv.values else None] or [lowest]
         for file in given.files:
             if file.shared:
                 servers = [[*layers, *file.servers] for layers in servers]
@@ -360,8 +367,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 lower = [*servers, *(lowest for _ in file.servers)]
                 servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=False)]
         flags = ConfigLayer(given.source, given.values["openai"], given.spelled["openai"])
-        top = [*(read_environ(values, "openai", self.server_type, where) for where, values in variables)]
-        top += [ConfigLayer(RECORDED, given.recorded[1]), flags]
+        top = [environ, ConfigLayer(RECORDED, given.recorded[1]), flags]
         if given.policy is not None:
             clash = {"server_type", "model_name", "base_url"} & flags.values.keys()
             if clash:
@@ -424,6 +430,22 @@ class _Given:
         target = self.values[group]
         target[key] = _joined(target.get(key), value, annotation)
         self.spelled[group][key] = self.spelled[group][key.partition(".")[0]] = written
+
+
+def _own_address(layers: Sequence[ConfigLayer]) -> Sequence[ConfigLayer]:
+    """Leave out the address that `.env` gives if another source gives the key: a folder's file never decides where a
+    key of the user is sent."""
+    sources = {name: layer.name for layer in layers for name in layer.values}
+    if sources.get("base_url") != DOTENV or sources.get("api_key") == DOTENV:
+        return layers
+    logger.warning(
+        "the address in .env is ignored, because the key comes from: %s. Give the address there, too",
+        sources.get("api_key", "none"),
+    )
+    return [
+        each if each.name != DOTENV else replace(each, values={k: v for k, v in each.values.items() if k != "base_url"})
+        for each in layers
+    ]
 
 
 def said_settings(recorded: Mapping[str, JSON], group: str, unsaid: Sequence[str] = UNSAID) -> dict[str, JSON]:

@@ -1,4 +1,4 @@
-"""Reads settings from YAML files, `.env` files and environment variables as layers to merge, and parses values.
+"""Reads settings from YAML files and environment variables as layers to merge, and parses values.
 
 A word is parsed according to the type of its field, so a text field can hold `5`, `true` or `-x`.
 `palaestra.core.config.merge` validates ranges and required keys. An unknown key is an error.
@@ -7,11 +7,7 @@ A word is parsed according to the type of its field, so a text field can hold `5
 from __future__ import annotations
 
 import json
-import os
-import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -100,16 +96,6 @@ _PROVIDERS = {variable: f"web_api_keys.{name}" for name, variable in WEB_KEYS.it
 """The variables in which users of web providers usually keep the keys and the addresses of these providers."""
 
 
-DOTENV = ".env"
-
-_LINE = re.compile(
-    r"""\s*(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*
-    (?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)"|(?P<plain>[^'"\s#](?:[^#]|(?<!\s)\#)*|))\s*(?:\#.*)?""",
-    re.VERBOSE,
-)
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
-
-
 @dataclass(frozen=True, slots=True)
 class FileSettings:
     """One configuration file. `servers` has one layer if the file gives a mapping (then `shared` is true), or one layer
@@ -144,71 +130,12 @@ def read_file(path: Path) -> FileSettings:
     )
 
 
-def read_dotenv(folder: Path) -> dict[str, str]:
-    """Return the variables in the folder's `.env`; none if there is no such file. Raises `ConfigError` for a file or a
-    line that cannot be read.
-
-    A line is `NAME=value`, optionally after `export`. A value may be in single quotes (literal) or double quotes (with
-    `\\n`, `\\"`, `\\\\`); outside quotes, ` #` begins a comment. Nothing is expanded.
-    """
-    path = folder / DOTENV
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    found: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        match = _LINE.fullmatch(line)
-        if match is None:
-            raise ConfigError(f"{path}, line {number} is not NAME=value; quote a value that contains quotes")
-        found[match["name"]] = _value(match)
-    return found
-
-
-_exports: Counter[str] = Counter()
-"""Counts how many active blocks of `exported` hold each variable."""
-
-
-@contextmanager
-def exported(variables: Mapping[str, str]) -> Iterator[None]:
-    """While the block runs, set these variables in `os.environ`, where the code of scripts can read them. A variable
-    that is already set keeps its value. If blocks overlap, variables stay until the last block ends."""
-    added = {name: value for name, value in variables.items() if name not in os.environ or _exports[name]}
-    for name, value in added.items():
-        os.environ.setdefault(name, value)
-        _exports[name] += 1
-    try:
-        yield
-    finally:
-        for name, value in added.items():
-            _exports[name] -= 1
-            if not _exports[name] and os.environ.get(name) == value:
-                del os.environ[name]
-
-
-def shell_variables(dotenv: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the process, without those whose value is the one in the `.env` file."""
-    return {name: value for name, value in os.environ.items() if dotenv.get(name) != value}
-
-
 def read_openai_variables(environ: Mapping[str, str], model_type: type[BaseModel], where: str) -> ConfigLayer:
     """Return a layer with the variables that OpenAI's own client reads."""
     named = {
         name: variable for variable, name in _known(_OPENAI_VARIABLES, model_type).items() if environ.get(variable)
     }
     return ConfigLayer(where, {name: environ[variable] for name, variable in named.items()}, named)
-
-
-def _value(match: re.Match[str]) -> str:
-    if match["single"] is not None:
-        return match["single"]
-    if match["double"] is not None:
-        return re.sub(r"\\(.)", lambda each: _ESCAPES.get(each[1], each[1]), match["double"])
-    return (match["plain"] or "").strip()
 
 
 def read_environ(

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from palaestra.core.exits import Program
 from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, set_fields
+from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.form import Form
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 
@@ -51,7 +51,7 @@ def run_command(
     command is used or, if the form has none, `command`. The settings of a `recorded` run apply unless `argv` sets
     others. A new run is stored in `folder`, if one is given, and otherwise below `root`. With `begins`, the run is
     counterfactual."""
-    dotenv = read_dotenv(Path.cwd())
+    dotenv = read_keys(Path.cwd())
     with exported(dotenv):
         line = command_line(form, prog or f"python {Path(sys.argv[0]).name}", command, argv=argv)
         parsed = line.parse(argv, shell_variables(dotenv), dotenv, recorded)

@@ -21,7 +21,7 @@ from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.io.threads import run_blocking
 from palaestra.core.types import JSON
 from palaestra.core.user_code import is_loaded
-from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
+from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
 from palaestra.envs.discovery import form_of, load_environment
 from palaestra.envs.form import Form
 from palaestra.envs.run.command import command_line, take_variables
@@ -70,7 +70,7 @@ async def run(
     to stderr what the command prints. Raises `ConfigError` for an unusable argument, and `EngineError` or
     `SandboxError` if the run cannot start. The result includes failed rollouts.
     """
-    dotenv = read_dotenv(Path.cwd())
+    dotenv = read_keys(Path.cwd())
     with python_names(), exported(dotenv):
         roll_out = assembled(
             env,
@@ -109,7 +109,7 @@ async def stream(env: object, **arguments: JSON) -> AsyncIterator[Group]:
 
     No further group starts while 64 finished groups wait for the caller.
     """
-    dotenv = read_dotenv(Path.cwd())
+    dotenv = read_keys(Path.cwd())
     with exported(dotenv):
         with python_names():
             roll_out = assembled(env, "process", dotenv, **arguments)

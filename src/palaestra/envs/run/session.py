@@ -23,7 +23,7 @@ from palaestra.core.config import nearest, python_names
 from palaestra.core.errors import ConfigError, InfraError, PalaestraError, PrepareError
 from palaestra.core.io.threads import LoopThread
 from palaestra.core.types import JSON, Message, Task
-from palaestra.envs.config.layers import exported, read_dotenv
+from palaestra.envs.config.dotenv import exported, read_keys
 from palaestra.envs.run.library import assembled
 from palaestra.envs.run.run import Steering
 from palaestra.inference.engine import AssistantMessage, FunctionCall, ToolCallMessage
@@ -71,7 +71,7 @@ class Session:
         self._plays: list[Play] = []
 
     async def __aenter__(self) -> Self:
-        dotenv = read_dotenv(Path.cwd())
+        dotenv = read_keys(Path.cwd())
         with python_names(), ExitStack() as entered:
             entered.enter_context(exported(dotenv))
             roll_out = assembled(self._env, "process", dotenv, **self._arguments)

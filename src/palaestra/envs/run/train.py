@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, TextIO
 from palaestra.core.config import python_names
 from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.types import JSON
+from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.form import Form
 from palaestra.envs.run import library
 from palaestra.envs.run.command import command_line, take_variables
@@ -76,7 +76,7 @@ async def train(
     new one below `folder`. Raises what `palaestra.run` raises, `TrainerError`, and `RunStopped` if the run stops before
     the training ends. Logs a warning if the reference solution of the first task, or every rollout of the first steps,
     earns nothing."""
-    dotenv = read_dotenv(Path.cwd())
+    dotenv = read_keys(Path.cwd())
     with python_names(), exported(dotenv):
         form = environment_form(env)
         line = command_line(form, "palaestra.train", "process", [APIServerConfig(health_check=False)])

@@ -29,7 +29,7 @@ from typing import Protocol, Self
 import msgspec
 from aiohttp import web
 
-from palaestra.core.io.http_server import BODY_S, invite_body, listening
+from palaestra.core.io.http_server import invite_body, listening
 from palaestra.core.io.threads import OneThread
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
@@ -300,19 +300,16 @@ async def _answer_tools(request: web.Request, tools: ToolService, conversations:
 async def _raw(request: web.Request, most_bytes: int) -> bytes:
     """Return the body of a request. Raises `Refusal`."""
     body = bytearray()
-    late = asyncio.get_running_loop().call_later(BODY_S, request.content.set_exception, TimeoutError())
     try:
         await invite_body(request)
         while piece := await request.content.readany():
             body += piece
             if len(body) > most_bytes:
                 raise Refusal(413, f"The body is longer than {most_bytes} bytes.")
-    except TimeoutError:
-        raise Refusal(408, f"The body did not arrive within {BODY_S:g} seconds.") from None
+    except web.HTTPRequestTimeout as late:
+        raise Refusal(408, f"{late.text}") from None
     except web.RequestPayloadError:
         raise Refusal(400, "The encoding of the body is invalid.") from None
-    finally:
-        late.cancel()
     return bytes(body)
 
 

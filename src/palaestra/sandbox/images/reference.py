@@ -16,6 +16,11 @@ from dataclasses import dataclass
 
 from palaestra.core.errors import ImageError
 
+_TRANSPORT = re.compile(
+    r"(?:atomic|containers-storage|dir|docker-archive|docker-daemon|oci|oci-archive|ostree|sif|tarball):"
+)
+"""What podman and buildah read from this machine, in the current folder too. Source: containers-transports(5)."""
+
 _COMPONENT = r"[A-Za-z0-9]+(?:(?:\.|_|__|-+)[A-Za-z0-9]+)*"
 _NAME = re.compile(
     r"(?:(?:docker|library|oras|shub|https?)://)?"
@@ -82,7 +87,12 @@ def is_path(image: str) -> bool:
 
 def is_image_name(text: str) -> bool:
     """Return whether a text is the name of an image, such as `ghcr.io/owner/name:tag`."""
-    return len(text) <= _LONGEST and _NAME.fullmatch(text) is not None
+    return len(text) <= _LONGEST and _NAME.fullmatch(text) is not None and not is_transport(text)
+
+
+def is_transport(text: str) -> bool:
+    """Return whether podman and buildah would read a file or a container of this machine in place of an image."""
+    return _TRANSPORT.match(text) is not None
 
 
 def check_image(image: str) -> None:

@@ -137,7 +137,7 @@ async def _start(path: Path, rung: str, settings: dict[str, JSON]) -> None:
         listener.listen()
         arguments = [str(listener.fileno()), str(path), rung, json.dumps(settings)]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "palaestra.sandbox.service.broker", *arguments),
+            *(sys.executable, "-P", "-m", "palaestra.sandbox.service.broker", *arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

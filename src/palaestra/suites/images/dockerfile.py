@@ -1,8 +1,9 @@
 """Parse a Dockerfile into instructions, and compute the variables, directory and user that it sets. Does no I/O.
 
-This module is used for builds in a slot without a container runtime (`slot_build.py`), and for prebuilt root file
-systems that have no configuration file. Format: the Dockerfile reference (docs.docker.com/reference/dockerfile), with
-heredocs, continuation lines and several stages.
+This module is used for builds in a slot without a container runtime (`slot_build.py`), for prebuilt root file systems
+that have no configuration file, and to check files for container tools (`check_images`). Format: the Dockerfile
+reference (docs.docker.com/reference/dockerfile) with heredocs, continuation lines and several stages, as BuildKit
+(`frontend/dockerfile/parser`) reads it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from posixpath import join, normpath
 
 from palaestra.core.errors import TaskError
-from palaestra.sandbox.images.reference import is_image_name
+from palaestra.sandbox.images.reference import is_image_name, is_transport
 from palaestra.sandbox.slot import is_variable
 from palaestra.suites.task_files import Unsupported, read_text
 
@@ -38,7 +39,13 @@ _INSTRUCTIONS = frozenset(
     }
 )
 _MOST_INSTRUCTIONS = 2_000
-_HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2")
+_WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*")+""")
+_HEREDOC = re.compile(r"\d*<<(-?)([^<]+)", re.ASCII)
+_FLAG = re.compile(r"""--(?:[^\s'"\\]|\\(?:.|$)|'(?:[^'\\]|\\.)*+(?:'|\\?$)|"(?:[^"\\]|\\.)*+(?:"|\\?$))*""")
+_ESCAPED = re.compile(r"""\\(.|$)|'((?:[^'\\]|\\.)*+)(?:'|\\?$)|"((?:[^"\\]|\\.)*+)(?:"|\\?$)""")
+_ESCAPE = re.compile(r"(?:\s*#.*\n)*?\s*#\s*escape\s*=[ \t]*(?!\\[ \t]*(?:\n|$))", re.IGNORECASE)
+_UNREADABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x85\u2028\u2029]|\r(?!\n)")
+_ODD_REFERENCE = re.compile(r"\$\{(?!\w+(?::?[-+][^{}$'\"\\]*)?\})")
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^}]*))?\})")
 
 
@@ -120,7 +127,7 @@ class BuildStage:
 
 def parse(text: str) -> tuple[BuildStage, ...]:
     """Return the stages of a Dockerfile. Raises `TaskError`."""
-    return _stages(tuple(_instructions(text.splitlines())))
+    return _stages(tuple(_instructions(text)))
 
 
 def _stages(instructions: tuple[Instruction, ...]) -> tuple[BuildStage, ...]:
@@ -182,7 +189,7 @@ def parse_recipe(recipe: ImageRecipe) -> tuple[BuildStage, ...]:
         name = each.partition("=")[0]
         return shlex.quote(f"{name}={given[name]}" if name in given else each)
 
-    read = tuple(_instructions(read_text(recipe.dockerfile, "replace").splitlines()))
+    read = tuple(_instructions(read_text(recipe.dockerfile, "replace")))
     found = _stages(
         tuple(
             replace(each, arguments=" ".join(map(word, each.words()))) if given and each.name == "ARG" else each
@@ -199,29 +206,58 @@ def parse_recipe(recipe: ImageRecipe) -> tuple[BuildStage, ...]:
 
 def check_images(text: str) -> None:
     """Raise `TaskError` if a Dockerfile for a container tool names an image other than by its name: podman and buildah
-    also read files of this machine, for example `docker-archive:PATH`. Source: containers-transports(5)."""
-    if re.match(r"(?:[ \t]*#.*\n)*?[ \t]*#[ \t]*escape[ \t]*=", text, re.IGNORECASE):
-        raise Unsupported("its Dockerfile changes the escape character")
+    also read files of this machine, for example `docker-archive:PATH`.
+
+    Buildah before 1.33 has no here-documents: their lines are instructions, so these are checked for such files, too.
+    What tools read in different ways is refused.
+    """
+    if _UNREADABLE.search(text):
+        raise Unsupported("its Dockerfile has control characters; remove them")
     shared: dict[str, str] | None = None  # those before the first stage; tools differ in whether later ones count too
     arguments: dict[str, str] = {}
-    for each in _instructions(text.splitlines()):
-        named: list[str] = []
+    checked = set[tuple[int, str]]()
+    for each in _instructions(text):
         if each.name not in _INSTRUCTIONS:
             raise TaskError(f"Dockerfile, line {each.line}: {each.name!r:.100} is not an instruction")
+        if each.arguments.endswith("\\\\") or ("<<" in each.arguments and _ODD_REFERENCE.search(each.arguments)):
+            raise Unsupported(
+                f"its Dockerfile has a line that tools read in different ways (line {each.line}): it ends with two "
+                "backslashes, or has << next to an unusual ${…}. Change it"
+            )
+        named = _images_in_flags(each)
         if each.name == "ARG":
             _, arguments = follow(ImageConfig(), arguments, each)
         elif each.name == "FROM":
             shared = arguments if shared is None else shared
             image = "".join(each.arguments.split(None, 1)[:1])
-            named = [expand(image, known) for known in (shared, arguments)]
-        named += [each.flags["from"]] if "from" in each.flags else []
-        named += re.findall(r"\bfrom=([^,\"]*)", each.flags.get("mount", ""), re.IGNORECASE)
+            named += [expand(image, known) for known in (shared, arguments)]
         for name in named:
             if not is_image_name(name):
-                raise TaskError(
-                    f"Dockerfile, line {each.line}: {name!r:.200} is not the name of an image; give one such as "
-                    "python:3.13"
-                )
+                raise _not_an_image(each, name)
+        checked.add((each.line, each.arguments))
+    for each in _instructions(text, heredocs=False):
+        if (each.line, each.arguments) not in checked:
+            words = list(map(_unquoted, each.arguments.split()))
+            named = [*(words[:1] if each.name == "FROM" else []), *_images_in_flags(each)]
+            values = [word.partition("=")[2] for word in words if each.name in ("ARG", "ENV")]
+            for name in (*named, *values):
+                if is_transport(name) or ("$" in name and name in named):
+                    raise _not_an_image(each, name)
+
+
+def _images_in_flags(each: Instruction) -> list[str]:
+    """Return the images that the flags of an instruction name, those of an instruction inside ONBUILD included."""
+    flags = each.flags
+    if each.name == "ONBUILD":
+        flags, _ = _flags("".join(each.arguments.split(None, 1)[1:]))
+    mounted = re.findall(r"\bfrom=([^,\"]*)", flags.get("mount", ""), re.IGNORECASE)
+    return [*([flags["from"]] if "from" in flags else []), *mounted]
+
+
+def _not_an_image(each: Instruction, name: str) -> TaskError:
+    return TaskError(
+        f"Dockerfile, line {each.line}: {name!r:.200} is not the name of an image; give one such as python:3.13"
+    )
 
 
 def base_name(stages: Sequence[BuildStage]) -> str:
@@ -326,26 +362,45 @@ def _assignments(instruction: Instruction, known: Mapping[str, str]) -> dict[str
     return found
 
 
-def _instructions(lines: list[str]) -> Iterator[Instruction]:
+def _instructions(text: str, *, heredocs: bool = True) -> Iterator[Instruction]:
+    """Yield the instructions of a Dockerfile. Without `heredocs`, the lines of here-documents are instructions, too."""
+    if _ESCAPE.match(text):
+        raise Unsupported("its Dockerfile changes the escape character")
+    lines = [line.removesuffix("\r") for line in text.removeprefix("\ufeff").split("\n")]
     number = 0
     while number < len(lines):
         start = number
-        joined, number = _joined(lines, number)
+        joined, number = _joined(lines, number, r"(?<!\\)\\[ \t]*$" if heredocs else r"\\[ \t]*$")
         if not joined:
             continue
         name, arguments = [*joined.split(None, 1), ""][:2]
         flags, arguments = _flags(arguments.strip())
-        heredocs: list[Heredoc] = []
-        if name.upper() in ("RUN", "COPY", "ADD"):
-            for dash, quote, word in _HEREDOC.findall(arguments):
-                document, number = _document(lines, number, word, bool(dash))
-                heredocs.append(Heredoc(word, document, bool(quote)))
-        yield Instruction(name.upper(), arguments, flags, tuple(heredocs), start + 1)
+        instruction, documents = Instruction(name.upper(), arguments, flags, line=start + 1), list[Heredoc]()
+        for word, chomp, quoted in _begun(instruction, joined) if heredocs else ():
+            document, number = _document(lines, number, word, chomp)
+            documents.append(Heredoc(word, document, quoted))
+        yield replace(instruction, heredocs=tuple(documents))
 
 
-def _joined(lines: list[str], number: int) -> tuple[str, int]:
+def _begun(each: Instruction, line: str) -> Iterator[tuple[str, bool, bool]]:
+    """Yield the here-documents that an instruction begins: the name, whether tabs before it are removed, and whether it
+    is quoted. `<<` begins one only at the start of a word, after digits at most, so not inside quotes or `$((…))`."""
+    name, arguments = each.name, each.arguments
+    if name == "ONBUILD":
+        name, arguments = [*arguments.split(None, 1), "", ""][:2]
+        _, arguments = _flags(arguments)
+    if name.upper() not in ("RUN", "COPY", "ADD") or replace(each, arguments=arguments).exec_form is not None:
+        return
+    if _WORD.sub("", line).strip():  # a quote is not closed
+        return
+    for word in _WORD.findall(line):
+        if (found := _HEREDOC.fullmatch(word)) is not None and len(names := shlex.split(found[2])) == 1 and names[0]:
+            yield names[0], bool(found[1]), names[0] != found[2]
+
+
+def _joined(lines: list[str], number: int, continued: str) -> tuple[str, int]:
     """Return the instruction that starts at a line, without comments and continuations, and the number of the next
-    line."""
+    line. A line that the pattern `continued` matches goes on in the next one."""
     parts: list[str] = []
     while number < len(lines):
         line = lines[number]
@@ -354,9 +409,9 @@ def _joined(lines: list[str], number: int) -> tuple[str, int]:
             if not parts:
                 break
             continue
-        continued = line.rstrip().endswith("\\")
-        parts.append(line.rstrip()[:-1] if continued else line)
-        if not continued:
+        end = re.search(continued, line)
+        parts.append(line[: end.start()] if end else line)
+        if not end:
             break
     return "".join(parts).strip(), number
 
@@ -372,9 +427,14 @@ def _document(lines: list[str], number: int, word: str, strip_tabs: bool) -> tup
 
 
 def _flags(arguments: str) -> tuple[dict[str, str], str]:
+    """Return the flags at the start of an instruction's arguments, without quotes and escapes, and the rest."""
     flags: dict[str, str] = {}
-    while arguments.startswith("--"):
-        word, arguments = [*arguments.split(None, 1), ""][:2]
-        name, _, value = word[2:].partition("=")
+    while (found := _FLAG.match(arguments)) is not None:
+        name, _, value = _unquoted(found[0])[2:].partition("=")
         flags[name] = f"{flags[name]},{value}" if name in flags else value
+        arguments = arguments[found.end() :].lstrip()
     return flags, arguments
+
+
+def _unquoted(word: str) -> str:
+    return _ESCAPED.sub(lambda each: re.sub(r"\\(.)", r"\1", each[1] or each[2] or each[3] or ""), word)

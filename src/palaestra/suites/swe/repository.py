@@ -246,7 +246,7 @@ class RepositoryCache:
         listed = await self._git(path, "for-each-ref", f"--merged={commit}", "--sort=-creatordate", *tags)
         if not listed:
             flags = ("--tags", "--refs", "--sort=-version:refname")
-            argv = ["git", *_SETTINGS, "ls-remote", *flags, *self._address(row)]
+            argv = ["git", *_SETTINGS, f"--git-dir={path}", "ls-remote", *flags, *self._address(row)]
             listed = (await run_process(argv, timeout_s=_LOCAL_TIMEOUT_S)).stdout
         names = (
             line.split("/tags/", 1)[1] for line in listed.decode(errors="replace").splitlines() if "/tags/" in line

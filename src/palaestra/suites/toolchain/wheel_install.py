@@ -67,7 +67,7 @@ async def pip_settings() -> dict[str, str]:
     """
     if not importlib.util.find_spec("pip"):
         return {}
-    result = await run_process([sys.executable, "-m", "pip", "config", "list"], timeout_s=_SETTINGS_TIMEOUT_S)
+    result = await run_process([sys.executable, "-P", "-m", "pip", "config", "list"], timeout_s=_SETTINGS_TIMEOUT_S)
     found: dict[str, dict[str, str]] = {}
     for section, name, value in re.findall(r"^(:env:|[\w-]+)\.\.?([\w-]+)=('.*'|\".*\")$", result.text, re.MULTILINE):
         found.setdefault(section, {})[name] = str(ast.literal_eval(value))

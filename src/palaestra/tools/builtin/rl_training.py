@@ -488,7 +488,7 @@ async def _palaestra(*words: str, timeout_s: float = COMMAND_S) -> JSON:
     """Return the JSON output of a `palaestra` command. Raises `ToolMistake` with the command's error, and
     `ToolUnavailable` on a timeout."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "palaestra", *words),
+        *(sys.executable, "-P", "-m", "palaestra", *words),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -32,7 +32,7 @@ from palaestra.core.io.durable_files import read_lines, replaced
 from palaestra.core.types import JSON
 
 REQUEST_SCHEMA = "palaestra.rl-run/1"
-TRAIN = (sys.executable, "-m", "palaestra", "train")
+TRAIN = (sys.executable, "-P", "-m", "palaestra", "train")
 
 READY_S = 60.0
 """The maximum time, in seconds, that `start` waits until training is ready. Loading a large model or checking an

@@ -8,9 +8,10 @@ from doors.gateway.answered_once import AnsweredOnce
 from doors.gateway.conftest import a_gateway, started, until
 from doors.gateway.twilio_api import ACCOUNT, ANNA, NUMBER, PUBLIC, TOKEN, TwilioAPI
 from palaestra.core.errors import ConfigError
+from palaestra.core.io import http_server
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.mailbox import Mailbox
-from palaestra.doors.gateway.platform import ChatAddress, Platform
+from palaestra.doors.gateway.platform import ChatAddress, Incoming, Platform
 from palaestra.doors.gateway.platform_conformance import PNG
 from palaestra.doors.gateway.platforms.sms import Sms, signature_of
 
@@ -127,3 +128,32 @@ def test_messages_that_come_twice_or_while_killed_are_answered_once(tmp_path):
 def test_the_webhooks_public_address_is_required():
     with pytest.raises(ConfigError, match=r"extra\.url"):
         Sms("sms", PlatformConfig(token="t", extra={"account_sid": "AC1", "number": "+1"}))
+
+
+def test_a_body_without_end_and_without_a_signature_ends(monkeypatch, caplog):
+    monkeypatch.setattr(http_server, "BODY_S", 0.2)
+
+    async def ignore(message: Incoming) -> None: ...
+
+    async def run() -> None:
+        api = TwilioAPI()
+        async with api.serving():
+            platform = sms(api)
+            await platform.start(ignore)
+            host, port = platform.url.removeprefix("http://").split(":")
+            head = "POST /sms HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-www-form-urlencoded; charset=none"
+            for length, body, answer in ((100, b"a", b" 408 "), (3, b"\xff&=", b" 403 "), (100, b"a", b"")):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(f"{head}\r\nContent-Length: {length}\r\n\r\n".encode() + body)
+                await writer.drain()
+                if answer:
+                    assert answer in await asyncio.wait_for(reader.readline(), 5)
+                else:
+                    await asyncio.sleep(0.05)
+                    writer.transport.abort()
+                    await asyncio.sleep(0.05)
+                writer.close()
+            await platform.stop()
+
+    asyncio.run(run())
+    assert not [record for record in caplog.records if record.exc_info]

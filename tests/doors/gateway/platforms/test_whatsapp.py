@@ -10,8 +10,9 @@ from doors.gateway.answered_once import AnsweredOnce
 from doors.gateway.conftest import a_gateway, started, until
 from doors.gateway.whatsapp_api import ANNA, NUMBER, SECRET, TOKEN, VERIFY, WhatsAppAPI
 from palaestra.core.errors import ConfigError
+from palaestra.core.io import http_server
 from palaestra.doors.gateway.config import PlatformConfig
-from palaestra.doors.gateway.platform import Attachment, ChatAddress, Platform
+from palaestra.doors.gateway.platform import Attachment, ChatAddress, Incoming, Platform
 from palaestra.doors.gateway.platforms.whatsapp import WhatsApp
 
 
@@ -141,3 +142,32 @@ def test_messages_that_come_twice_or_while_killed_are_answered_once(tmp_path):
 def test_the_secrets_are_required():
     with pytest.raises(ConfigError, match="verify_token"):
         WhatsApp("whatsapp", PlatformConfig(token="t", api_key="s", extra={"phone_number_id": "1"}))
+
+
+def test_a_body_without_end_and_without_a_signature_ends(monkeypatch, caplog):
+    monkeypatch.setattr(http_server, "BODY_S", 0.2)
+
+    async def ignore(message: Incoming) -> None: ...
+
+    async def run() -> None:
+        api = WhatsAppAPI()
+        async with api.serving():
+            platform = whatsapp(api)
+            await platform.start(ignore)
+            host, port = platform.url.removeprefix("http://").split(":")
+            head = "POST /webhook HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-www-form-urlencoded; charset=none"
+            for length, body, answer in ((100, b"a", b" 408 "), (3, b"\xff&=", b" 403 "), (100, b"a", b"")):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(f"{head}\r\nContent-Length: {length}\r\n\r\n".encode() + body)
+                await writer.drain()
+                if answer:
+                    assert answer in await asyncio.wait_for(reader.readline(), 5)
+                else:
+                    await asyncio.sleep(0.05)
+                    writer.transport.abort()
+                    await asyncio.sleep(0.05)
+                writer.close()
+            await platform.stop()
+
+    asyncio.run(run())
+    assert not [record for record in caplog.records if record.exc_info]

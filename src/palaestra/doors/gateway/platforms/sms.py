@@ -24,6 +24,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
+from urllib.parse import parse_qsl
 
 from aiohttp import web
 
@@ -117,7 +118,7 @@ class Sms:
 
     async def _receive(self, request: web.Request) -> web.Response:
         """Check a request, and read the number's messages: the one that it reports, and those that are missing."""
-        form = {name: value for name, value in (await request.post()).items() if isinstance(value, str)}
+        form = dict(parse_qsl((await request.read()).decode("utf-8", "replace"), keep_blank_values=True))
         signature = request.headers.get("X-Twilio-Signature", "")
         if not hmac.compare_digest(signature.encode(), signature_of(self._token, self._public, form).encode()):
             raise web.HTTPForbidden(text="wrong signature")

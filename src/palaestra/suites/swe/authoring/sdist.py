@@ -132,7 +132,7 @@ async def configured_url() -> str:
     if address := (await pip_settings()).get("index-url"):
         return address
     if importlib.util.find_spec("pip"):
-        argv = [sys.executable, "-m", "pip", "download", "--help"]
+        argv = [sys.executable, "-P", "-m", "pip", "download", "--help"]
     elif uv := shutil.which("uv"):
         argv = [uv, "pip", "install", "--help"]
     else:
