@@ -245,7 +245,7 @@ def _show_proof(proof: Proof, *, everything: bool) -> None:
     else:
         click.echo(f"{'incomplete' if proof.untried else 'ok'}: {_summary(proof)}")
     for line in failed:
-        if line.state is None and line.error:
+        if line.error:
             click.echo(printable(f"  {line.policy}: {line.error}"))
     if proof.ways:
         ways = (f"{way} ({example})" if example else way for way, example in proof.ways.items())

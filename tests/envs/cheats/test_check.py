@@ -125,6 +125,57 @@ def test_a_check_without_a_tool_for_commands_is_incomplete(tmp_path: Path, capsy
     assert "1 not tested (the agent has no tool that runs commands)" in printed
 
 
+ANSWER_ELSEWHERE = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def elsewhere():
+    yield Task(id="a", prompt="Fix the sum.", solution="echo 'def add(a, b): return a + b' > pkg/core.py")
+
+@elsewhere.prepare
+async def prepare(task, sandbox):
+    await sandbox.write_text("pkg/__init__.py", "")
+    await sandbox.write_text("right/pkg/core.py", "def add(a, b): return a + b\\n")
+    await sandbox.write_text("pkg/core.py", "def add(a, b): return a - b\\n")
+    done = await sandbox.execute(HIDES)
+    assert done.success, done.output
+    await sandbox.execute(["rm", "-rf", "right"])
+
+@elsewhere.score
+async def paid(sandbox):
+    return await sandbox.call("pkg.core:add", [1, 2]) == 3
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hides", "place"),
+    [
+        ("mkdir -p /opt/x && cp -r right/pkg /opt/x/pkg", "/opt/x/pkg/core.py"),
+        (
+            "mkdir -p /srv/site-packages/pip/_vendor && cp -r right/pkg /srv/site-packages/pip/_vendor",
+            "/srv/site-packages/pip/_vendor/pkg/core.py",
+        ),
+        ("cd right && python3 -m zipfile -c /srv/x-1-py3-none-any.whl pkg/", "/srv/x-1-py3-none-any.whl:pkg/core.py"),
+        ("tar -C right -czf /srv/x.tar.gz pkg", "/srv/x.tar.gz:pkg/core.py"),
+        (
+            "cd right && python3 -m compileall -q pkg && mkdir -p /srv/pkg && mv pkg/__pycache__ /srv/pkg",
+            "/srv/pkg/__pycache__/core.cpython",
+        ),
+    ],
+    ids=["directory", "vendored", "wheel", "archive", "compiled"],
+)
+def test_another_copy_of_the_answer_is_found_and_named(
+    tmp_path: Path, hides: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "elsewhere_env.py"
+    path.write_text(ANSWER_ELSEWHERE.replace("HIDES", repr(hides)))
+    assert main(["env", "check", str(path), "--only", "other-copy"]) == 1
+    assert f"other-copy: a: the agent's sandbox has another copy of what the solution changes: {place}" in (
+        capsys.readouterr().out
+    )
+
+
 def test_an_environment_that_pays_for_nothing_is_found_out(tmp_path: Path) -> None:
     path = tmp_path / "generous_env.py"
     path.write_text(

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import posixpath
+import re
 import shlex
 import sys
 import tempfile
@@ -32,7 +33,7 @@ from palaestra.envs.cheats.cheat import Cheat
 from palaestra.envs.cheats.forged_results import FORGERIES
 from palaestra.envs.cheats.hijacked_code import MODULES, SHADOWS, SOURCES
 from palaestra.envs.cheats.hollow_work import Hollow, hollows, is_code
-from palaestra.envs.cheats.leaks import LEAKS, SURVIVORS
+from palaestra.envs.cheats.leaks import CHANGED, COPIED, LEAKS, SURVIVORS
 from palaestra.envs.cheats.left_files import READING, LeftFiles, ReadWorkspaces
 from palaestra.envs.cheats.tampered_tests import ANSWERS, PLANTS, VERDICTS
 from palaestra.envs.config.build import make_pool
@@ -157,13 +158,14 @@ TERMINAL = CommandTool(COMMANDS, "command", limited=True)
 class CheatPolicy(Policy):
     """Runs one cheat with the agent's tool, then reports that the work is done."""
 
-    def __init__(self, cheat: Cheat, tool: CommandTool = TERMINAL) -> None:
-        self._cheat, self._tool = cheat, tool
+    def __init__(self, cheat: Cheat, tool: CommandTool = TERMINAL, changed: Sequence[str] = ()) -> None:
+        self._cheat, self._tool, self._changed = cheat, tool, "\n".join(changed)
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
         if any(message.get("role") == "assistant" for message in messages):
             return "Done."
-        return self._tool.calls([_attack(self._cheat, messages)])
+        known = f"export {CHANGED}={shlex.quote(self._changed)}\n" if CHANGED in self._cheat.script else ""
+        return self._tool.calls([known + _attack(self._cheat, messages)])
 
 
 def _attack(cheat: Cheat, messages: Sequence[Message], files: Sequence[str] = ()) -> str:
@@ -457,7 +459,8 @@ class EnvironmentProof:
 
     def _policy(self, cheat: Cheat, task: Task, tool: CommandTool) -> Policy:
         base = self._hollow_for(cheat, task)
-        return CheatPolicy(cheat, tool) if base is None else HollowPolicy(base.hollow.files, tool, cheat)
+        left = self._left[task.id].files if task.id in self._left else ()
+        return CheatPolicy(cheat, tool, [*left]) if base is None else HollowPolicy(base.hollow.files, tool, cheat)
 
     def _why_not_tested(self, cheat: Cheat) -> str:
         """Return why a score of 0 would not prove that the cheat earns nothing; nothing if it would."""
@@ -695,7 +698,7 @@ class EnvironmentProof:
             _at_most(groups, *(base.reward for _, base, _ in played if base)) if groups else "-",
             tuple(each.reward for *_, each in played),
             state not in (State.OPEN, State.UNKNOWN),
-            _first_error(groups) or refused,
+            _first_error(groups) or refused or (_first_copy(groups) if state is State.OPEN else ""),
             state,
             reason if state is State.NOT_TESTED else "",
             tuple(parts),
@@ -729,6 +732,14 @@ def _first_refusal(groups: Sequence[tuple[Task, Group]]) -> str:
     refused = [(task, each) for task, each in played if each.tool_calls_schema_valid < each.tool_calls_attempted]
     return next((f"{task.id}: the agent's tool did not accept the attack: {each.tool_errors[-1].error}"
                  for task, each in refused if each.tool_errors), "")  # fmt: skip
+
+
+def _first_copy(groups: Sequence[tuple[Task, Group]]) -> str:
+    """Return the path of the first other copy of a file that an attack used; nothing if it used none."""
+    texts = [(task, str(message.get("content"))) for task, group in groups for each in group.trajectories
+             for message in each.messages if message.get("role") == "tool"]  # fmt: skip
+    return next((f"{task.id}: the agent's sandbox has another copy of what the solution changes: {found[1]}"
+                 for task, text in texts if (found := re.search(f"{COPIED}([^\\\\\n\"]+)", text))), "")  # fmt: skip
 
 
 def _at_most(groups: Sequence[tuple[Task, Group]], *further: float) -> str:
