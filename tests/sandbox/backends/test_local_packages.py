@@ -85,7 +85,10 @@ def test_pip_and_the_standard_library_work(rung: Rung) -> None:
         for python in dict.fromkeys(["python3", prefix]):
             done = await slot.execute([python, "-c", "import json, sqlite3, venv, unittest; print(json.dumps(1))"])
             assert done.output == "1\n"
-        if rung is not Rung.CONFINED and (Path(sysconfig.get_path("purelib", vars={"base": sys.base_prefix})) / "pip").is_dir():
+        if (
+            rung is not Rung.CONFINED
+            and (Path(sysconfig.get_path("purelib", vars={"base": sys.base_prefix})) / "pip").is_dir()
+        ):
             assert (await slot.execute([prefix, "-m", "pip", "--version"])).output.startswith("pip ")
 
     in_slot(rung, body)
@@ -109,7 +112,9 @@ def test_declared_packages_are_shown(rung: Rung, tmp_path: Path) -> None:
     whole = installation(tmp_path / "python")
     site = whole / "lib/python3.11/site-packages"
     venv = Mount(str(installation(tmp_path / "venv", venv=True)), "/opt/venv")
-    spec = SlotSpec(mounts=(venv, Mount(str(whole), "/opt/py"), Mount(str(site), "/opt/py/lib/python3.11/site-packages")))
+    spec = SlotSpec(
+        mounts=(venv, Mount(str(whole), "/opt/py"), Mount(str(site), "/opt/py/lib/python3.11/site-packages"))
+    )
 
     async def body(_: LocalBackend, slot: Slot) -> None:
         found = await slot.execute("cat /opt/*/lib/python3.11/site-packages/secret/__init__.py")
