@@ -15,7 +15,8 @@ A check sees everything that the agent left, with three exceptions:
   `~/.config` and `~/.jq`, and `~/.NAME/config` | `home_settings` |
 
 None holds for a path that the task declares or that its messages name, or for a program or package that the task
-declares or asks to install. The third does not hold for a program that the messages ask to configure. Each exception becomes a label, so that no score differs without a stated cause.
+declares or asks to install or, for the third, to configure. Each exception becomes a label, so that no score differs
+without a stated cause.
 
 Invariant: the decision depends on the paths and kinds of the changes, on the names in the original root and on the
 task, but never on the content of a file.
