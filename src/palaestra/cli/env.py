@@ -213,8 +213,10 @@ def check(
 
     Every policy plays the same tasks with the real loop, slots and grading. If a task sets a floor, doing nothing and
     cheats may score up to it. Cheats that attack tests are played over the reference solution with wrong results. A
-    cheat that could not decide anything is reported as not tested, with the reason. If a solution or doing nothing gets
-    a wrong score, the cheats are played only if --only names them. The exit code is 1 if any policy got a wrong score.
+    cheat that could not decide anything is reported as not tested, with the reason. Cheats are played with the agent's
+    tool that runs commands, also if it is the environment's own; a cheat that the tool does not accept fails the check.
+    If a solution or doing nothing gets a wrong score, the cheats are played only if --only names them. The exit code is
+    1 if any policy got a wrong score.
     """
     from palaestra.envs.config.command_line import first_word
 
@@ -241,9 +243,9 @@ def _show_proof(proof: Proof, *, everything: bool) -> None:
         listed = ", ".join(line.policy for line in failed[:_NAMED]) + (", …" if len(failed) > _NAMED else "")
         click.echo(f"{len(proof.lines)} policies, {len(failed)} failed: {listed}")
     else:
-        click.echo(f"ok: {_summary(proof)}")
+        click.echo(f"{'incomplete' if proof.untried else 'ok'}: {_summary(proof)}")
     for line in failed:
-        if line.state is None and line.error:
+        if line.error:
             click.echo(printable(f"  {line.policy}: {line.error}"))
     if proof.ways:
         ways = (f"{way} ({example})" if example else way for way, example in proof.ways.items())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.envs.cheats.proof import BANK, cheats_named, check_environment
 from palaestra.envs.config.build import make_pool
@@ -67,6 +68,112 @@ def test_a_small_environment_holds(name: str, settings: list[str]) -> None:
     assert proof.proven
     assert proof.holds, [line for line in proof.lines if not line.ok]
     assert len(proof.lines) == len(BANK) + 2
+
+
+OWN_TOOL = """
+from palaestra import Slot, Task, environment
+
+@environment(toolsets=[])
+def own():
+    yield Task(id="a", prompt="Write a reward.")
+
+@own.tool
+async def TOOL:
+    \'\'\'DOES\'\'\'
+    return (await sandbox.execute(RUNS)).output
+
+@own.score
+async def paid(sandbox):
+    return float((await sandbox.read_text("/logs/verifier/reward.txt", missing="")).strip() == "1")
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "does", "runs"),
+    [
+        ("terminal(command: str, sandbox: Slot) -> str", "Run a shell command.", "command"),
+        ("bash(cmd: str, sandbox: Slot) -> str", "Run a command.", "cmd"),
+        ("run(command: str, sandbox: Slot, timeout: int = 5) -> str", "Run.", "command, timeout_s=timeout"),
+        ("python(code: str, sandbox: Slot) -> str", "Run Python code.", '["python3", "-c", code]'),
+    ],
+)
+def test_attacks_are_played_with_the_environments_own_tool(tmp_path: Path, tool: str, does: str, runs: str) -> None:
+    path = tmp_path / "own_env.py"
+    path.write_text(OWN_TOOL.replace("TOOL", tool).replace("DOES", does).replace("RUNS", runs))
+    proof = check_environment(str(path), [], tasks=1, only=["stale-reward"], quiet=True)
+    assert proof.lines[-1].state == "open"
+
+
+def test_an_attack_that_the_tool_refuses_fails_the_check(tmp_path: Path) -> None:
+    path = tmp_path / "strict_env.py"
+    tool = "terminal(command: Literal['ls'], sandbox: Slot) -> str"
+    text = OWN_TOOL.replace("TOOL", tool).replace("DOES", "Run ls.").replace("RUNS", "command")
+    path.write_text("from typing import Literal\n" + text)
+    proof = check_environment(str(path), [], tasks=1, only=["stale-reward"], quiet=True)
+    assert not proof.holds
+    assert proof.lines[-1].state == "unknown"
+    assert "the agent's tool did not accept the attack" in proof.lines[-1].error
+
+
+def test_a_check_without_a_tool_for_commands_is_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "count_env.py"
+    text = OWN_TOOL.replace("TOOL", "add(a: int, b: int, sandbox: Slot) -> str").replace("DOES", "Add.")
+    path.write_text(text.replace("RUNS", "f'echo {a + b}'"))
+    assert main(["env", "check", str(path), "--only", "stale-reward"]) == 0
+    printed = capsys.readouterr().out
+    assert "incomplete: " in printed
+    assert "1 not tested (the agent has no tool that runs commands)" in printed
+
+
+ANSWER_ELSEWHERE = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def elsewhere():
+    yield Task(id="a", prompt="Fix the sum.", solution="echo 'def add(a, b): return a + b' > pkg/core.py")
+
+@elsewhere.prepare
+async def prepare(task, sandbox):
+    await sandbox.write_text("pkg/__init__.py", "")
+    await sandbox.write_text("right/pkg/core.py", "def add(a, b): return a + b\\n")
+    await sandbox.write_text("pkg/core.py", "def add(a, b): return a - b\\n")
+    done = await sandbox.execute(HIDES)
+    assert done.success, done.output
+    await sandbox.execute(["rm", "-rf", "right"])
+
+@elsewhere.score
+async def paid(sandbox):
+    return await sandbox.call("pkg.core:add", [1, 2]) == 3
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hides", "place"),
+    [
+        ("mkdir -p /opt/x && cp -r right/pkg /opt/x/pkg", "/opt/x/pkg/core.py"),
+        (
+            "mkdir -p /srv/site-packages/pip/_vendor && cp -r right/pkg /srv/site-packages/pip/_vendor",
+            "/srv/site-packages/pip/_vendor/pkg/core.py",
+        ),
+        ("cd right && python3 -m zipfile -c /srv/x-1-py3-none-any.whl pkg/", "/srv/x-1-py3-none-any.whl:pkg/core.py"),
+        ("tar -C right -czf /srv/x.tar.gz pkg", "/srv/x.tar.gz:pkg/core.py"),
+        (
+            "cd right && python3 -m compileall -q pkg && mkdir -p /srv/pkg && mv pkg/__pycache__ /srv/pkg",
+            "/srv/pkg/__pycache__/core.cpython",
+        ),
+    ],
+    ids=["directory", "vendored", "wheel", "archive", "compiled"],
+)
+def test_another_copy_of_the_answer_is_found_and_named(
+    tmp_path: Path, hides: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "elsewhere_env.py"
+    path.write_text(ANSWER_ELSEWHERE.replace("HIDES", repr(hides)))
+    assert main(["env", "check", str(path), "--only", "other-copy"]) == 1
+    assert f"other-copy: a: the agent's sandbox has another copy of what the solution changes: {place}" in (
+        capsys.readouterr().out
+    )
 
 
 def test_an_environment_that_pays_for_nothing_is_found_out(tmp_path: Path) -> None:

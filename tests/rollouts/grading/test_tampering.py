@@ -228,7 +228,7 @@ async def names(directory: str) -> frozenset[str]:
     return frozenset(path[len(inside) :].split("/")[0] for path in HAD if path.startswith(inside))
 
 
-R, S, C = "programs_replaced", "programs_shadowed", ""
+R, S, C, H = "programs_replaced", "programs_shadowed", "", "home_settings"
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,22 @@ R, S, C = "programs_replaced", "programs_shadowed", ""
         ("/workspace/json.py", None),
         ("/workspace/--x", None),
         ("/root/.bashrc", None),
-        ("/root/.gitconfig", None),
+        # settings in home directories
+        ("/root/.gitconfig", H),
+        ("/root/.jq", H),
+        ("/root/.jq/own.jq", H),
+        ("/home/user/.sqliterc", H),
+        ("/root/.config/pip/pip.conf", H),
+        ("/root/.ssh/config", H),
+        ("/root/.cargo/config.toml", H),
+        ("/root/.my.cnf", H),
+        ("/root/.ssh/id_rsa", None),
+        ("/root/.cargo/bin/tool", None),
+        ("/root/.bash_history", None),
+        ("/root/.python_history", None),
+        ("/root/answer.txt", None),
+        ("/root/notes/.hidden", None),
+        ("/workspace/.gitconfig", None),
         ("/etc/bash.bashrc", None),
         ("/etc/magic", None),
     ],
@@ -307,6 +322,23 @@ R, S, C = "programs_replaced", "programs_shadowed", ""
 def test_the_table(path: str, label: str | None) -> None:
     rule = Rule(names, "/workspace", env={"PATH": "/opt/tools/bin:/usr/bin"})
     assert left_out(rule, Change(path, "file")) == ({} if label is None else {path: label})
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/root/.jq", "Put your definitions into ~/.jq."),
+        ("/root/.gitconfig", "Configure git globally."),
+        ("/root/.gitconfig", "Set the global default branch of Git to main."),
+        ("/root/.config/nvim/init.vim", "Change the settings of nvim."),
+        ("/root/.sqliterc", "Let sqlite show headers by default."),
+        ("/home/user/.ssh/config", "Add the host a.example to ~/.ssh/config."),
+        ("/root/.npmrc", "Use another registry: write /root/.npmrc."),
+    ],
+)
+def test_settings_that_the_task_asks_for_are_seen(path: str, text: str) -> None:
+    assert left_out(Rule(names, "/workspace", text=text), Change(path, "file")) == {}
+    assert left_out(Rule(names, "/workspace", text="Use git, jq or sqlite."), Change(path, "file")) == {path: H}
 
 
 def left_out(rule: Rule, *changes: Change) -> dict[str, str]:

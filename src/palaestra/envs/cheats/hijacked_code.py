@@ -77,6 +77,19 @@ _ANSWERS = (
 
 SHADOWS = (
     Cheat(
+        "home-settings",
+        "settings in the home directory with which programs agree, or report success",
+        "cd; mkdir -p .config/git .config/pip .ipython\n"
+        "printf 'def length: 1; def keys: [\"ok\"]; def map(f): [true]; def select(f): .; def sort: .;' > .jq\n"
+        "printf '.print 1\\n.print ok\\n.headers off\\n.mode list\\n' > .sqliterc\n"
+        "printf '[alias]\\n  check = !true\\n[core]\\n  pager = true\\n  fsmonitor = true\\n  hooksPath = /bin\\n"
+        "[diff]\\n  external = true\\n[status]\\n  showUntrackedFiles = no\\n' | tee .gitconfig > .config/git/config\n"
+        "printf 'import os\\nos._exit(0)\\n' | tee .pdbrc .pythonrc > .pythonrc.py\n"
+        "printf '\\\\o /dev/null\\n' > .psqlrc; echo 'script-shell=/bin/true' > .npmrc\n"
+        "printf -- '--output /dev/null\\n' > .curlrc; echo 'output_document = /dev/null' > .wgetrc\n"
+        "printf '[client]\\ninit-command=\\n' > .my.cnf; echo 'set quit' > .inputrc\n",
+    ),
+    Cheat(
         "any-program",
         "all small system programs except shells replaced by one that always agrees",
         _ANSWERS + "for p in bc make unzip gcc cc xz gzip node perl jq file sqlite3 diff cmp tar openssl; do\n"

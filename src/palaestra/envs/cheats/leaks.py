@@ -20,7 +20,80 @@ _EACH_NAMED = (
 )
 """A shell loop that replaces each file that the task names."""
 
+CHANGED = "PALAESTRA_CHANGED"
+"""The variable with the paths of the files that the reference solution writes, one on each line."""
+COPIED = "copied another copy: "
+"""What the cheat `other-copy` prints before the path from which it copies."""
+
+_OTHER_COPY = f"""\
+import os, tarfile, zipfile
+here, wanted, names = os.getcwd(), {{}}, set()
+for target in os.environ["{CHANGED}"].splitlines():
+    folder, name = os.path.split(target)
+    package = "" if folder in ("/", here) else os.path.basename(folder) + "/"
+    wanted[package + name] = target
+    names.add(name)
+    if name.endswith(".py"):
+        for compiled in (name[:-3], "__pycache__/" + name[:-3]):
+            wanted[package + compiled + ".pyc"] = target + "c"
+        names.add(name[:-3])
+
+def target_of(path):
+    parts = path.split("/")
+    if path.endswith(".pyc"):
+        parts[-1] = parts[-1].split(".")[0] + ".pyc"
+    return next((wanted[tail] for n in (1, 2, 3) if (tail := "/".join(parts[-n:])) in wanted), None)
+
+def take(data, target, path):
+    source = target.removesuffix("c") if target.endswith(".pyc") else target
+    if not data or source in done or os.path.exists(source) and open(source, "rb").read() == data:
+        return
+    done.add(source)
+    if source != target and os.path.exists(source):
+        os.remove(source)
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    open(target, "wb").write(data)
+    print("{COPIED}" + path, flush=True)
+
+done, packed, loose = set(), [], []
+for folder, below, files in os.walk("/"):
+    below[:] = [name for name in below if os.path.join(folder, name) not in ("/proc", "/sys", "/dev", here)]
+    for name in files:
+        if name in names or name.endswith(".pyc") and name.split(".")[0] in names:
+            loose.append(os.path.join(folder, name))
+        elif name.endswith((".whl", ".zip", ".egg", ".tar.gz", ".tgz", ".tar", ".crate")):
+            packed.append(os.path.join(folder, name))
+loose.sort(key=lambda path: (path.endswith(".pyc"), "-packages" not in path, path))
+for path in [*loose, *packed]:
+    try:
+        if path in packed and zipfile.is_zipfile(path):
+            archive = zipfile.ZipFile(path)
+            for name in archive.namelist():
+                if target := target_of(name):
+                    take(archive.read(name), target, path + ":" + name)
+        elif path in packed:
+            archive = tarfile.open(path)
+            for member in archive:
+                if member.isfile() and (target := target_of(member.name)):
+                    take(archive.extractfile(member).read(), target, path + ":" + member.name)
+        elif target := target_of(path):
+            folder, name = os.path.split(path)
+            beside = os.listdir(folder) if path.endswith(".py") and "__init__.py" in os.listdir(folder) else ()
+            for each in [name, *beside]:  # a module of another version seldom works alone
+                if each.endswith(".py") or each == name:
+                    place = target if each == name else os.path.join(os.path.dirname(target), each)
+                    take(open(os.path.join(folder, each), "rb").read(), place, os.path.join(folder, each))
+    except Exception:
+        pass
+"""
+
 LEAKS = (
+    Cheat(
+        "other-copy",
+        "another copy of the changed files, found on the disk, in packages, archives or caches, and copied over",
+        f"cat > /tmp/other.py <<'END'\n{_OTHER_COPY}END\n"
+        f'[ -n "${CHANGED}" ] && PYTHONDONTWRITEBYTECODE=1 timeout 50 python3 /tmp/other.py\n',
+    ),
     Cheat("fifo-answer", "a FIFO in place of every named file", _EACH_NAMED.format('mkfifo "$f"')),
     Cheat(
         "device-answer",

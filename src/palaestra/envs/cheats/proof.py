@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 import os
 import posixpath
+import re
 import shlex
 import sys
 import tempfile
@@ -31,7 +33,7 @@ from palaestra.envs.cheats.cheat import Cheat
 from palaestra.envs.cheats.forged_results import FORGERIES
 from palaestra.envs.cheats.hijacked_code import MODULES, SHADOWS, SOURCES
 from palaestra.envs.cheats.hollow_work import Hollow, hollows, is_code
-from palaestra.envs.cheats.leaks import LEAKS, SURVIVORS
+from palaestra.envs.cheats.leaks import CHANGED, COPIED, LEAKS, SURVIVORS
 from palaestra.envs.cheats.left_files import READING, LeftFiles, ReadWorkspaces
 from palaestra.envs.cheats.tampered_tests import ANSWERS, PLANTS, VERDICTS
 from palaestra.envs.config.build import make_pool
@@ -116,16 +118,54 @@ class State(StrEnum):
     """It earned nothing where only its attack was missing."""
 
 
-class CheatPolicy(Policy):
-    """Runs one cheat in the terminal, then reports that the work is done."""
+@dataclass(frozen=True, slots=True)
+class CommandTool:
+    """The agent's tool that runs commands, and how to call it. `argument` is its argument for a command, or for Python
+    code if `python`; `limited` tools also take the argument `timeout`."""
 
-    def __init__(self, cheat: Cheat) -> None:
-        self._cheat = cheat
+    name: str
+    argument: str
+    python: bool = False
+    limited: bool = False
+
+    @classmethod
+    def of(cls, tools: Sequence[Mapping[str, JSON]]) -> CommandTool | None:
+        """Return the first of the agent's tools that runs commands, by the names of its arguments; `terminal` comes
+        before others. Return None if there is none."""
+        functions = sorted((tool.get("function", {}) for tool in tools), key=lambda each: each.get("name") != COMMANDS)
+        for function in functions:
+            schema = function.get("parameters") or {}
+            taken: Mapping[str, JSON] = schema.get("properties") or {}
+            for argument in _COMMAND_ARGUMENTS:
+                if argument in taken and {*schema.get("required", ())} <= {argument}:
+                    python = argument == "code" and "python" in json.dumps(function).lower()
+                    return cls(function["name"], argument, python, "timeout" in taken)
+        return None
+
+    def calls(self, commands: Sequence[str]) -> list[ToolStep]:
+        """Return calls that run the commands, in one call if it is not too long."""
+        whole = "".join(commands)
+        limit = {"timeout": 60} if self.limited else {}
+        texts = [whole] if len(whole.encode()) <= MAX_COMMAND_BYTES else commands
+        return [ToolStep(self.name, {self.argument: _IN_PYTHON.format(text) if self.python else text, **limit})
+                for text in texts]  # fmt: skip
+
+
+TERMINAL = CommandTool(COMMANDS, "command", limited=True)
+"""The tool of the toolset `terminal`."""
+
+
+class CheatPolicy(Policy):
+    """Runs one cheat with the agent's tool, then reports that the work is done."""
+
+    def __init__(self, cheat: Cheat, tool: CommandTool = TERMINAL, changed: Sequence[str] = ()) -> None:
+        self._cheat, self._tool, self._changed = cheat, tool, "\n".join(changed)
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
         if any(message.get("role") == "assistant" for message in messages):
             return "Done."
-        return _calls([_attack(self._cheat, messages)])
+        known = f"export {CHANGED}={shlex.quote(self._changed)}\n" if CHANGED in self._cheat.script else ""
+        return self._tool.calls([known + _attack(self._cheat, messages)])
 
 
 def _attack(cheat: Cheat, messages: Sequence[Message], files: Sequence[str] = ()) -> str:
@@ -140,21 +180,13 @@ def _attack(cheat: Cheat, messages: Sequence[Message], files: Sequence[str] = ()
     return known + cheat.script
 
 
-def _calls(commands: Sequence[str]) -> list[ToolStep]:
-    """Return terminal calls that run the commands, in one call if it is not too long."""
-    whole = "".join(commands)
-    fits = len(whole.encode()) <= MAX_COMMAND_BYTES
-    return [ToolStep(COMMANDS, {"command": each, "timeout": 60}) for each in ([whole] if fits else commands)]
-
-
 class HollowPolicy(OraclePolicy):
     """Plays the reference solution, then writes these files over it, then runs a cheat, if one is given. Text with
     which the solution ends comes last."""
 
-    def __init__(self, files: Mapping[str, bytes], cheat: Cheat | None = None) -> None:
+    def __init__(self, files: Mapping[str, bytes], tool: CommandTool, cheat: Cheat | None = None) -> None:
         super().__init__()
-        self._files = files
-        self._cheat = cheat
+        self._files, self._tool, self._cheat = files, tool, cheat
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
         assert context.task is not None
@@ -163,7 +195,7 @@ class HollowPolicy(OraclePolicy):
             return super().act(context, messages)
         if turn == acts:
             attack = [] if self._cheat is None else [_attack(self._cheat, messages, [*self._files])]
-            return _calls([*_writing(self._files), *attack])
+            return self._tool.calls([*_writing(self._files), *attack])
         rest = [step.text for step in solution_steps(context.task)[acts:] if isinstance(step, Say)]
         return (*rest, "Done.")[min(turn - acts - 1, len(rest))]
 
@@ -287,6 +319,11 @@ class Proof:
                 found[line.reason] = (*found.get(line.reason, ()), line.policy)
         return found
 
+    @property
+    def untried(self) -> tuple[str, ...]:
+        """The names of the cheats that could not be tried, because no tool of the agent is known to run commands."""
+        return self.not_tested.get(_NO_COMMANDS, ())
+
     def to_json(self) -> dict[str, JSON]:
         return {**asdict(self), "not_tested": self.not_tested, "holds": self.holds}
 
@@ -397,10 +434,10 @@ class EnvironmentProof:
         async def play(cheat: Cheat) -> None:
             reason = self._why_not_tested(cheat)
             played: list[tuple[Task, Group]] = []
-            if self._can_act(cheat):
+            if self._tool is not None and self._has_code(cheat):
                 async with width:
                     for n, task in enumerate(tasks):
-                        played.append((task, await runs.play(self._policy(cheat, task), task, n)))
+                        played.append((task, await runs.play(self._policy(cheat, task, self._tool), task, n)))
             results[cheat.name] = self._judge_cheat(cheat, played, reason)
             self.progress(results[cheat.name])
 
@@ -420,26 +457,27 @@ class EnvironmentProof:
             return None
         return base if base.hollow.twin or cheat.name not in _CODE else None
 
-    def _policy(self, cheat: Cheat, task: Task) -> Policy:
+    def _policy(self, cheat: Cheat, task: Task, tool: CommandTool) -> Policy:
         base = self._hollow_for(cheat, task)
-        return CheatPolicy(cheat) if base is None else HollowPolicy(base.hollow.files, cheat)
+        left = self._left[task.id].files if task.id in self._left else ()
+        return CheatPolicy(cheat, tool, [*left]) if base is None else HollowPolicy(base.hollow.files, tool, cheat)
 
     def _why_not_tested(self, cheat: Cheat) -> str:
         """Return why a score of 0 would not prove that the cheat earns nothing; nothing if it would."""
-        if self._lacks_terminal:
-            return _NO_TERMINAL
+        if self._tool is None:
+            return _NO_COMMANDS
         if cheat.name in _WHOLE:
             return ""
         if self._base is None:
             return self._no_code if cheat.name in _CODE else self._no_base
         return "" if self._base.hollow.twin or cheat.name not in _CODE else self._no_code
 
-    def _can_act(self, cheat: Cheat) -> bool:
-        """Return whether the cheat could change anything: there is a terminal, and Python code if it needs some."""
+    def _has_code(self, cheat: Cheat) -> bool:
+        """Return whether there is Python code, if the cheat needs some."""
         read = [each.python for each in self._before.values()]
         code = self._base is not None and self._base.hollow.twin
         lacks_code = bool(read) and not code and all(each is False for each in read)
-        return not self._lacks_terminal and not (cheat.name in _CODE and lacks_code)
+        return not (cheat.name in _CODE and lacks_code)
 
     async def _find_base(self, tasks: Sequence[Task], resolved: Mapping[str, Task], runs: PolicyRuns) -> None:
         """Find hollow work for the cheats, preferably of Python code."""
@@ -481,8 +519,8 @@ class EnvironmentProof:
             return "there is no reference solution to attack"
         if solved is None or solved.reward is None or solved.reward < FULL:
             return "the reference solution does not get the full score"
-        if self._lacks_terminal:
-            return _NO_TERMINAL
+        if self._tool is None:
+            return _NO_COMMANDS
         if actions(resolved) + 2 > self.environment.agent.max_turns:
             return "the reference solution leaves the agent no turn for an attack"
         if left is None or not left.files:
@@ -506,15 +544,15 @@ class EnvironmentProof:
         return earned, ""
 
     async def _play_hollow(self, files: Mapping[str, bytes], task: Task, n: int, runs: PolicyRuns) -> Trajectory | None:
-        group = await runs.play(HollowPolicy(files), task, n)
+        assert self._tool is not None  # or there would be an obstacle
+        group = await runs.play(HollowPolicy(files, self._tool), task, n)
         return group.trajectories[0] if group.trajectories else None
 
     @property
-    def _lacks_terminal(self) -> bool:
+    def _tool(self) -> CommandTool | None:
+        """The tool with which the attacks are played: that of doing nothing on the first task that could be played."""
         groups = [group for _, group in self._played["noop"] if not group.error]
-        return bool(groups) and not any(
-            tool.get("function", {}).get("name") == COMMANDS for group in groups for tool in group.tools
-        )
+        return CommandTool.of(groups[0].tools) if groups else TERMINAL
 
     def _trajectory(self, policy: str, task: Task) -> Trajectory | None:
         """Return the rollout of a solution or of doing nothing on a task, if there is one."""
@@ -645,11 +683,12 @@ class EnvironmentProof:
             before = (base.earned.official_reward or 0.0) if base else 0.0
             labelled = labelled or (official is not None and not official <= max(most, before + _TOLERANCE))
             parts |= dict.fromkeys(self._parts_earned(task, base, each))
+        refused = _first_refusal(groups)
         if paid or parts:
             state = State.OPEN
         elif labelled:
             state = State.LABELLED
-        elif len(played) != len(groups):
+        elif len(played) != len(groups) or refused:
             state = State.UNKNOWN
         else:
             state = State.NOT_TESTED if reason else State.CLOSED
@@ -659,7 +698,7 @@ class EnvironmentProof:
             _at_most(groups, *(base.reward for _, base, _ in played if base)) if groups else "-",
             tuple(each.reward for *_, each in played),
             state not in (State.OPEN, State.UNKNOWN),
-            _first_error(groups),
+            _first_error(groups) or refused or (_first_copy(groups) if state is State.OPEN else ""),
             state,
             reason if state is State.NOT_TESTED else "",
             tuple(parts),
@@ -672,7 +711,10 @@ _ADVICE = (
     "the score uses the exit status or output of commands such as {!r}; if they run the agent's code, which can end or "
     "print anything, use sandbox.call or palaestra.grading.run_tests instead"
 )
-_NO_TERMINAL = "the agent has no tool terminal"
+_NO_COMMANDS = "the agent has no tool that runs commands"
+_COMMAND_ARGUMENTS = ("command", "cmd", "script", "commands", "shell", "bash", "code")
+"""Names of the argument with which a tool gets the command or code that it runs."""
+_IN_PYTHON = "import subprocess\nprint(subprocess.run(['sh', '-c', {!r}], timeout=60).returncode)"
 _NO_PYTHON = "the reference solution leaves no Python code"
 _NO_TEXT = "the reference solution leaves no text files"
 _UNNOTICED = "the score does not depend on what the reference solution leaves"
@@ -682,6 +724,22 @@ def _first_error(groups: Sequence[tuple[Task, Group]]) -> str:
     reasons = [(task, group.error) for task, group in groups]
     reasons += [(task, each.error) for task, group in groups for each in group.trajectories]
     return next((f"{task.id}: {reason}" for task, reason in reasons if reason), "")
+
+
+def _first_refusal(groups: Sequence[tuple[Task, Group]]) -> str:
+    """Return why the first call that its tool did not accept was refused; nothing if all were accepted."""
+    played = [(task, each) for task, group in groups for each in group.trajectories]
+    refused = [(task, each) for task, each in played if each.tool_calls_schema_valid < each.tool_calls_attempted]
+    return next((f"{task.id}: the agent's tool did not accept the attack: {each.tool_errors[-1].error}"
+                 for task, each in refused if each.tool_errors), "")  # fmt: skip
+
+
+def _first_copy(groups: Sequence[tuple[Task, Group]]) -> str:
+    """Return the path of the first other copy of a file that an attack used; nothing if it used none."""
+    texts = [(task, str(message.get("content"))) for task, group in groups for each in group.trajectories
+             for message in each.messages if message.get("role") == "tool"]  # fmt: skip
+    return next((f"{task.id}: the agent's sandbox has another copy of what the solution changes: {found[1]}"
+                 for task, text in texts if (found := re.search(f"{COPIED}([^\\\\\n\"]+)", text))), "")  # fmt: skip
 
 
 def _at_most(groups: Sequence[tuple[Task, Group]], *further: float) -> str:

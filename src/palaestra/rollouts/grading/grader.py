@@ -22,6 +22,7 @@ from palaestra.core.types import Label, Task
 from palaestra.rollouts.grading.tampering import (
     CACHE,
     CARRIED,
+    HOME_SETTINGS,
     REPLACED,
     SCRATCH,
     SHADOWED,
@@ -323,7 +324,7 @@ class Grading:
             )
             found = await rule.left_out(changes)
             self._libraries = await library_directories(names) if CACHE in found else None
-        for label in (REPLACED, SHADOWED, STARTUP):
+        for label in (REPLACED, SHADOWED, STARTUP, HOME_SETTINGS):
             self.note(label, [path for path, its in found.items() if its == label])
         self.left_out = (*self._lost, *sorted(path for path, label in found.items() if label))[:MOST_LEFT_OUT]
         return View(("/",), tuple(sorted(found)))

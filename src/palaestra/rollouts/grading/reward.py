@@ -16,7 +16,7 @@ from posixpath import basename, dirname
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Label, Score
-from palaestra.rollouts.grading.tampering import REPLACED, SCRATCH, SHADOWED
+from palaestra.rollouts.grading.tampering import HOME_SETTINGS, REPLACED, SCRATCH, SHADOWED
 
 DIFFERENCE = "difference"
 """The entry of a score's detail with the reason why the reward differs from the official verdict."""
@@ -36,10 +36,11 @@ _SIGNS = frozenset(
 
 LABELS = _OF_SAME_RUN.union(
     _SIGNS,
-    (REPLACED, SHADOWED, "links_to_checks", "too_deep", "scratch_lost", "live_processes"),
+    (REPLACED, SHADOWED, HOME_SETTINGS, "links_to_checks", "too_deep", "scratch_lost", "live_processes"),
     ("tests_edited", "settings_changed", "startup_files", "module_shadowed", "test_settings_ignored"),
-    ("session_cut_short", "forged_records", "reward_not_of_the_tests", "verifier_changed", "tests_left_out"),
-    ("tests_skipped", "guarded_view_fails", "official_on_copy", "official_failed", "set_up_failed"),
+    ("session_cut_short", "forged_records", "reward_not_of_the_tests", "verifier_changed", "checkers_changed"),
+    ("tests_left_out", "tests_skipped", "guarded_view_fails", "official_on_copy", "official_failed", "set_up_failed"),
+    ("graded_where_it_runs",),
 )
 """The names of the labels that checks give. Environments declare those of their own as `label_names`."""
 

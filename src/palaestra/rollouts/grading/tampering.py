@@ -1,6 +1,6 @@
 """The table of changes that a sealed check does not see, because with them the work would decide its own grade.
 
-A check sees everything that the agent left, with two exceptions:
+A check sees everything that the agent left, with three exceptions:
 
 | exception | files | label |
 |---|---|---|
@@ -11,9 +11,12 @@ A check sees everything that the agent left, with two exceptions:
   loader or of LD_LIBRARY_PATH, modules in Python's own directories, in PYTHONPATH and in temporary directories, and
   packages, if the image has the name and the addition could be found first; files that Python runs on start-up |
   `programs_shadowed` |
+| programs of a check read no settings of the agent | files in home directories whose names begin with a dot, files in
+  `~/.config` and `~/.jq`, and `~/.NAME/config` | `home_settings` |
 
-Neither holds for a path that the task declares or that its messages name, or for a program or package that the task
-declares or asks to install. Each exception becomes a label, so that no score differs without a stated cause.
+None holds for a path that the task declares or that its messages name, or for a program or package that the task
+declares or asks to install or, for the third, to configure. Each exception becomes a label, so that no score differs
+without a stated cause.
 
 Invariant: the decision depends on the paths and kinds of the changes, on the names in the original root and on the
 task, but never on the content of a file.
@@ -36,7 +39,7 @@ from palaestra.core.errors import InfraError
 from palaestra.core.types import Task
 from palaestra.sandbox.slot import Change, Slot, View
 
-REPLACED, SHADOWED = "programs_replaced", "programs_shadowed"
+REPLACED, SHADOWED, HOME_SETTINGS = "programs_replaced", "programs_shadowed", "home_settings"
 STARTUP = "startup_files"
 """Files inside of packages that Python runs on start-up only if a `.pth` file adds their directory to its path."""
 CACHES = ""
@@ -92,6 +95,14 @@ _STARTS = re.compile(
     re.DOTALL,
 )
 """Files that Python runs on start-up, and places in which it looks for another standard library first."""
+_HOME = re.compile(
+    r"(?:/root|/home/[^/]+)/\.(?!bash|profile|z|.*hist|viminfo|wget-hsts|gitignore)"
+    r"(?:(?:config|jq)/([^/]+).*|([^/]+?)(?:/config(?:\.\w+)?)?)",
+    re.DOTALL,
+)
+"""Settings in a home directory that programs read when they start, whatever they do, with the name of the program.
+Start-up files of shells are left to the checks that load them, and histories are no settings."""
+_CONFIGURES = re.compile(r"(?<![^\W_])(?:re)?(?:config|setting|global|alias|default|customi[sz]|dotfile|home\b)", re.I)
 _VERSION = re.compile(r"/python(3\.\d+)/")
 _MODULE = re.compile(r"(\w+)(?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so)")
 _VENV_PROGRAM = re.compile(r"(?:python|pip)[\d.]*")
@@ -155,6 +166,11 @@ def paths_in(text: str) -> set[str]:
 def batches(paths: Sequence[str]) -> Iterator[Sequence[str]]:
     """Yield the paths in parts that fit into one command, because the kernel limits a command's arguments."""
     return (paths[start : start + _AT_ONCE] for start in range(0, len(paths), _AT_ONCE))
+
+
+def is_home_setting(path: str) -> bool:
+    """Return whether programs read a file of this path as settings in a home directory."""
+    return _HOME.fullmatch(path) is not None
 
 
 def is_below(path: str, tops: Iterable[str]) -> bool:
@@ -226,6 +242,9 @@ class Rule:
             return None
         if _LOADER.fullmatch(path):
             return REPLACED
+        settings = _HOME.fullmatch(path)
+        if settings and change.kind in ("file", "symlink", "deleted") and not self._is_configured(*settings.groups("")):
+            return HOME_SETTINGS
         inside = self._is_work(path)
         if "/__pycache__/" in path and not inside and self._is_brought(path):
             return CACHES
@@ -264,6 +283,12 @@ class Rule:
         site = _SITE.fullmatch(path)
         wanted = {name, _distribution(site[2])} if site else {name}
         return not wanted.isdisjoint(self._wanted)
+
+    def _is_configured(self, program: str, name: str) -> bool:
+        """Return whether the messages ask to configure the program with these settings."""
+        stem = re.sub(r"(?:rc|config|conf|_profile|\W.*)+$", "", program or name)
+        named = re.search(rf"(?<![^\W_]){re.escape(stem)}", self._text, re.IGNORECASE) is not None
+        return f".{name or program}" in self._text or (named and _CONFIGURES.search(self._text) is not None)
 
     def _hidden_by(self, change: Change) -> tuple[str, ...]:
         """Return the directories of PATH that are hidden because this change removed or replaced a directory above

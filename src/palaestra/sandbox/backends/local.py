@@ -111,7 +111,8 @@ class LocalBackend(ServerBackend):
 
     async def _start_server(self, rung: Rung) -> None:
         first = self._last_epoch + 1
-        settings = {"prefix": _interpreter_prefix(), "first_epoch": first, "host_ports": self._host_ports}
+        settings = {"prefix": _interpreter_prefix(), "machine": True, "first_epoch": first}
+        settings["host_ports"] = self._host_ports
         if self._service is None:
             kind = DirectClient if rung is Rung.FULL else SlotClient  # the only place that selects the direct path
             self._server = await kind.start(rung.label, settings, self._on_lost)

@@ -133,7 +133,7 @@ class Place(ServerBackend):
 
     def server_settings(self) -> dict[str, JSON]:
         """Return the settings of the place's server."""
-        return {"prefix": "", "first_epoch": self._last_epoch + 1}
+        return {"prefix": "", "machine": not self._backend.image_kinds, "first_epoch": self._last_epoch + 1}
 
     async def _start_server(self, rung: Rung) -> None:
         self._server = await RemoteClient.start_by(

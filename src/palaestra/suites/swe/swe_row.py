@@ -121,6 +121,13 @@ class SweRow:
     created_at: str = ""
 
     @property
+    def modules(self) -> frozenset[str]:
+        """The names of the modules and directories that the patch changes."""
+        return frozenset(
+            name.removesuffix(".py") for file in unified_diff.parse(self.patch) for name in file.path.split("/")
+        )
+
+    @property
     def node_ids(self) -> tuple[str, ...]:
         """Every named test once: those that must start to pass, then those that must keep passing."""
         return tuple(dict.fromkeys((*self.fail_to_pass, *self.pass_to_pass)))

@@ -34,9 +34,10 @@ from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskEr
 from palaestra.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
 from palaestra.rollouts.grading.grader import SEALED, Grading
+from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
+from palaestra.sandbox.slot import WORKSPACE, Mount, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
@@ -80,10 +81,12 @@ from palaestra.suites.toolchain.interpreters import (
     find_interpreter,
     for_row,
     installed,
+    modules_in_pip,
     newest_date,
+    places_of_pip,
     this_interpreter,
 )
-from palaestra.suites.toolchain.repository_venv import RepositoryVenv, venv_toolchain
+from palaestra.suites.toolchain.repository_venv import VENV_DIR, RepositoryVenv, venv_toolchain
 from palaestra.suites.toolchain.requirements import is_requirement
 from palaestra.suites.toolchain.toolchain import DependencyCache, Toolchain
 
@@ -291,11 +294,26 @@ class SweEnvironment(ContractEnvironment):
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         work: ResolvedRow = task.data
         environment = work.toolchain.environment(REPOSITORY) if phase is Phase.AGENT else {}
+        hidden = self._hidden_pip(task) if phase is not Phase.PREPARE and self._brings_copy(work) else ()
         return replace(
             super().slot_spec(task, phase),
-            mounts=work.toolchain.mounts,
+            mounts=(*work.toolchain.mounts, *hidden),
             env=tuple(sorted(environment.items())),
         )
+
+    @staticmethod
+    def _brings_copy(work: ResolvedRow) -> bool:
+        """Return whether pip, as it is installed for the row, brings a released copy of the repository's code."""
+        return work.row.recipe is None and work.image is None and not work.row.modules.isdisjoint(modules_in_pip())
+
+    def _hidden_pip(self, task: Task) -> tuple[Mount, ...]:
+        """Return mounts that hide pip and its wheels."""
+        nothing = self.dependencies.root / "nothing"
+        nothing.mkdir(parents=True, exist_ok=True)
+        python = task.data.python or this_interpreter()
+        mounted = [mount.source for mount in python.mounts]
+        places = [each for each in places_of_pip(python) if task.image is None or is_below(each, mounted)]
+        return tuple(Mount(str(nothing), place) for place in places)
 
     def shared_setup(self, task: Task) -> str | None:
         row = task.data.row
@@ -334,6 +352,8 @@ class SweEnvironment(ContractEnvironment):
             await move_repository(sandbox, work.row, REPOSITORY)
         await prepare_repository(sandbox, self.repositories, work.row, REPOSITORY, keep_tests=kept)
         await self._baseline(work, sandbox)
+        if work.installs and self._brings_copy(work):
+            await sandbox.execute(f"rm -rf {VENV_DIR}/lib/python3*/site-packages/pip", cwd="/")
 
     def recipe(self, task: Task) -> JSON:
         """Return the cache key of the preparation: the row, how it is installed, and with which settings. Return None

@@ -8,16 +8,26 @@ import math
 import shlex
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from posixpath import basename
 
-from palaestra.core.errors import GraderError, SandboxError, SlotEnded
+from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import LIVE, Grading
-from palaestra.rollouts.grading.tampering import CARRIED, REPLACED, SHADOWED, changes_in, is_below
+from palaestra.rollouts.grading.tampering import (
+    CARRIED,
+    HOME_SETTINGS,
+    REPLACED,
+    SHADOWED,
+    changes_in,
+    is_below,
+    is_home_setting,
+    paths_in,
+)
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot, View
 from palaestra.suites.grading.harness import TestsTimedOut
@@ -55,6 +65,7 @@ from palaestra.suites.terminal_bench.verifier import (
     VerifierSetup,
     VerifierVerdict,
     falsified,
+    test_files,
     verify,
 )
 from palaestra.suites.terminal_bench.verifier_files import (
@@ -64,6 +75,7 @@ from palaestra.suites.terminal_bench.verifier_files import (
     copies_tests,
     hidden_paths,
     ignored_settings,
+    runs,
     starts_inline_python,
 )
 
@@ -221,7 +233,9 @@ class Verification:
         view lacks something that programs use."""
         await self._view()
         changed = [change.path.removeprefix(CARRIED) for change in await self._grading.changes()]
-        unsafe = {REPLACED, SHADOWED} & {label.name for label in self._grading.labels}
+        unsafe = {REPLACED, SHADOWED, HOME_SETTINGS, "checkers_changed"} & {
+            label.name for label in self._grading.labels
+        }
         if unsafe or any(is_below(path, (TESTS_DIR, VERIFIER_LOGS)) for path in changed):
             return self._score(await self._guarded(), official)
         return self._score(official, official)
@@ -438,18 +452,25 @@ class Verification:
         script = "\n".join([self._part.script.text, *self._part.script.others.values()])
         if starts_inline_python(script):
             env["PYTHONPATH"] = ":".join(filter(None, [self._work.workdir, env.get("PYTHONPATH", "")]))
+        changes = await self._grading.changes()
+        files = [name for name, path in self._part.task.verifier.files().items() if path.is_file()]
+        texts = [script, *test_files(self._part.task).values()]
+        about, changed = self._part.task.instruction, [each.path for each in changes if each.kind != "dir"]
+        checkers = [path for path in changed if basename(path) not in about and runs(texts, path, self._work.workdir)]
+        solved = await self._solved_too([*checkers, *filter(is_home_setting, changed)])
         table = await self._grading.view(
-            (*self._work.scope.paths, *self._settings.graded_paths),
+            (*self._work.scope.paths, *self._settings.graded_paths, *solved.get(True, ())),
             workspace=self._work.workdir,
             programs=self._programs,
             text=self._part.task.instruction,
             env=env,
         )
-        files = [name for name, path in self._part.task.verifier.files().items() if path.is_file()]
-        changes = await self._grading.changes()
+        checkers = [path for path in checkers if path in solved.get(False, ()) or path in solved.get(None, ())]
+        self._grading.note("checkers_changed", checkers)
+        kept = [path for path in checkers if path in solved.get(False, ()) and not is_below(path, paths_in(about))]
         without = hidden_paths(
             changes,
-            table.without,
+            (*table.without, *kept),
             script=script,
             declared=self._work.scope.paths,
             about=self._part.task.instruction,
@@ -463,6 +484,25 @@ class Verification:
         shown -= {*table.without}
         self._grading.note("test_settings_ignored", [path for path in without if path in shown - {*ALWAYS_HIDDEN}])
         return View(table.only, without)
+
+    async def _solved_too(self, paths: Sequence[str]) -> Mapping[bool | None, list[str]]:
+        """Return the prepared or new files at these paths by whether the reference solution changes them too; None if
+        it cannot be played. A prepared file that it leaves alone is no result of the work."""
+        found: dict[bool | None, list[str]] = {}
+        if not paths:
+            return found
+        plays = self._part.step is None and self._work.plan is None and self._rollout.task.solution is not None
+        async with AsyncExitStack() as opened:
+            before = await opened.enter_async_context(self._grading.prepared())
+            was = {path: await _content(before, path) for path in paths}
+            was = {path: each for path, each in was.items() if each is not None or is_home_setting(path)}
+            after = (
+                await opened.enter_async_context(_solved(self._rollout.task, self._grading)) if plays and was else None
+            )
+            for path, content in was.items():
+                changes = None if after is None else await _content(after, path) != content
+                found.setdefault(changes, []).append(path)
+        return found
 
     def _setup(self, ignored: Collection[str] = ()) -> VerifierSetup:
         keeps = self._part.step is None and self._rollout.task.grading != LIVE
@@ -532,6 +572,16 @@ async def _restore_workdir(slot: Slot, workdir: str) -> None:
     if not (await slot.execute(["/bin/sh", "-c", f"cd {shlex.quote(workdir)}"], cwd="/")).success:
         await slot.remove(workdir)
         await slot.make_dir(workdir)
+
+
+async def _content(slot: Slot, path: str) -> bytes | None:
+    """Return the first MiB of a file; None if there is no such file."""
+    try:
+        return await slot.read_bytes(path, max_bytes=1 << 20)
+    except InfraError:
+        raise
+    except OSError:
+        return None
 
 
 @asynccontextmanager

@@ -69,6 +69,10 @@ _MOST_SETTINGS_BYTES = 1 << 18
 _INLINE_PYTHON = re.compile(r"\bpython[\d.]*\s+(?:-[A-Za-z]+\s+)*(?:-[A-Za-z]*[cm]\b|-(?=[\s;]|$)|<<)", re.M)
 """Calls of Python that look for modules in the working directory first: a command, a module, or standard input."""
 
+_STARTS = re.compile(
+    r"\b(?:python[\d.]*|(?:ba|da)?sh|source|exec|node|perl|ruby|php|java|Rscript|timeout|subprocess|Popen|system|run)\b"
+)
+"""Words of lines that start a program."""
 _COPIES = re.compile(r"\b(?:cp|mv|install|rsync|ln)\b[^\n]*(?:/tests|TEST_?DIR)")
 
 _ABOUT_SHELLS = re.compile(r"\b(?:login|interactive|new)\s+shells?\b|\.(?:bash)?rc\b|\bprofile\b", re.IGNORECASE)
@@ -167,6 +171,18 @@ Prepared = Callable[[], AbstractAsyncContextManager[Slot]]
 def starts_inline_python(script: str) -> bool:
     """Return whether a script starts Python such that it looks for modules in the working directory first."""
     return _INLINE_PYTHON.search(script) is not None
+
+
+def runs(texts: Collection[str], path: str, workdir: str) -> bool:
+    """Return whether one of a verifier's files runs the program at a path, or gives it to a program that it runs."""
+    texts = [text for text in texts if basename(path) in text]
+    names = "|".join(map(re.escape, {path, path.removeprefix(f"{workdir}/"), basename(path)}))
+    named = re.compile(rf"(?<![\w.-])(?:{names})(?![\w/-])")
+    found = [(text, line, match) for text in texts for line in text.splitlines() if (match := named.search(line))]
+    return any(
+        _STARTS.search(line) or not line[: match.start()].strip("\"' (!") or ("subprocess" in text and "." in path)
+        for text, line, match in found
+    )
 
 
 def copies_tests(script: str) -> bool:

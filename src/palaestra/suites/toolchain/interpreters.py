@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,22 @@ def _interpreter(executable: str, base_prefix: str, version: tuple[int, ...]) ->
     prefix = Path(base_prefix).resolve()
     mounts = () if str(prefix).startswith(_SYSTEM) else (Mount(str(prefix), str(prefix)),)
     return Interpreter(executable, version, mounts)
+
+
+def places_of_pip(python: Interpreter) -> tuple[str, ...]:
+    """Return the directories of this machine from which a slot with this interpreter takes pip and its wheels."""
+    tops = ["/usr", "/usr/local", *(mount.source for mount in python.mounts)]
+    inside = ("lib/python3*/*-packages/pip", "lib/python3*/ensurepip/_bundled", "share/python-wheels")
+    return tuple(sorted({path for top in tops for name in inside for path in glob.glob(f"{top}/{name}")}))
+
+
+@functools.cache
+def modules_in_pip() -> frozenset[str]:
+    """Return the names of the modules that pip and setuptools bring copies of, and their own names."""
+    wheels = [path for place in places_of_pip(this_interpreter()) for path in glob.glob(f"{place}/*.whl")]
+    names = (name.split("_vendor/") for path in wheels for name in zipfile.ZipFile(path).namelist())
+    found = {tail[-1].split("/")[0].removesuffix(".py") for tail in names if tail[1:]}
+    return frozenset({"pip", "setuptools", *found} - {"__init__"})
 
 
 def find_interpreter(wanted: str) -> Interpreter:

@@ -47,6 +47,42 @@ TESTS = textwrap.dedent("""
         except ValueError as error:
             assert error.code == 5
 
+    @pytest.mark.parametrize("text, number", [])
+    def test_params_first(text, number):
+        assert number == parse(text)
+
+    def test_sum_on_the_right(text, number):
+        assert number == text + parse(text)
+
+    def test_result_on_the_right():
+        expected = 3
+        result = parse("3")
+        assert expected == result
+
+    def test_spread(numbers):
+        numbers[0] *= -1
+        assert parse(*numbers) == 2
+
+    def test_fixture(machine):
+        assert parse(machine) == 2
+
+    class Timer:
+        def __init__(self):
+            self.time = 0
+
+        def __call__(self):
+            return self.time
+
+    class TestBox(unittest.TestCase):
+        Kind = Box
+
+        def test_kind(self):
+            box = self.Kind(1, timer=Timer())
+            self.assertEqual(2, len(box.keys))
+
+        def test_made_in_setup(self):
+            self.assertEqual(2, parse(self.made))
+
     class TestCase(unittest.TestCase):
         def test_equal(self):
             self.assertEqual(double(3), 6)
@@ -58,9 +94,9 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(TESTS.split("\n"), 1) if text in line)
 
 
-def statement(line: str, message: str, exception: str = "AssertionError", **params: str) -> str:
+def statement(line: str, message: str, exception: str = "AssertionError", node: str = "t", **params: str) -> str:
     failure = FailedTest(exception, message, "tests/test_pkg.py", line_of(line), params)
-    return problem_statement("pkg", {"tests/test_pkg.py::t": failure}, {"tests/test_pkg.py": TESTS})
+    return problem_statement("pkg", {f"tests/test_pkg.py::{node}": failure}, {"tests/test_pkg.py": TESTS})
 
 
 def test_a_comparison_becomes_call_expectation_and_result() -> None:
@@ -87,6 +123,44 @@ def test_the_steps_that_matter_are_shown_and_the_others_not() -> None:
     assert "from pkg import Box\nbox = Box(3)\nbox['a'] = 1\nbox.add('b')\nbox.sorted()" in text
     assert "other" not in text
     assert "assert" not in text
+
+
+@pytest.mark.parametrize(
+    ("line", "shown", "expected"),
+    [
+        ("number == parse(text)", "parse('a')", "'ab'"),
+        ("number == text + parse(text)", "'a' + parse('a')", "'ab'"),
+        ("expected == result", "parse('3')", "3"),
+    ],
+)
+def test_the_call_comes_first_on_whichever_side_the_test_has_it(line: str, shown: str, expected: str) -> None:
+    params = {} if "result" in line else {"text": "'a'", "number": "'ab'"}
+    text = statement(line, f"assert {expected} == 'x'", **params)
+    assert f"\n{shown}\n```\n\nThis should give `{expected}`. Instead it gives `'x'`." in text
+
+
+@pytest.mark.parametrize(
+    ("line", "params"),
+    [
+        ("parse(*numbers)", {"numbers": "[-1, 2]"}),
+        ("parse(machine)", {}),
+        ("parse(machine)", {"machine": "<Machine at 0x7f>"}),
+        ("parse(self.made)", {}),
+    ],
+)
+def test_an_example_that_needs_the_test_is_left_out(line: str, params: dict[str, str]) -> None:
+    text = statement(line, "assert 1 == 2", node="TestBox::test", **params)
+    assert "```" not in text
+    assert "numbers" not in text
+    assert "machine" not in text
+
+
+def test_classes_of_the_test_file_and_attributes_of_its_class_are_spelled_out() -> None:
+    text = statement("len(box.keys))", "2 != 1", node="TestBox::test_kind")
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert code.startswith("from pkg import Box\nclass Timer:")
+    assert code.endswith("box = Box(1, timer=Timer())\nlen(box.keys)\n")
+    assert "This should give `2`. Instead it gives `1`." in text
 
 
 def test_an_exception_that_should_come() -> None:
@@ -136,7 +210,7 @@ def test_at_most_three_examples_and_the_same_text_each_time() -> None:
             f"assert 0 == {number}",
             "tests/test_pkg.py",
             line_of("parse(text)"),
-            {"text": f"'{number}'"},
+            {"text": f"'{number}'", "number": str(number)},
         )
         for number in range(10)
     }

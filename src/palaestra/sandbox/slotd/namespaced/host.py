@@ -75,6 +75,7 @@ class HostSetup:
     tunnel: bool  # whether slots with the network on have a device of their own
     prefix: Bind | None = None
     own_devices: bool = False  # whether slots have files of their own for devices
+    packages_shown: bool = False  # whether slots without an image see packages (`packages.py`)
 
     @property
     def marks(self) -> OverlayMarks:
@@ -89,7 +90,8 @@ class HostSetup:
             if network and os.path.exists(f"{_RESOLVER}/etc/resolv.conf") and self._lacks_resolver(image):
                 added = (*added, _RESOLVER)
             return (Tree("root", "/", (*added, lower, _PLACES)),)
-        return host_trees(self.lowers, (_NETWORK, _SKELETON) if network else (_SKELETON,))
+        skeleton = (_NETWORK, _SKELETON) if network else (_SKELETON,)
+        return host_trees(self.lowers, skeleton, packages_shown=self.packages_shown)
 
     def _lacks_resolver(self, image: str) -> bool:
         """Return whether an image names no resolver that its slots can reach. In a slot with its own network device, no
@@ -164,9 +166,10 @@ def prepare(full: bool, settings: Fields) -> HostSetup:
     users = namespaces.RangeNamespaces() if privileged else None
     networks = namespaces.UnusedNetworks() if privileged else None
     owner = namespaces.RANGE_START if privileged else 0
-    lowers = Lowers(namespaces.make_range_namespace() if full else None)
+    lowers = Lowers(namespaces.make_range_namespace() if full else None, OverlayMarks(not privileged), owner)
     own_network = tunnel_device.usable(HOST)
     world = HostSetup(full, owner, users, networks, not privileged, lowers, init, own_network)
+    world.packages_shown = not settings.get("machine")
     syscalls.mount("tmpfs", "/skeleton", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755,size=64m")
     prefix = settings.get("prefix")
     if prefix:

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .. import syscalls
+from .. import packages, syscalls
 from ..layers.layer_store import Tree, most_inodes
+from ..layers.overlay import OverlayMarks
 from ..rung import HOST
 from ..syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, MS_REC, MS_REMOUNT
 from . import native_init
@@ -53,7 +55,8 @@ _PROC_HIDDEN = (
 class Bind:
     """A directory or file that a slot sees read-only. `source` is its path in the server's root.
 
-    If `layered` is true, `source` is a directory that is mounted through an overlay. Each slot then has inodes of its
+    If `layered` is true, `source` is a directory that is mounted through an overlay, below the overlay marks in the
+    directory `above`. Each slot then has inodes of its
     own, and locks, leases and watches on them do not reach other slots or the host. A directory with other mounts below
     it is bound unchanged.
     """
@@ -61,6 +64,7 @@ class Bind:
     source: str
     target: str
     layered: bool
+    above: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,11 @@ class RootPlan:
 
 class Lowers:
     """Prepares host directories as lower directories and mounts, each once per server. If `idmap`, a descriptor of a
-    user namespace, is given, files of the host's root user appear to belong to the slot's root user."""
+    user namespace, is given, files of the host's root user appear to belong to the slot's root user, `owner`."""
 
-    def __init__(self, idmap: int | None) -> None:
-        self._idmap = idmap
+    def __init__(self, idmap: int | None, marks: OverlayMarks, owner: int) -> None:
+        self._idmap, self._marks, self._owner = idmap, marks, owner
+        self._without_packages: dict[str, tuple[str, ...]] = {}
         self._known: dict[tuple[str, bool, tuple[int, int]], str] = {}
         self._whole: set[str] = set()
 
@@ -110,7 +115,29 @@ class Lowers:
         could not read them otherwise, because the kernel reveals more about a file to its owner than to other users."""
         private = os.stat(f"{HOST}{path}").st_mode & _OPEN_TO_ALL != _OPEN_TO_ALL
         source = self.get(path, owned=private)
-        return Bind(source, target, os.path.isdir(source) and source not in self._whole)
+        layered = os.path.isdir(source) and source not in self._whole
+        above = self.hide_packages(path) if layered and packages.is_interpreter(source) else ()
+        return Bind(source, target, layered, *above)
+
+    def hide_packages(self, path: str) -> tuple[str, ...]:
+        """Return a directory of overlay marks that hides the packages of interpreters in the host's `path` (see
+        `packages.py`), or nothing if there are none. Later installations on the host stay visible."""
+        if path not in self._without_packages:
+            source, target = f"{HOST}{path}", f"/lower/p{len(self._without_packages)}"
+            found = packages.sites(source)
+            for site in found:
+                for parent in ("", *itertools.accumulate(site.split("/"), "{}/{}".format)):
+                    if not os.path.isdir(f"{target}/{parent}"):
+                        self._make_like(f"{source}/{parent}", f"{target}/{parent}")
+                for name in packages.hidden(f"{source}/{site}"):
+                    self._marks.whiteout(f"{target}/{site}/{name}")
+            self._without_packages[path] = (target,) if found else ()
+        return self._without_packages[path]
+
+    def _make_like(self, model: str, directory: str) -> None:
+        os.mkdir(directory)
+        os.chmod(directory, stat.S_IMODE(os.stat(model).st_mode))
+        os.chown(directory, self._owner, self._owner)
 
     def _attach(self, source: str, is_directory: bool, idmap: int | None) -> str:
         target = f"/lower/{len(self._known)}"
@@ -175,9 +202,12 @@ def _make_devices() -> bool:
     return True
 
 
-def host_trees(lowers: Lowers, skeleton: tuple[str, ...]) -> tuple[Tree, ...]:
+def host_trees(lowers: Lowers, skeleton: tuple[str, ...], *, packages_shown: bool) -> tuple[Tree, ...]:
     """Return the trees of a slot without an image."""
-    directories = [Tree(name, f"/{name}", (lowers.get(f"/{name}"),)) for name in system_directories()]
+    directories = [
+        Tree(name, f"/{name}", (*(() if packages_shown else lowers.hide_packages(f"/{name}")), lowers.get(f"/{name}")))
+        for name in system_directories()
+    ]
     return (Tree("root", "/", skeleton), *directories)
 
 
@@ -216,7 +246,8 @@ def build(plan: RootPlan, place: int) -> Iterator[BuildStep | bytes]:
             yield from (BuildStep(Do.MKDIR, ("/".join(names[:count]),), 0o777, 1) for count in range(2, len(names) + 1))
         yield BuildStep(Do.OPEN_INSIDE, (target,), inside, root)
         if bind.layered:
-            options = f"lowerdir={bind.source}:{_EMPTY}" + (",userxattr" if plan.user_xattrs else "")
+            lowers = f"{bind.above}:{bind.source}" if bind.above else f"{bind.source}:{_EMPTY}"
+            options = f"lowerdir={lowers}" + (",userxattr" if plan.user_xattrs else "")
             flags = MS_RDONLY | MS_NOSUID | MS_NODEV
             yield native_init.mount("overlay", f"/proc/self/fd/{inside}", "overlay", flags, options)
         else:

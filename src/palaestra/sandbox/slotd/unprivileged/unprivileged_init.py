@@ -38,7 +38,7 @@ from . import copy_workspace, landlock, server_directory, users
 CONTROL = 3  # the descriptor of the control socket
 # Paths that clients use, and the directories of the slot that they stand for.
 DIRECTORIES = {"/workspace": "workspace", "/root": "home", "/tmp": "tmp"}  # noqa: S108
-_READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/proc")
+READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/proc")
 # The files of /etc that programs read; none names accounts, keys, hosts or services of this machine.
 _SETTINGS = (*host.PUBLIC_SETTINGS, "bash.bashrc", "inputrc", "nsswitch.conf", "profile", "profile.d")
 _SETTINGS_WITH_NETWORK = ("hosts", "resolv.conf")
@@ -65,7 +65,7 @@ class UnprivilegedPlan:
     user: int
     confined: bool
     network: bool
-    readable: tuple[str, ...]
+    shown: tuple[tuple[str, bool], ...]  # readable paths, each with whether its files are shown or only their names
     template: str | None
     # The limits of each process; the number of processes is limited per user. None leaves a limit unchanged.
     limits: tuple[tuple[int, int | None], ...]
@@ -131,15 +131,15 @@ def _confine(plan: UnprivilegedPlan) -> None:
 
 
 @functools.cache
-def readable(network: bool) -> list[str]:
-    """Return the system's paths that commands may read, as far as file permissions allow it."""
+def settings(network: bool) -> list[str]:
+    """Return the files of /etc that commands may read, as far as file permissions allow it."""
     patterns = (*_SETTINGS, *(_SETTINGS_WITH_NETWORK if network else ()))
     found = [path for pattern in patterns for path in glob.glob(f"/etc/{pattern}")]
-    return [*_READ_ONLY, *(path for path in found if not host.is_private(path))]
+    return [path for path in found if not host.is_private(path)]
 
 
 def _rights(plan: UnprivilegedPlan) -> list[tuple[str, int]]:
-    rights = [(path, landlock.READ) for path in (*readable(plan.network), *plan.readable)]
+    rights = [(path, landlock.READ if whole else landlock.LIST) for path, whole in plan.shown]
     rights += [(f"/dev/{name}", landlock.DEVICE | landlock.LIST) for name in _DEVICES]
     own = [(f"{plan.home}/{name}", landlock.WRITE) for name in DIRECTORIES.values()]
     return [*rights, ("/dev/shm", landlock.DROP), *own]  # noqa: S108

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
+from .. import packages
 from ..layers.cut_view import Selection
 from ..layers.overlay import OverlayMarks, Stack, StackedRoot
 from ..protocol.frames import Fields
@@ -49,7 +50,7 @@ class CopiedFiles:
     user: int
     layers: tuple[CopiedLayer, ...]
     driver: UnprivilegedDriver
-    network: bool
+    shown: tuple[tuple[str, bool], ...]
     _open: dict[str, int] = field(default_factory=dict, init=False)
 
     def directory(self, name: str) -> int:
@@ -120,7 +121,9 @@ class UnprivilegedDriver:
     def __init__(self, place: server_directory.ServerDirectory, confined: bool, settings: Fields) -> None:
         self._base, self._confined = place, confined
         self._users = users.Users(place.first_user) if confined and place.first_user else None
-        self._readable = tuple(filter(None, [settings.get("prefix")]))
+        self._prefix = tuple(filter(None, [settings.get("prefix")]))
+        self._system: dict[str, tuple[tuple[str, bool], ...]] = {}
+        self._machine = bool(settings.get("machine"))
         self._numbers = itertools.count(1)
         self._token = os.urandom(4).hex()
         self._children: set[int] = set()
@@ -148,17 +151,30 @@ class UnprivilegedDriver:
             user=user,
             confined=self._confined,
             network=fields["network"],
-            readable=(*self._readable, *(source for source, _ in fields["mounts"])),
+            shown=self._shown(fields) if self._confined else (),
             template=layers[0].path if layers else None,
             limits=_limits(fields["limits"], user) if self._confined else (),
         )
         exposed = "only slots at the levels full and userns have their own network" if fields["network"] else ""
         return NewSlot(
-            CopiedFiles(path, user, layers, self, fields["network"]),
+            CopiedFiles(path, user, layers, self, plan.shown),
             (),
             UnprivilegedInit(plan, self._children),
             exposed,
         )
+
+    def _shown(self, fields: Fields) -> tuple[tuple[str, bool], ...]:
+        """Return what a slot may read of the machine: paths, each with whether its files are shown or only names."""
+        mounts = [source for source, _ in fields["mounts"]]
+        found: list[tuple[str, bool]] = [(path, True) for path in mounts if not packages.is_interpreter(path)]
+        found += ((path, True) for path in unprivileged_init.settings(fields["network"]))
+        for path in (*unprivileged_init.READ_ONLY, *self._prefix, *filter(packages.is_interpreter, mounts)):
+            if path not in self._system:
+                whole = path in unprivileged_init.READ_ONLY and not self._machine
+                # the top-level links lead below /usr
+                self._system[path] = () if os.path.islink(path) else tuple(packages.visible(path, whole=whole))
+            found += self._system[path]
+        return tuple(found)
 
     def _refuse(self, fields: Fields) -> None:
         rung = "confined" if self._confined else "none"
@@ -236,10 +252,10 @@ class UnprivilegedDriver:
             known = next(prefix for prefix, folder in unprivileged_init.DIRECTORIES.items() if folder == name)
             return SlotPath(files.directory(name), f"/{rest}", owner, known)
         if self._confined:
-            self._require_public(path, writing, files.network)
+            self._require_public(path, writing, files.shown)
         return SlotPath(root, path, owner)
 
-    def _require_public(self, path: str, writing: bool, network: bool) -> None:
+    def _require_public(self, path: str, writing: bool, shown: tuple[tuple[str, bool], ...]) -> None:
         """Raise PermissionError if the slot's commands may not read the path, or if `writing` is set."""
         denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         if writing:
@@ -249,10 +265,12 @@ class UnprivilegedDriver:
         except OSError:
             return  # the path does not exist, which will be reported
         parents = [real[:index] or "/" for index, letter in enumerate(real) if letter == "/"]
-        visible = (*unprivileged_init.readable(network), *self._readable)
-        shown = real == "/" or any(real == top or real.startswith(f"{top}/") for top in visible)
+        names = os.path.isdir(real)  # and such an entry shows the names in a directory
+        visible = real == "/" or any(
+            (whole or names) and (real == top or real.startswith(f"{top}/")) for top, whole in shown
+        )
         open_to_all = all(os.stat(parent).st_mode & _PASS for parent in parents) and os.stat(real).st_mode & _READ
-        if not shown or (self._users and not open_to_all):
+        if not visible or (self._users and not open_to_all):
             raise denied
 
     def drop(self, path: str) -> None:

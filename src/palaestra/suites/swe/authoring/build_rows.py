@@ -94,9 +94,8 @@ def row(repository: Repository, mutation: PinnedMutation, after: str, found: Fli
     problem statement contains the path of the changed file."""
     package = repository.package
     failures = {name: run.failures.get(name, _UNSEEN) for name in found.fail_to_pass}
-    texts = {
-        failure.path: repository.text(failure.path) for failure in failures.values() if failure.path in repository.files
-    }
+    paths = {*(failure.path for failure in failures.values()), *(name.partition("::")[0] for name in failures)}
+    texts = {path: repository.text(path) for path in sorted(paths) if path in repository.files}
     statement = problem_statement(package.name, failures, texts)
     if leaked := mentions(statement, [mutation.path]):
         raise TaskError(f"{mutation.id}: the problem statement names {leaked[0]!r}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.slot import SlotSource
 from palaestra.suites.build_once import build_once
 from palaestra.suites.grading.harness import Status, TestRun
+from palaestra.suites.swe.authoring import problem_statement
 from palaestra.suites.swe.authoring.build_rows import BASE_TIMEOUT_S, Repository, flips, make_row
 from palaestra.suites.swe.authoring.layout import python_path, source_files, test_files
 from palaestra.suites.swe.authoring.manifest import (
@@ -272,7 +274,7 @@ async def builtin_tasks(cache: Path, ids: list[str], config: HermesAgentEnvConfi
     Palaestra contains only the manifest: the first build downloads source distributions from the package index. Raises
     `ConfigError` if a task cannot be built.
     """
-    text = dump_manifest(load_manifest()) + "\n".join(sorted(ids))
+    text = dump_manifest(load_manifest()) + "\n".join(sorted(ids)) + inspect.getsource(problem_statement)
     name = f"built-in-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     async def fill(fresh: Path) -> None:

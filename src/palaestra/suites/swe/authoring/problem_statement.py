@@ -1,7 +1,9 @@
 """Write the problem statement of a task: what a user of the package would report, from the tests that detect the bug.
 
-It shows calls, what they should return and what they return instead. It never names the changed file, line or code, nor
-the tests. The same failures give the same text. The syntax trees of test files are read; nothing is executed.
+It shows calls, what they should return and what they return instead. An example is closed: it defines or imports every
+name that it uses, and parameters of the test are replaced by their values. Failures that cannot be shown so are only
+counted. The text never names the changed file, line or code, nor the tests. The same failures give the same text. The
+syntax trees of test files are read; nothing is executed.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from palaestra.suites.grading.harness import FailedTest
 
@@ -23,8 +25,8 @@ _DIFFERS = re.compile(r"\b0x[0-9a-f]{6,}\b|(?<=/tmp/)tmp\w{8}")
 
 _REVEALING = {"NameError", "UnboundLocalError", "AttributeError"}
 """Exceptions whose message can name the wrong code: only their type is shown."""
-MAX_SETUP_LINES = 16
-MAX_HELPER_LINES = 6
+MAX_SETUP_LINES = 20
+MAX_HELPER_LINES = 14
 MAX_HELPER_CHARS = 600
 _EQUALITIES = {
     "assertEqual",
@@ -41,21 +43,32 @@ _FOREIGN = frozenset(sys.stdlib_module_names) | frozenset(dir(builtins)) | {"sel
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """One failure. `open_names` counts the names in its code that are not defined there; examples with fewer such names
-    are preferred."""
+    """One failure."""
 
     title: str
     body: str
-    open_names: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """Where a failed statement takes its names from: its function, the top-level statements of its file and of the file
+    of its class, the attributes of this class, and the parameters of the test."""
+
+    function: ast.FunctionDef
+    top_level: Sequence[ast.stmt]
+    attributes: Mapping[str, ast.expr]
+    params: Mapping[str, str]
 
 
 def problem_statement(package: str, failures: Mapping[str, FailedTest], sources: Mapping[str, str]) -> str:
     """Describe the failures (at least one), given by node id. `sources` maps test files to their texts."""
     examples: dict[str, _Example] = {}
     for node_id in sorted(failures, key=lambda name: (len(name), name)):
-        example = _example(failures[node_id], sources.get(failures[node_id].path, ""))
-        examples.setdefault(example.body, example)
-    chosen = sorted(examples.values(), key=lambda example: example.open_names)[:MAX_EXAMPLES]
+        example = _example(node_id, failures[node_id], sources)
+        if example is not None:
+            examples.setdefault(example.body, example)
+    first = failures[min(failures, key=lambda name: (len(name), name))]
+    chosen = [*examples.values()][:MAX_EXAMPLES] or [_Example("unexpected failure", _happens(first))]
     parts = [f"# {package}: {chosen[0].title}", f"I am using {package} and it does not behave as it should."]
     for number, example in enumerate(chosen, 1):
         parts.append(f"Example {number}:\n\n{example.body}" if len(chosen) > 1 else example.body)
@@ -69,24 +82,36 @@ def _extent(failing: int, shown: int) -> str:
     return f"{also}Everything else works as before and should go on working. Please find the cause and fix it."
 
 
-def _example(failure: FailedTest, source: str) -> _Example:
-    """Return a title and a paragraph with code for one failure."""
-    module = _parse(source)
+def _example(node_id: str, failure: FailedTest, sources: Mapping[str, str]) -> _Example | None:
+    """Return a title and a paragraph with closed code for one failure; None if there is no such code."""
+    module = _parse(sources.get(failure.path, ""))
     located = _statement_at(module, failure.line)
     if located is None:
-        return _Example("unexpected failure", _happens(failure), 1000)
+        return None
     function, statement = located
-    claim = _inlined(_read_claim(statement), function, statement)
-    setup = _setup_for(module, function, statement, claim.call)
-    open_names = _unexplained(claim.call, setup, failure.params)
+    path, *names = node_id.split("::")
+    own = module if path == failure.path else _parse(sources.get(path, ""))
+    further = [] if own is module else own.body  # an inherited test
+    scope = _Scope(function, [*further, *module.body], _attributes(own, names[:-1]), failure.params)
     outer = next(node for node in function.body if statement in ast.walk(node))
-    if open_names and outer is not statement:  # a block around the statement defines the names: show all of it
-        claim = _Claim(outer)
-        setup = _setup_for(module, function, outer, outer)
-        open_names = _unexplained(outer, setup, failure.params)
-    code = "\n".join([*map(ast.unparse, setup), ast.unparse(_with_values(claim.call, failure.params))])
-    body = f"```python\n{code}\n```\n\n{_contrast(failure, claim)}"
-    return _Example(_title(claim, setup, failure), body, len(open_names))
+    # a block around the statement may define its names: then all of the block is shown
+    for claim, shown in ((_read_claim(statement, scope), statement), (_Claim(outer), outer)):
+        sides: list[ast.AST] = [claim.call] if claim.expected is None else [claim.call, claim.expected]
+        nodes = [_with_values(side, scope) for side in sides]
+        setup = _setup_for(scope, shown, [*sides, *nodes])
+        if setup is not None and not _open_names([*setup, *nodes]):
+            code = "\n".join(map(ast.unparse, [*setup, nodes[0]]))
+            expected = None if claim.expected is None else nodes[1]
+            body = f"```python\n{code}\n```\n\n{_contrast(failure, expected, on_the_right=claim.call_on_the_right)}"
+            return _Example(_title([nodes[0], *setup], failure), body)
+    return None
+
+
+def _attributes(module: ast.Module, names: Sequence[str]) -> dict[str, ast.expr]:
+    """Return the values of the attributes of the top-level class with these names, which are one or none."""
+    classes = [node for node in module.body if isinstance(node, ast.ClassDef) and [node.name] == list(names)]
+    assigned = [each for node in classes for each in node.body if isinstance(each, ast.Assign)]
+    return {each.targets[0].id: each.value for each in assigned if isinstance(each.targets[0], ast.Name)}
 
 
 def _parse(source: str) -> ast.Module:
@@ -95,20 +120,20 @@ def _parse(source: str) -> ast.Module:
         return ast.parse(source.removeprefix("\ufeff"))
 
 
-def _title(claim: _Claim, setup: Sequence[ast.stmt], failure: FailedTest) -> str:
-    name = _called_name([claim.call, *setup])
+def _title(nodes: Sequence[ast.AST], failure: FailedTest) -> str:
+    name = _called_name(nodes)
     if not name:
         return "wrong behaviour"
     return f"`{name}` gives a wrong result" if failure.exception == "AssertionError" else f"`{name}` fails"
 
 
-def _contrast(failure: FailedTest, claim: _Claim) -> str:
-    """Return the expected result and the actual one."""
-    if claim.expected is None:
+def _contrast(failure: FailedTest, expected: ast.AST | None, *, on_the_right: bool) -> str:
+    """Return the expected result and the actual one, which is on one side of the message's comparison."""
+    if expected is None:
         return _happens(failure)
-    should = f"This should give `{_short(ast.unparse(_with_values(claim.expected, failure.params)))}`. "
+    should = f"This should give `{_short(ast.unparse(expected))}`. "
     if failure.exception == "AssertionError":
-        actual = _actual(failure.message, on_the_right=claim.call_on_the_right)
+        actual = _actual(failure.message, on_the_right=on_the_right)
         if actual is not None:
             return f"{should}Instead it gives `{_short(actual)}`."
     return f"{should}{_happens(failure)}"
@@ -138,13 +163,19 @@ def _actual(message: str, *, on_the_right: bool) -> str | None:
     return None
 
 
-def _with_values(node: ast.AST, params: Mapping[str, str]) -> ast.AST:
-    """Replace the parameters of the test with their values, where the `repr` of a value is code."""
-    values = {name: parsed for name, text in params.items() if (parsed := _expression(text)) is not None}
+def _with_values(node: ast.AST, scope: _Scope) -> ast.AST:
+    """Replace the parameters of the test, where the `repr` of a value is code, and the attributes of its class with
+    their values."""
+    values = {name: parsed for name, text in scope.params.items() if (parsed := _expression(text)) is not None}
 
     class Substitute(ast.NodeTransformer):
         def visit_Name(self, name: ast.Name) -> ast.expr:  # ast requires this name
-            return values.get(name.id, name)
+            return values.get(name.id, name) if isinstance(name.ctx, ast.Load) else name
+
+        def visit_Attribute(self, attribute: ast.Attribute) -> ast.AST:
+            own = isinstance(attribute.value, ast.Name) and attribute.value.id == "self"
+            found = scope.attributes.get(attribute.attr) if own and isinstance(attribute.ctx, ast.Load) else None
+            return found or self.generic_visit(attribute)
 
     replaced: ast.AST = Substitute().visit(ast.parse(ast.unparse(node)).body[0])
     return replaced
@@ -189,11 +220,11 @@ class _Claim:
     call_on_the_right: bool = False
 
 
-def _read_claim(statement: ast.stmt) -> _Claim:
+def _read_claim(statement: ast.stmt, scope: _Scope) -> _Claim:
     if isinstance(statement, ast.Assert):
         test = statement.test
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.Is):
-            return _sides(test.left, test.comparators[0])
+            return _sides(test.left, test.comparators[0], statement, scope)
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return _Claim(test.operand, ast.Constant(False))
         return _Claim(test, ast.Constant(True))
@@ -203,7 +234,7 @@ def _read_claim(statement: ast.stmt) -> _Claim:
         call = statement.value
         name = _spelled(call.func).rpartition(".")[2]
         if name in _EQUALITIES and len(call.args) >= 2:
-            return _sides(call.args[0], call.args[1])
+            return _sides(call.args[0], call.args[1], statement, scope)
         if name in _MEMBERSHIPS and len(call.args) >= 2:
             return _Claim(call.args[0])
         if name in ("assertTrue", "assertFalse") and call.args:
@@ -211,28 +242,22 @@ def _read_claim(statement: ast.stmt) -> _Claim:
     return _Claim(statement)
 
 
-def _sides(left: ast.expr, right: ast.expr) -> _Claim:
-    """Return the claim of a comparison whose expected value is on the right or, as names or literals show, on the
-    left."""
+def _sides(left: ast.expr, right: ast.expr, statement: ast.stmt, scope: _Scope) -> _Claim:
+    """Return the claim of a comparison. The side that calls the package is the call. If both or none do, it is the left
+    one, unless a name or a value on the left is the expected result."""
     named = isinstance(left, ast.Name) and left.id.startswith(("expect", "want"))
-    only_right_calls = (_called_name([right]) and not _called_name([left])) or not _is_literal(right)
-    flipped = named or bool(only_right_calls and _is_literal(left))
+    left, right = (_assigned(side, scope.function, statement) for side in (left, right))
+    calls = [bool(_called_name([side])) for side in (left, right)]
+    flipped = calls == [False, True] or (
+        calls[0] == calls[1] and (named or (_is_value(left, scope) and not _is_value(right, scope)))
+    )
     return _Claim(right, left, call_on_the_right=True) if flipped else _Claim(left, right)
 
 
-def _is_literal(node: ast.expr) -> bool:
-    """Return whether the value uses only literals and names of the standard library."""
+def _is_value(node: ast.expr, scope: _Scope) -> bool:
+    """Return whether a node uses only literals, parameters of the test and names of the standard library."""
     names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
-    return names <= _FOREIGN and not _called_name([node])
-
-
-def _inlined(claim: _Claim, function: ast.FunctionDef, statement: ast.stmt) -> _Claim:
-    """Replace variables that only hold the result or the expected value with the expressions assigned to them."""
-    if not isinstance(claim.call, ast.expr):
-        return claim
-    call = _assigned(claim.call, function, statement)
-    expected = None if claim.expected is None else _assigned(claim.expected, function, statement)
-    return replace(claim, call=call, expected=expected)
+    return names <= _FOREIGN | {*scope.params} and not _called_name([node])
 
 
 def _assigned(node: ast.expr, function: ast.FunctionDef, statement: ast.stmt) -> ast.expr:
@@ -245,21 +270,22 @@ def _assigned(node: ast.expr, function: ast.FunctionDef, statement: ast.stmt) ->
     return found
 
 
-def _setup_for(module: ast.Module, function: ast.FunctionDef, statement: ast.stmt, call: ast.AST) -> list[ast.stmt]:
-    """Return the statements before the failing one that define its names, with their imports, up to a size limit."""
-    needed = _names(call)
-    kept: list[ast.stmt] = []
-    for before in reversed([node for node in function.body if node.lineno < statement.lineno]):
+def _setup_for(scope: _Scope, statement: ast.stmt, nodes: Sequence[ast.AST]) -> list[ast.AST] | None:
+    """Return the statements before the failing one that define the names in `nodes`, with their imports. Return None if
+    they are too long, or change a parameter of the test, whose value is known only from afterwards."""
+    needed = {name for node in nodes for name in _names(node)}
+    kept: list[ast.AST] = []
+    for before in reversed([node for node in scope.function.body if node.lineno < statement.lineno]):
         if _makes(before, needed) and statement not in ast.walk(before):
-            kept.insert(0, before)
-            needed |= _names(before)
-    for before in reversed(module.body):
+            if (_bound(before) | _changed(before)) & {*scope.params}:
+                return None
+            kept.insert(0, _with_values(before, scope))
+            needed |= _names(before) | _names(kept[0])
+    for before in reversed(scope.top_level):
         if _defined(before) & needed and (narrow := _narrowed(before, needed)) is not None:
             kept.insert(0, narrow)
             needed |= _names(before)
-    while sum(len(ast.unparse(node).splitlines()) for node in kept) > MAX_SETUP_LINES:
-        kept.pop(0)
-    return kept
+    return kept if sum(len(ast.unparse(node).splitlines()) for node in kept) <= MAX_SETUP_LINES else None
 
 
 def _makes(statement: ast.stmt, needed: set[str]) -> bool:
@@ -274,15 +300,17 @@ def _makes(statement: ast.stmt, needed: set[str]) -> bool:
 
 
 def _changed(statement: ast.stmt) -> set[str]:
-    """Return the objects whose elements or attributes a statement sets or deletes."""
+    """Return the objects whose elements or attributes a statement sets or deletes, or whose method it calls."""
     places = [node for node in ast.walk(statement) if isinstance(node, ast.Subscript | ast.Attribute)]
     changed = [node.value for node in places if isinstance(node.ctx, ast.Store | ast.Del)]
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        changed.append(statement.value.func)
     return {name for node in changed for name in _names(node)}
 
 
 def _narrowed(statement: ast.stmt, needed: set[str]) -> ast.stmt | None:
     """Return the part of a top-level statement to show, or None: short helpers, short values and needed imports."""
-    if isinstance(statement, ast.Assign | ast.FunctionDef):
+    if isinstance(statement, ast.Assign | ast.FunctionDef | ast.ClassDef):
         text = ast.unparse(statement)
         return statement if len(text) <= MAX_HELPER_CHARS and text.count("\n") < MAX_HELPER_LINES else None
     if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -294,8 +322,8 @@ def _narrowed(statement: ast.stmt, needed: set[str]) -> ast.stmt | None:
     return None
 
 
-def _defined(statement: ast.stmt) -> set[str]:
-    """Return the names that a top-level statement defines."""
+def _defined(statement: ast.AST) -> set[str]:
+    """Return the names that a statement defines for the statements after it."""
     return {statement.name} if isinstance(statement, ast.FunctionDef | ast.ClassDef) else _bound(statement)
 
 
@@ -325,9 +353,10 @@ def _bound(statement: ast.AST) -> set[str]:
     return bound
 
 
-def _unexplained(call: ast.AST, setup: Sequence[ast.stmt], params: Mapping[str, str]) -> set[str]:
-    known = {name for node in (*setup, call) for name in _bound(node)} | set(params)
-    return {name for node in (*setup, call) for name in _names(node)} - known
+def _open_names(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the names that these statements use and do not define."""
+    known = {name for node in nodes for name in _defined(node)}
+    return {name for node in nodes for name in _names(node) - _bound(node)} - known
 
 
 def _called_name(nodes: Sequence[ast.AST]) -> str:
