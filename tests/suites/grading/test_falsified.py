@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -93,6 +94,10 @@ def test_a_file_that_cannot_be_read_has_no_falsified_tests(source: str) -> None:
         raise AssertionError("there is nothing to run")
 
     assert asyncio.run(control({PATH: source}, EARNING, work)) == Controlled((), EARNING)
+
+
+def token_in(text: str) -> str:
+    return re.findall("'([0-9a-f]{16})<'", text)[0]
 
 
 def ran_here(text: str, name: str) -> str:
@@ -189,7 +194,7 @@ def test_a_finding_counts_only_if_the_reference_solution_does_not_have_it() -> N
         return TestRun({"test_a": Status.PASSED, "test_b": Status.PASSED}, complete=True)
 
     async def half(texts: Mapping[str, str]) -> TestRun:
-        token = texts[""].partition("f'")[2].partition("<")[0]
+        token = token_in(texts[""])
         failure = FailedTest("AssertionError", f"{token}<>", "", 1)
         statuses = {"test_a": Status.PASSED, "test_b": Status.FAILED}
         return TestRun(statuses, complete=True, failures={"test_b": failure})
@@ -213,7 +218,7 @@ def test_a_finding_counts_only_if_the_reference_solution_does_not_have_it() -> N
 @pytest.mark.parametrize("again", [Status.ERROR, None])
 def test_a_copy_that_cannot_be_set_up_again_shows_nothing(again: Status | None) -> None:
     async def once(texts: Mapping[str, str]) -> TestRun:
-        token = texts[""].partition("f'")[2].partition("<")[0]
+        token = token_in(texts[""])
         assert f"def test_it_{token}(" in texts[""]
         statuses = {"test_it": Status.FAILED} | ({} if again is None else {f"test_it_{token}": again})
         return TestRun(statuses, complete=True, failures={"test_it": FailedTest("AssertionError", f"{token}<>", "", 1)})
