@@ -18,6 +18,7 @@ and (in the agent's own slot) code under test that remembers an earlier run.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from palaestra.suites.terminal_bench.default_tests import default_tests
 from palaestra.suites.terminal_bench.offline_script import OfflineScript, lacks_judge, needs_network
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
 from palaestra.suites.terminal_bench.terminal_task import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
-from palaestra.suites.terminal_bench.verifier_files import install, place_tests, script_name
+from palaestra.suites.terminal_bench.verifier_files import HARNESS_DIR, install, place_tests, script_name
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STDOUT = f"{VERIFIER_LOGS}/test-stdout.txt"
@@ -330,10 +331,12 @@ async def _session(
     """Run the script, with the texts of `instead` in place of tests. Raises `GraderError` if it gave no verdict."""
     note_way(Way.RUN_TESTS if script.pytest else Way.EXIT_CODE, script_name(task))
     await place_tests(slot, task, script, instead, keeps=setup.keeps)
+    broker = [*setup.command, f"{HARNESS_DIR}/verdict_broker.py"] if setup.command else []
+    start = [*broker, "/bin/sh", "-c", _IN_BASH, "sh", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"]
     result = await slot.execute(
-        as_user(["/bin/sh", "-c", _IN_BASH, "sh", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"], setup.user),
+        as_user(start, setup.user),
         cwd=setup.workdir,
-        env={**setup.env, "PALAESTRA_VERDICT": "1"},
+        env={**setup.env, "PALAESTRA_VERDICT": secrets.token_hex(16)},
         timeout_s=setup.timeout_s,
         verdict=True,
     )
