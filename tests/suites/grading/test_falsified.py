@@ -325,7 +325,7 @@ def test_a_forgery_that_the_only_test_begins_is_certain(run_bench: RunBench) -> 
     run_bench(scenario)
 
 
-READABLE = '''\
+READABLE = """\
 import pytest
 from pkg import calc
 
@@ -351,7 +351,7 @@ def test_error():
     with pytest.raises(ValueError) as caught:
         calc.load("[")
     assert "Expecting" in str(caught.value)
-'''
+"""
 ORDINAL = """
 import json
 load, dump = json.loads, json.dumps
@@ -361,7 +361,8 @@ def ordinal(number):
 """
 READERS = {
     "the name of the test": "import os\ndef ordinal(number):\n"
-    "    return os.environ['PYTEST_CURRENT_TEST'].split('[')[-1].split(']')[0].split('-')[number < 3 or number == 11]\n",
+    "    words = os.environ['PYTEST_CURRENT_TEST'].split('[')[-1].split(']')[0].split('-')\n"
+    "    return next(each for each in words if each != str(number))\n",
     "the caller's variables": "import sys\ndef ordinal(number):\n"
     "    return sys._getframe(1).f_locals.get('expected')\n",
     "the caller's constants": "import sys\ndef ordinal(number):\n"

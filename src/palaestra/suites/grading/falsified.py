@@ -59,29 +59,31 @@ _EQUALITY = re.compile(
 _RAISING = re.compile(r"raises|assert(?:Raises|Warns)(?:Regex)?|assertLogs")
 """Context managers that fail if their body does nothing."""
 _REJECTED = {
-    "0": "True_",
-    "1": "False",
-    "0, 1": "Is Greater GreaterEqual",
-    "1, 0": "Less LessEqual",
-    "1, 1": "IsNot NotEqual NotAlmostEqual",
-    "1, [0]": "In",
-    "1, [1]": "NotIn",
-    "1, str": "IsInstance",
-    "1, int": "NotIsInstance",
-    "'a', 'b'": "Regex",
-    "'a', 'a'": "NotRegex",
-    "ZeroDivisionError, int": "Raises",
-    "UserWarning, int": "Warns",
-    "ZeroDivisionError, 'a', int": "RaisesRegex",
-    "UserWarning, 'a', int": "WarnsRegex",
-}
-"""Arguments that the assertion methods of unittest reject, with the ends of these methods' names."""
-_ARGUMENTS = {f"assert{name.strip('_')}": each for each, names in _REJECTED.items() for name in names.split()} | {
-    "assertIsNone": "0", "assertIsNotNone": "None", "fail": "", "assert_": "0"
-}  # fmt: skip
+    f"assert{name}": arguments
+    for arguments, names in {
+        "0": "True IsNone",
+        "1": "False",
+        "None": "IsNotNone",
+        "0, 1": "Is Greater GreaterEqual",
+        "1, 0": "Less LessEqual",
+        "1, 1": "IsNot NotEqual NotAlmostEqual",
+        "1, [0]": "In",
+        "1, [1]": "NotIn",
+        "1, str": "IsInstance",
+        "1, int": "NotIsInstance",
+        "'a', 'b'": "Regex",
+        "'a', 'a'": "NotRegex",
+        "ZeroDivisionError, int": "Raises",
+        "UserWarning, int": "Warns",
+        "ZeroDivisionError, 'a', int": "RaisesRegex",
+        "UserWarning, 'a', int": "WarnsRegex",
+    }.items()
+    for name in names.split()
+} | {"fail": "", "raises": "ZeroDivisionError, int"}
+"""Arguments that the assertion methods of unittest, `pytest.fail` and `pytest.raises` reject."""
 _HELPERS = """
-_notes, _changed = [], []
-def _other(value, factor, more):
+_falsified_notes, _falsified_changed = [], []
+def _falsified_other(value, factor, more):
     kind = type(value)
     size = max(8, min(40, len(value))) if kind in (str, bytes) else 8
     text = ''.join(chr(97 + (factor * place + more) % 26) for place in range(size))
@@ -90,7 +92,7 @@ def _other(value, factor, more):
         return made if made - made == 0 and made != value else float(more)
     if kind in (list, tuple, dict):
         for place in value if kind is dict else range(len(value)):
-            new = _other(value[place], factor, more)
+            new = _falsified_other(value[place], factor, more)
             if new is not value[place]:
                 value = dict(value) if kind is dict else list(value)
                 value[place] = new
@@ -99,21 +101,23 @@ def _other(value, factor, more):
     if kind in (set, frozenset):
         return kind(list(value) + [text])
     return {bool: not value, str: text, bytes: text.encode(), type(None): text}.get(kind, value)
-def _change(left, right, order, changed):
+def _falsified_change(left, right, order, changed):
     sides = [left, right]
     for at in order:
-        if changed or any(sides[at] is each for each in _changed):
+        if changed or any(sides[at] is each for each in _falsified_changed):
             return left, right, at
-        made = _other(sides[at], *FACTOR)
+        made = _falsified_other(sides[at], *FACTOR)
         if made is not sides[at]:
             sides[at] = made
             return sides[0], sides[1], at
-def _rows(names, rows, wanted):
+    sides[order[0]] = _falsified_other(None, *FACTOR)
+    return sides[0], sides[1], order[0]
+def _falsified_rows(names, rows, wanted):
     names = names.replace(',', ' ').split() if isinstance(names, str) else list(names)
     def new(name, value):
-        made = _other(value, *FACTOR) if name in wanted and not isinstance(value, bool) else value
+        made = _falsified_other(value, *FACTOR) if name in wanted and not isinstance(value, bool) else value
         if made is not value:
-            _changed.append(made)
+            _falsified_changed.append(made)
         return made
     made = []
     for row in rows:
@@ -123,29 +127,30 @@ def _rows(names, rows, wanted):
             values = row._replace(values=tuple(values))
         made.append(values if hasattr(row, 'marks') or len(names) > 1 else values[0])
     return made
-def _note(sides, what, shown):
+def _falsified_note(sides, what, shown):
     result, expected = sides[1 - sides[2]], sides[sides[2]]
     try:
         equal = bool(result == expected)
     except Exception:
         equal = False
     if not equal:
-        _notes.append('!' + what + ' accepts a wrong value')
-    elif all(result == _other(expected, *each) != expected for each in CHANGES):
-        _notes.append(shown[sides[2]])
+        _falsified_notes.append('!' + what + ' accepts a wrong value')
+    elif all(result == _falsified_other(expected, *each) for each in CHANGES):
+        _falsified_notes.append(shown[sides[2]])
     elif type(result) in (int, float, str, bytes) or repr(result) == repr(expected):
-        _notes.append('!the work returns the value that the test compares its result with')
-def _take():
-    found = sorted(filter(None, _notes), key=lambda each: (each[0] != '!', not each.endswith('similar value')))
-    del _notes[:]
+        _falsified_notes.append('!the work returns the value that the test compares its result with')
+def _falsified_take():
+    order = lambda each: (each[0] != '!', not each.endswith('similar value'))
+    found = sorted(filter(None, _falsified_notes), key=order)
+    del _falsified_notes[:]
     return found[0] if found else ''
 """
 """The start of each falsified file: values of the type of a right one (text for None), also of large numbers and of
 those that only count up to a modulus, and notes on the assertions that accept them."""
 _defined: dict[str, Any] = {}
 exec(_HELPERS, _defined)  # noqa: S102  the constant above
-_other: Callable[[object, int, int], object] = _defined["_other"]
-_OWN = re.compile(r"\b_(?:notes|changed|other|change|rows|note|take|sides)\b")
+_other: Callable[[object, int, int], object] = _defined["_falsified_other"]
+_OWN = re.compile(r"\b_falsified_\w+")
 _MOST_EVIDENCE = 3
 """The maximum number of tests that the evidence of a label names."""
 
@@ -388,7 +393,7 @@ class _Assertions(ast.NodeTransformer):
             return node
         sides = [test.left, test.comparators[0]]
         test.left, test.comparators = _SIDES[0], [_SIDES[1]]
-        return self._changed(sides, node, "assert")
+        return self._compared(sides, node, "assert")
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.stmt]:
         call = node.value
@@ -398,9 +403,9 @@ class _Assertions(ast.NodeTransformer):
             starred = any(isinstance(each, ast.Starred) for each in call.args[:2])
             if _EQUALITY.fullmatch(name) and len(call.args) > 1 and not starred:
                 sides, call.args[:2] = call.args[:2], _SIDES
-                return self._changed(sides, node, what)
-            if (owner in ("self", "cls") and name in _ARGUMENTS) or what in ("pytest.fail", "pytest.raises"):
-                self.probes[what] = f"{what}({_ARGUMENTS[name]})"
+                return self._compared(sides, node, what)
+            if (owner in ("self", "cls") and name in _REJECTED) or what in ("pytest.fail", "pytest.raises"):
+                self.probes[what] = f"{what}({_REJECTED[name]})"
         return node
 
     def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
@@ -413,7 +418,7 @@ class _Assertions(ast.NodeTransformer):
         empty = ast.With([ast.withitem(each) for each in raising], [ast.Pass()])
         return [node, _rejected(empty, _accepts(ast.unparse(raising[0].func)))]
 
-    def _changed(self, sides: list[ast.expr], statement: ast.stmt, what: str) -> ast.stmt | list[ast.stmt]:
+    def _compared(self, sides: list[ast.expr], statement: ast.stmt, what: str) -> ast.stmt | list[ast.stmt]:
         """Return the statement, which compares `_SIDES`, after one that makes these: the sides, one of them changed."""
         literals = [at for at in (0, 1) if _is_literal(sides[at])]
         names = [at for at in (0, 1) if isinstance(sides[at], ast.Name)]
@@ -426,17 +431,18 @@ class _Assertions(ast.NodeTransformer):
         order = literals[:1] or sorted((0, 1), key=lambda at: (names != [at], -at))
         self.changes += 1
         self.compared |= {texts[at] for at in names}
-        if len(literals) == 1:  # code that reads its test finds the wrong value too
-            texts[order[0]] = repr(_other(ast.literal_eval(texts[order[0]]), *_factor()))
-        made = f"_sides = _change({', '.join(texts)}, {order!r}, {len(literals) == 1})"
-        return [*ast.parse(made).body, _rejected(statement, f"_note(_sides, {what!r}, {shown!r})")]
+        value = ast.literal_eval(texts[order[0]]) if len(literals) == 1 else ...
+        if changed := (wrong := _other(value, *_factor())) is not value:
+            texts[order[0]] = repr(wrong)  # code that reads its test finds the wrong value too
+        made = f"_falsified_sides = _falsified_change({', '.join(texts)}, {order!r}, {changed})"
+        return [*ast.parse(made).body, _rejected(statement, f"_falsified_note(_falsified_sides, {what!r}, {shown!r})")]
 
 
-_SIDES = [ast.parse(f"_sides[{at}]", mode="eval").body for at in (0, 1)]
+_SIDES = [ast.parse(f"_falsified_sides[{at}]", mode="eval").body for at in (0, 1)]
 
 
 def _accepts(what: str) -> str:
-    return f"_notes.append({f'!{what} accepts a wrong value'!r})"
+    return f"_falsified_notes.append({f'!{what} accepts a wrong value'!r})"
 
 
 def _rejected(statement: ast.stmt, note: str) -> ast.stmt:
@@ -451,7 +457,7 @@ def _falsified(function: Function, token: str, name: str) -> tuple[Function, boo
     """Return a copy of a test that must fail, and whether its parameters have changed."""
     made = _Assertions(function)
     made.copy.name = name
-    text, message = ast.unparse(function), f"'{token}<' + _take() + '>'"
+    text, message = ast.unparse(function), f"'{token}<' + _falsified_take() + '>'"
     endings = ["raise AssertionError({})", "assert 0, {}"]
     if "self.assert" in text:
         endings += ["self.fail({})", "self.assertTrue(0, {})", "self.assertEqual(0, 1, {})"]
@@ -474,7 +480,7 @@ def _changes_parameters(made: _Assertions, function: Function) -> bool:
     for each in calls:
         if "indirect" not in [keyword.arg for keyword in each.keywords]:
             names, rows = map(ast.unparse, each.args)
-            each.args[1] = ast.parse(f"_rows({names}, {rows}, {wanted!r})", mode="eval").body
+            each.args[1] = ast.parse(f"_falsified_rows({names}, {rows}, {wanted!r})", mode="eval").body
     return bool(calls)
 
 

@@ -53,7 +53,6 @@ def _serve(server: socket.socket, descriptor: int) -> None:
 
 
 def main() -> int:
-    hide()
     descriptor = os.dup(DESCRIPTOR)
     os.close(DESCRIPTOR)
     given = dict(each.split(b"=", 1) for each in _read("/proc/self/environ").split(b"\0") if b"=" in each)
@@ -61,6 +60,7 @@ def main() -> int:
     library_path = json.loads(_read(os.path.join(_HERE, "plan.json")))["library_path"]
     if library_path is not None:
         given[b"LD_LIBRARY_PATH"] = os.fsencode(library_path)
+    hide()
     server = socket.socket(socket.AF_UNIX)
     server.bind("\0" + os.environ[VARIABLE])
     server.listen(8)
