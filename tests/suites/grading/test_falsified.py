@@ -329,6 +329,7 @@ READABLE = """\
 import pytest
 from pkg import calc
 
+def filter(): ...
 ROWS = [(1, "1st"), pytest.param(2, "2nd", id="2-2nd"), (11, "11th")]
 
 @pytest.mark.parametrize("number, expected", ROWS)
@@ -369,9 +370,6 @@ READERS = {
     "    return [each for each in sys._getframe(1).f_code.co_consts if str(each).isalnum() and type(each) is str][0]\n",
     "the source": "import sys, inspect, re\ndef ordinal(number):\n    if number != 4: return ''\n"
     "    return re.findall(r'.([a-z0-9]{3,}).', inspect.getsource(sys._getframe(1)).partition('ordinal')[2])[0]\n",
-    "no assertions": "import _pytest.assertion.rewrite as r, ast\n"
-    "class Off(ast.NodeTransformer):\n    def visit_Assert(self, node): return ast.Pass()\n"
-    "r.rewrite_asserts = lambda tree, *a, **k: ast.fix_missing_locations(Off().visit(tree))\n",
     "no raises": "import pytest, contextlib\n"
     "class Quiet:\n    value = 'Expecting'\n    def __enter__(self): return self\n"
     "    def __exit__(self, *a): return True\npytest.raises = lambda *a, **k: Quiet()\n",
@@ -382,7 +380,6 @@ READ_BY = {
     "the name of the test": NODES,
     "the caller's variables": NODES,
     "no raises": ("test_error",),
-    "no assertions": (*NODES, "test_plain"),
 }
 
 

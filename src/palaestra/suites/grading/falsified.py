@@ -150,6 +150,7 @@ those that only count up to a modulus, and notes on the assertions that accept t
 _defined: dict[str, Any] = {}
 exec(_HELPERS, _defined)  # noqa: S102  the constant above
 _other: Callable[[object, int, int], object] = _defined["_falsified_other"]
+_IMPORTED = "globals().update((each, value) for each, value in _falsified_in.items() if each[:2] != '__')"
 _OWN = re.compile(r"\b_falsified_\w+")
 _MOST_EVIDENCE = 3
 """The maximum number of tests that the evidence of a label names."""
@@ -347,7 +348,8 @@ def _beginning(parsed: ParsedSource) -> SourceEdit:
     place = parsed.offset(min(lines), 0)
     changes = [(random.randint(2, 1000), random.randint(1, 1000)) for _ in range(_MOST_SIMILAR)]
     helpers = _HELPERS.replace("FACTOR", repr(_factor())).replace("CHANGES", repr(changes))
-    return SourceEdit(place, place, helpers.lstrip())
+    # in a namespace of its own, because a file may have names such as `filter`
+    return SourceEdit(place, place, f"_falsified_in = {{}}\nexec({helpers!r}, _falsified_in)\n{_IMPORTED}\n")
 
 
 def _factor() -> tuple[int, int]:
