@@ -151,7 +151,7 @@ _defined: dict[str, Any] = {}
 exec(_HELPERS, _defined)  # noqa: S102  the constant above
 _other: Callable[[object, int, int], object] = _defined["_falsified_other"]
 _IMPORTED = "globals().update((each, value) for each, value in _falsified_in.items() if each[:2] != '__')"
-_OWN = re.compile(r"\b_falsified_\w+")
+_OWN = re.compile("_falsified_[a-z]+")
 _MOST_EVIDENCE = 3
 """The maximum number of tests that the evidence of a label names."""
 
