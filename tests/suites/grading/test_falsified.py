@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 
@@ -184,6 +185,66 @@ def test_a_right_result_equals_no_other_value(value: str) -> None:
     for compared in (f"assert same({value}) == {value}", f"wanted = {value}\n    assert same(wanted) == wanted"):
         made = falsify({"": f"def same(value): return value\ndef test_it():\n    {compared}\n"}, ["test_it"])
         assert ran_here(made.texts[""], "test_it") == f"{made.token}<>", compared
+
+
+CASE = """
+import datetime, decimal, unittest
+import pytest
+self = unittest.TestCase()
+def same(one, other):
+    assert one == other
+def filter(): ...
+day = datetime.date(2026, 1, 2)
+def raising():
+    raise ValueError("no")
+"""
+ASSERTIONS = [
+    "self.assertEqual(len('ab'), 2)",
+    "self.assertEqual(2, len('ab'), 'a message')",
+    "self.assertAlmostEqual(0.1 + 0.2, 0.3)",
+    "self.assertAlmostEqual(7, 5, delta=10_000)",
+    "self.assertEqual(day.replace(day=3), datetime.date(2026, 1, 3))",
+    "self.assertListEqual(sorted([2, 1]), [1, 2])",
+    "self.assertCountEqual({2: 1, 1: 2}, [1, 2])",
+    "self.assertDictEqual(dict(a=1), {'a': 1})",
+    "self.assertSetEqual({*'ab'}, {'a', 'b'})",
+    "self.assertIn('a', ['a'])\n    self.assertNotIn('b', 'a')\n    self.assertIsNone(None)",
+    "self.assertTrue(day)\n    self.assertFalse(not day)\n    self.assertIsNotNone(day)",
+    "self.assertLess(1, 2)\n    self.assertGreaterEqual(2, 2)\n    self.assertNotEqual(1, float('nan'))",
+    "self.assertIsInstance(day, object)\n    self.assertNotIsInstance(day, str)\n    self.assertIs(day, day)",
+    "self.assertRegex('abc', 'b')\n    self.assertNotRegex('abc', 'd')",
+    "self.assertRaises(ValueError, raising)\n    self.assertRaisesRegex(ValueError, 'no', raising)",
+    "with self.assertRaises(ValueError) as caught:\n        raising()\n    assert str(caught.exception) == 'no'",
+    "with pytest.raises(ValueError, match='n.') as caught:\n        raising()\n    assert str(caught.value) == 'no'",
+    "try:\n        raising()\n        self.fail()\n    except ValueError:\n        pass",
+    "try:\n        raising()\n        pytest.fail('x')\n    except ValueError:\n        pass",
+    "for text in 'ab':\n        with self.subTest(text=text):\n            self.assertEqual(text * 2, text + text)",
+    "same(decimal.Decimal(1), decimal.Decimal('1.0'))",
+    "assert decimal.Decimal(1) == pytest.approx(decimal.Decimal('1'))",
+    "assert 'a' in ['a'] and not [] and 1 < 2",
+    "nan = float('nan')\n    assert [nan] == [nan]",
+]
+
+
+@pytest.mark.parametrize("body", ASSERTIONS)
+def test_assertions_that_work_reject_wrong_values(body: str) -> None:
+    made = falsify({"": f"{CASE}def test_it():\n    {body}\n"}, ["test_it"])
+    assert f"{made.token}<>" in ran_here(made.texts[""], "test_it")
+    assert "falsified" not in made.texts[""]
+
+
+@pytest.mark.parametrize("body", [each for each in ASSERTIONS if "self." in each])
+def test_assertions_that_do_nothing_are_named(body: str) -> None:
+    off = "import contextlib\nclass Off:\n    failureException = AssertionError\n"
+    off += "    def __getattr__(self, name): return lambda *a, **k: contextlib.suppress(BaseException)\nself = Off()\n"
+    made = falsify({"": f"{CASE}{off}def test_it():\n    {body}\n"}, ["test_it"])
+    names: dict[str, object] = {}
+    exec(compile(made.texts[""], "falsified", "exec"), names)
+    with contextlib.suppress(AssertionError, AttributeError):  # `caught` is None
+        names["test_it"]()  # type: ignore[operator]
+        return  # it passes
+    if "caught" not in body:
+        assert "<!self." in ran_here(made.texts[""], "test_it")
 
 
 def test_a_finding_counts_only_if_the_reference_solution_does_not_have_it() -> None:

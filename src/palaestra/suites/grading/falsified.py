@@ -52,7 +52,7 @@ _SIMILAR = "any similar value"
 """The end of the note about a result that equals a right value and `_MOST_SIMILAR` random values of its type."""
 _MOST_SIMILAR = 16
 _EQUALITY = re.compile(
-    r"assert(?:Almost|List|Dict|Tuple|Set|Count|MultiLine|Sequence|Items|HTML|JSON|XML)?Equals?"
+    r"assert(?:Almost|List|Dict|Tuple|Set|MultiLine|Sequence|HTML|JSON|XML)?Equals?"
     r"|assert_(?:(?:array_|frame_|series_|index_)?(?:almost_)?equal|allclose)"
 )
 """Assertion methods that compare their first two arguments."""
@@ -68,6 +68,7 @@ _REJECTED = {
         "1, 0": "Less LessEqual",
         "1, 1": "IsNot NotEqual NotAlmostEqual",
         "1, [0]": "In",
+        "[1], [0]": "CountEqual ItemsEqual",
         "1, [1]": "NotIn",
         "1, str": "IsInstance",
         "1, int": "NotIsInstance",
