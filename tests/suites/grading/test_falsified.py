@@ -72,6 +72,12 @@ def test_a_falsified_file_keeps_its_names_and_its_other_code() -> None:
     assert made.functions == {(PATH, "test_plain"): True, (PATH, "test_inside"): False, (PATH, "test_case"): False}
 
 
+def test_a_test_with_a_generator_inside_is_falsified() -> None:
+    inner = "def test_it():\n    def rows():\n        yield 1\n    assert [*rows()] == [1]\n"
+    assert falsify({"": inner}, ["test_it"]).covers("test_it")
+    assert not falsify({"": "def test_it():\n    yield 1\n"}, ["test_it"]).covers("test_it")
+
+
 def test_alone_leaves_out_other_tests_and_files() -> None:
     made = falsify({PATH: TESTS, "tests/test_other.py": "def test_other(): pass\n"}, EARNING[2:3], alone=True)
     assert list(made.texts) == [PATH]

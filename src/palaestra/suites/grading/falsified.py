@@ -510,7 +510,9 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _is_generator(function: Function) -> bool:
-    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))
+    inner = [each for each in ast.walk(function) if isinstance(each, Function | ast.Lambda) and each is not function]
+    own = {*ast.walk(function)}.difference(*map(ast.walk, inner))
+    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in own)
 
 
 def _is_fixture(function: Function) -> bool:
