@@ -63,7 +63,9 @@ _COLLECTED = re.compile(r"test_.*\.py|.*_test\.py")
 _SKIPS = re.compile(r"skip|xfail", re.IGNORECASE)
 _MOST_COMPARED = 100
 _TOUCHES = re.compile(
-    rf"\b(?:chmod|chown|chgrp|touch|ln|setfacl)\b|\b(?:cp|mv|rsync|install|tar|unzip)\b[^\n]*\s{TESTS_DIR}/?\s*$", re.M
+    r"\b(?:chmod|chown|chgrp|touch|ln|setfacl|dos2unix|patch|sed\s+-i|perl\s+-\w*i)\b"
+    rf"|\b(?:cp|mv|rsync|install|tar|unzip)\b[^\n]*\s{TESTS_DIR}/?\s*$",
+    re.M,
 )
 """Commands that may change files of the verifier without naming them."""
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
