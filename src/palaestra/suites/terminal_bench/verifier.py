@@ -168,9 +168,9 @@ async def verify(
     reward = single(rewards)
     if reward > 0 and run is not None and not has_started(records):
         problem = f"the verifier of {task.name} gives {reward:g} but did not start its tests:\n{output[-1500:]}"
-        raise (_PaysWithoutTests if await _ended_itself(slot, task, script, session.exit_code) else GraderError)(
-            problem
-        )
+        ended = await _ended_itself(slot, task, script, session.exit_code)
+        kept = await _replaced(slot, script, session.placed) is None
+        raise (_PaysWithoutTests if ended and kept else GraderError)(problem)
     if reward < 1:
         _check_judge(task, script, output)
     if reward < 1 and needs_network(script.text, output):
