@@ -407,8 +407,8 @@ class _Assertions(ast.NodeTransformer):
         order = literals[:1] or sorted((0, 1), key=lambda at: (names != [at], -at))
         self.changes += 1
         self.compared |= {texts[at] for at in names}
-        value = ast.literal_eval(texts[order[0]]) if len(literals) == 1 else ...
-        if changed := (wrong := _other(value, *_factor())) is not value:
+        right: object = ast.literal_eval(texts[order[0]]) if len(literals) == 1 else ...
+        if changed := (wrong := _other(right, *_factor())) is not right:
             texts[order[0]] = repr(wrong)  # code that reads its test finds the wrong value too
         made = f"_falsified_sides = _falsified_change({', '.join(texts)}, {order!r}, {changed})"
         return [*ast.parse(made).body, _rejected(statement, f"_falsified_note(_falsified_sides, {what!r}, {shown!r})")]
