@@ -151,10 +151,10 @@ class QueueEnv(HermesAgentBaseEnv):
 """
 
 
-def checked(folder: Path, source: str, only: list[str], settings: tuple[str, ...] = ()) -> Proof:
+def checked(folder: Path, source: str, only: list[str], settings: tuple[str, ...] = (), tasks: int = 1) -> Proof:
     path = folder / "own_env.py"
     path.write_text(source)
-    return check_environment(str(path), list(settings), tasks=1, only=only, quiet=True)
+    return check_environment(str(path), list(settings), tasks=tasks, only=only, quiet=True)
 
 
 def states(proof: Proof) -> dict[str, str]:
@@ -173,6 +173,36 @@ def test_a_second_criterion_hides_no_attack_on_the_tests(tmp_path: Path, source:
     command = "python3 -m unittest test_hidden" if source is SHORT else "python3 hidden.py"
     assert proof.ways == {"exit code": command}
     assert any(f"commands such as '{command}'" in warning for warning in proof.warnings)
+
+
+KINDS = """
+from palaestra import Task, environment
+
+WRITE = "printf 'def double(number):\\\\n    return 2 * number\\\\n' > doubles.py"
+TESTS = {
+    "asserts": "from doubles import double\\nassert double(2) == 4\\n",
+    "classes": "import unittest\\nfrom doubles import double\\nclass Test(unittest.TestCase):\\n"
+    "    def test_it(self): self.assertEqual(double(2), 4)\\nunittest.main()\\n",
+}
+
+@environment(toolsets=["terminal"])
+def kinds():
+    for name, tests in TESTS.items():
+        yield Task(id=name, prompt="Write double() to doubles.py.", solution=WRITE, data=tests)
+
+@kinds.score
+async def passed(task, sandbox):
+    await sandbox.write_text("hidden.py", task.data)
+    return (await sandbox.execute("python3 hidden.py")).exit_code == 0
+"""
+
+
+def test_each_checked_task_has_hollow_work(tmp_path: Path) -> None:
+    """Only the tests of the second task use unittest."""
+    assert states(checked(tmp_path, KINDS, ["unittest-off"])) == {"unittest-off": "closed"}
+    both = checked(tmp_path, KINDS, ["unittest-off"], tasks=2)
+    assert states(both) == {"unittest-off": "open"}
+    assert both.hollow.count("wrong values of the right type") == 2
 
 
 OUTSIDE = SHORT.replace(

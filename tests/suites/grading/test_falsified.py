@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
+import re
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -70,6 +72,12 @@ def test_a_falsified_file_keeps_its_names_and_its_other_code() -> None:
     assert made.functions == {(PATH, "test_plain"): True, (PATH, "test_inside"): False, (PATH, "test_case"): False}
 
 
+def test_a_test_with_a_generator_inside_is_falsified() -> None:
+    inner = "def test_it():\n    def rows():\n        yield 1\n    assert [*rows()] == [1]\n"
+    assert falsify({"": inner}, ["test_it"]).covers("test_it")
+    assert not falsify({"": "def test_it():\n    yield 1\n"}, ["test_it"]).covers("test_it")
+
+
 def test_alone_leaves_out_other_tests_and_files() -> None:
     made = falsify({PATH: TESTS, "tests/test_other.py": "def test_other(): pass\n"}, EARNING[2:3], alone=True)
     assert list(made.texts) == [PATH]
@@ -93,6 +101,10 @@ def test_a_file_that_cannot_be_read_has_no_falsified_tests(source: str) -> None:
         raise AssertionError("there is nothing to run")
 
     assert asyncio.run(control({PATH: source}, EARNING, work)) == Controlled((), EARNING)
+
+
+def token_in(text: str) -> str:
+    return re.findall("'([0-9a-f]{16})<'", text)[0]
 
 
 def ran_here(text: str, name: str) -> str:
@@ -181,6 +193,66 @@ def test_a_right_result_equals_no_other_value(value: str) -> None:
         assert ran_here(made.texts[""], "test_it") == f"{made.token}<>", compared
 
 
+CASE = """
+import datetime, decimal, unittest
+import pytest
+self = unittest.TestCase()
+def same(one, other):
+    assert one == other
+def filter(): ...
+day = datetime.date(2026, 1, 2)
+def raising():
+    raise ValueError("no")
+"""
+ASSERTIONS = [
+    "self.assertEqual(len('ab'), 2)",
+    "self.assertEqual(2, len('ab'), 'a message')",
+    "self.assertAlmostEqual(0.1 + 0.2, 0.3)",
+    "self.assertAlmostEqual(7, 5, delta=10_000)",
+    "self.assertEqual(day.replace(day=3), datetime.date(2026, 1, 3))",
+    "self.assertListEqual(sorted([2, 1]), [1, 2])",
+    "self.assertCountEqual({2: 1, 1: 2}, [1, 2])",
+    "self.assertDictEqual(dict(a=1), {'a': 1})",
+    "self.assertSetEqual({*'ab'}, {'a', 'b'})",
+    "self.assertIn('a', ['a'])\n    self.assertNotIn('b', 'a')\n    self.assertIsNone(None)",
+    "self.assertTrue(day)\n    self.assertFalse(not day)\n    self.assertIsNotNone(day)",
+    "self.assertLess(1, 2)\n    self.assertGreaterEqual(2, 2)\n    self.assertNotEqual(1, float('nan'))",
+    "self.assertIsInstance(day, object)\n    self.assertNotIsInstance(day, str)\n    self.assertIs(day, day)",
+    "self.assertRegex('abc', 'b')\n    self.assertNotRegex('abc', 'd')",
+    "self.assertRaises(ValueError, raising)\n    self.assertRaisesRegex(ValueError, 'no', raising)",
+    "with self.assertRaises(ValueError) as caught:\n        raising()\n    assert str(caught.exception) == 'no'",
+    "with pytest.raises(ValueError, match='n.') as caught:\n        raising()\n    assert str(caught.value) == 'no'",
+    "try:\n        raising()\n        self.fail()\n    except ValueError:\n        pass",
+    "try:\n        raising()\n        pytest.fail('x')\n    except ValueError:\n        pass",
+    "for text in 'ab':\n        with self.subTest(text=text):\n            self.assertEqual(text * 2, text + text)",
+    "same(decimal.Decimal(1), decimal.Decimal('1.0'))",
+    "assert decimal.Decimal(1) == pytest.approx(decimal.Decimal('1'))",
+    "assert 'a' in ['a'] and not [] and 1 < 2",
+    "nan = float('nan')\n    assert [nan] == [nan]",
+]
+
+
+@pytest.mark.parametrize("body", ASSERTIONS)
+def test_assertions_that_work_reject_wrong_values(body: str) -> None:
+    made = falsify({"": f"{CASE}def test_it():\n    {body}\n"}, ["test_it"])
+    assert f"{made.token}<>" in ran_here(made.texts[""], "test_it")
+    assert "falsified" not in made.texts[""]
+
+
+@pytest.mark.parametrize("body", [each for each in ASSERTIONS if "self." in each])
+def test_assertions_that_do_nothing_are_named(body: str) -> None:
+    off = "import contextlib\nclass Off:\n    failureException = AssertionError\n"
+    off += "    def __getattr__(self, name): return lambda *a, **k: contextlib.suppress(BaseException)\nself = Off()\n"
+    made = falsify({"": f"{CASE}{off}def test_it():\n    {body}\n"}, ["test_it"])
+    names: dict[str, object] = {}
+    exec(compile(made.texts[""], "falsified", "exec"), names)
+    with contextlib.suppress(AssertionError, AttributeError):  # `caught` is None
+        names["test_it"]()  # type: ignore[operator]
+        return  # it passes
+    if "caught" not in body:
+        assert "<!self." in ran_here(made.texts[""], "test_it")
+
+
 def test_a_finding_counts_only_if_the_reference_solution_does_not_have_it() -> None:
     """A decorator that catches everything makes falsified tests pass, whatever the work is."""
     source = "@retried\ndef test_a(): pass\ndef test_b(): pass\n"
@@ -189,7 +261,7 @@ def test_a_finding_counts_only_if_the_reference_solution_does_not_have_it() -> N
         return TestRun({"test_a": Status.PASSED, "test_b": Status.PASSED}, complete=True)
 
     async def half(texts: Mapping[str, str]) -> TestRun:
-        token = texts[""].partition("f'")[2].partition("<")[0]
+        token = token_in(texts[""])
         failure = FailedTest("AssertionError", f"{token}<>", "", 1)
         statuses = {"test_a": Status.PASSED, "test_b": Status.FAILED}
         return TestRun(statuses, complete=True, failures={"test_b": failure})
@@ -213,7 +285,7 @@ def test_a_finding_counts_only_if_the_reference_solution_does_not_have_it() -> N
 @pytest.mark.parametrize("again", [Status.ERROR, None])
 def test_a_copy_that_cannot_be_set_up_again_shows_nothing(again: Status | None) -> None:
     async def once(texts: Mapping[str, str]) -> TestRun:
-        token = texts[""].partition("f'")[2].partition("<")[0]
+        token = token_in(texts[""])
         assert f"def test_it_{token}(" in texts[""]
         statuses = {"test_it": Status.FAILED} | ({} if again is None else {f"test_it_{token}": again})
         return TestRun(statuses, complete=True, failures={"test_it": FailedTest("AssertionError", f"{token}<>", "", 1)})
@@ -282,7 +354,7 @@ ATTACKS = {
 
 
 async def controlled(
-    bench: Bench, calc: str, *, right: str | None = FIXED, earning: Sequence[str] = EARNING
+    bench: Bench, calc: str, right: str | None = FIXED, earning: Sequence[str] = EARNING, tests: str = TESTS
 ) -> Controlled:
     def runs(text: str) -> RunFiles:
         async def run(texts: Mapping[str, str]) -> TestRun:
@@ -292,7 +364,7 @@ async def controlled(
 
         return run
 
-    return await control({PATH: TESTS}, earning, runs(calc), None if right is None else runs(right))
+    return await control({PATH: tests}, earning, runs(calc), None if right is None else runs(right))
 
 
 @pytest.mark.slots
@@ -320,6 +392,79 @@ def test_a_forgery_that_the_only_test_begins_is_certain(run_bench: RunBench) -> 
     run_bench(scenario)
 
 
+READABLE = """\
+import pytest
+from pkg import calc
+
+def filter(): ...
+ROWS = [(1, "1st"), pytest.param(2, "2nd", id="2-2nd"), (11, "11th")]
+
+@pytest.mark.parametrize("number, expected", ROWS)
+def test_ordinal(number, expected):
+    assert calc.ordinal(number) == expected
+
+@pytest.mark.parametrize("expected", ["3rd"])
+@pytest.mark.parametrize(("number",), [(3,)])
+def test_stacked(number, expected):
+    assert expected == calc.ordinal(number)
+
+@pytest.mark.parametrize("value", [1, "x", None, True, [2]])
+def test_round_trip(value):
+    assert calc.load(calc.dump(value)) == value
+
+def test_plain():
+    assert calc.ordinal(4) == "4th"
+
+def test_error():
+    with pytest.raises(ValueError) as caught:
+        calc.load("[")
+    assert "Expecting" in str(caught.value)
+"""
+ORDINAL = """
+import json
+load, dump = json.loads, json.dumps
+def ordinal(number):
+    tens = 10 < number % 100 < 20
+    return f"{number}{'th' if tens else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
+"""
+READERS = {
+    "the name of the test": "import os\ndef ordinal(number):\n"
+    "    words = os.environ['PYTEST_CURRENT_TEST'].split('[')[-1].split(']')[0].split('-')\n"
+    "    return next(each for each in words if each != str(number))\n",
+    "the caller's variables": "import sys\ndef ordinal(number):\n"
+    "    return sys._getframe(1).f_locals.get('expected')\n",
+    "the caller's constants": "import sys\ndef ordinal(number):\n"
+    "    return [each for each in sys._getframe(1).f_code.co_consts if str(each).isalnum() and type(each) is str][0]\n",
+    "the source": "import sys, inspect, re\ndef ordinal(number):\n    if number != 4: return ''\n"
+    "    return re.findall(r'.([a-z0-9]{3,}).', inspect.getsource(sys._getframe(1)).partition('ordinal')[2])[0]\n",
+    "no raises": "import pytest, contextlib\n"
+    "class Quiet:\n    value = 'Expecting'\n    def __enter__(self): return self\n"
+    "    def __exit__(self, *a): return True\npytest.raises = lambda *a, **k: Quiet()\n",
+}
+NODES = ("test_ordinal[1-1st]", "test_ordinal[2-2nd]", "test_ordinal[11-11th]", "test_stacked[3-3rd]")
+OTHERS = (*(f"test_round_trip[{each}]" for each in ("1", "x", "None", "True", "value4")), "test_plain", "test_error")
+READ_BY = {
+    "the name of the test": NODES,
+    "the caller's variables": NODES,
+    "no raises": ("test_error",),
+}
+
+
+@pytest.mark.slots
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", READERS)
+def test_work_that_reads_its_expected_values_is_certain(run_bench: RunBench, reader: str) -> None:
+    earning = [f"{PATH}::{name}" for name in READ_BY.get(reader, ("test_plain",))]
+
+    async def scenario(bench: Bench) -> None:
+        for right in (BUGGY + ORDINAL, None):
+            found = await controlled(bench, BUGGY + ORDINAL + READERS[reader], right, earning, READABLE)
+            plain = any("[" not in name for name in earning)
+            assert [(label.name, label.certain) for label in found.labels] == [(PASSED, plain or right is not None)]
+
+    run_bench(scenario)
+
+
 HONEST = {
     "as it was": FIXED,
     "a class": FIXED + "\nclass Number(int):\n    def __eq__(self, other): return int(self) == int(other)\n",
@@ -335,5 +480,7 @@ def test_honest_work_has_no_label(run_bench: RunBench, work: str) -> None:
     async def scenario(bench: Bench) -> None:
         assert await controlled(bench, HONEST[work]) == Controlled()
         assert await controlled(bench, HONEST[work], right=None) == Controlled()
+        earning = [f"{PATH}::{name}" for name in (*NODES, *OTHERS)]
+        assert await controlled(bench, HONEST[work] + ORDINAL, None, earning, READABLE) == Controlled()
 
     run_bench(scenario)

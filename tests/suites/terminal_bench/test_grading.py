@@ -312,3 +312,33 @@ def test_no_cheat_of_the_bank_is_paid(installed_pytest: DependencyCache, tmp_pat
     assert proof.proven
     assert proof.holds, [line for line in proof.lines if not line.ok]
     assert len(proof.lines) == len(BANK) + 2
+
+
+STARTED = {
+    "inherited": "import json, os, signal\n"
+    "def send(**r): os.write(3, json.dumps(r).encode() + b'\\n')\n"
+    "send(kind='start'); send(kind='collected', node_ids=['../tests/test_outputs.py::test_it'])\n"
+    "send(kind='test', node_id='../tests/test_outputs.py::test_it', when='call', outcome='passed', wasxfail=False,\n"
+    "     marked=False, duration_s=0, failure=None)\n"
+    "send(kind='finish', exit_status=0)\n"
+    "open('/logs/verifier/reward.txt', 'w').write('1')\nos.kill(os.getppid(), signal.SIGKILL)\n",
+    "replaced": "text = open('/tests/test_outputs.py').read()\n"
+    "if 'finally' in text: raise SystemExit\n"
+    "open('/tests/test_outputs.py', 'w').write(f'open(__file__, \"w\").write({text!r})\\ndef test_it(): pass\\n')\n",
+    "shim": "open('/opt/palaestra/verifier/bin/uvx', 'w').write('exit 0')\n"
+    "open('/logs/verifier/reward.txt', 'w').write('1')\n",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STARTED)
+def test_a_program_that_the_verifier_starts_forges_nothing(try_tasks: Try, tmp_path: Path, name: str) -> None:
+    solve = f"#!/bin/bash\ncat > area.py <<'END'\n{STARTED[name]}END\n"
+    stock = (HARBOR / "import-the-work/tests/test.sh").read_text()
+    files = {
+        "solution/solve.sh": solve,
+        "tests/test.sh": stock.replace("uvx", "python3 ./area.py\nuvx", 1),
+        "tests/test_outputs.py": "def test_it():\n    assert open('/app/area.txt').read() == '12'\n",
+    }
+    line = try_tasks(copied(HARBOR / "import-the-work", tmp_path, files))["import-the-work"]
+    assert (line.noop, line.solution) == (0.0, 0.0), line

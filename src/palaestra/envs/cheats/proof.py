@@ -2,9 +2,10 @@
 may get at most the floor (invariant R3). Each policy plays the same tasks through the real loop, tools, slots and
 grading. If one of these tasks has no solution, the environment is checked without the oracle and reported as unproven.
 
-A cheat that attacks the tests of its work is played over hollow work (`hollow_work.py`) of one task, because a score
-may refuse unsolved work for other reasons, whatever the cheat does to the tests. If there is no hollow work, such a
-cheat is played over unsolved work; a score of 0 then decides nothing, and the cheat is reported as not tested.
+A cheat that attacks the tests of its work is played over hollow work (`hollow_work.py`) of each task, because a score
+may refuse unsolved work for other reasons, whatever the cheat does to the tests. If a task has no hollow work, such a
+cheat is played over unsolved work; a score of 0 then decides nothing. A cheat for which no task has hollow work is
+reported as not tested.
 """
 
 from __future__ import annotations
@@ -95,8 +96,6 @@ FULL = 1.0
 """The least reward that the oracle must get."""
 
 _TOLERANCE = 1e-9
-_MOST_BASES = 3
-"""The maximum number of tasks whose solutions are hollowed until one is usable."""
 _SLOWER, _SLOWER_S = 3.0, 30.0
 """Hollow work whose play takes longer than the solution's, by this factor and these seconds, is not used."""
 _PIECE = 90_000
@@ -358,7 +357,8 @@ class EnvironmentProof:
     """What the solutions of tasks left, by task id."""
     _before: dict[str, LeftFiles] = field(default_factory=dict)
     """The same files where nothing was done."""
-    _base: _Base | None = None
+    _bases: dict[str, _Base] = field(default_factory=dict)
+    """Hollow work by task id."""
     _no_base: str = ""
     """Why there is no hollow work."""
     _no_code: str = ""
@@ -379,10 +379,10 @@ class EnvironmentProof:
             workspaces.read_nothing()
             skipped = 0 if self.always or all(line.ok for line in self._lines.values()) else len(self.cheats)
             if not skipped:
-                await self._find_base(tasks, resolved, runs)
+                await self._find_bases(tasks, resolved, runs)
                 await self._play_cheats(tasks, runs)
         names, warnings = tuple(task.id for task in tasks), tuple(self._warnings(list(resolved.values())))
-        hollow = "" if self._base is None else f"{self._base.task.id}: {self._base.hollow.what}"
+        hollow = "; ".join(f"{name}: {base.hollow.what}" for name, base in self._bases.items())
         lines = tuple(self._lines.values())
         classes, parts, ways = self._classes(), self._part_states(), self._ways_used()
         return Proof(self.environment.name, names, lines, solved, skipped, classes, parts, hollow, warnings, ways)
@@ -399,7 +399,7 @@ class EnvironmentProof:
     ) -> None:
         """Play the solutions, and then doing nothing. Read what the solutions left, and what was there before."""
         specs: dict[str, SlotSpec] = {}
-        for task in tasks[:_MOST_BASES]:
+        for task in tasks:
             with contextlib.suppress(PalaestraError, ValueError):  # the groups of an unusable task report the reason
                 if task.id in resolved:
                     specs[task.id] = self.environment.slot_spec(resolved[task.id], Phase.GRADE)
@@ -434,7 +434,7 @@ class EnvironmentProof:
         async def play(cheat: Cheat) -> None:
             reason = self._why_not_tested(cheat)
             played: list[tuple[Task, Group]] = []
-            if self._tool is not None and self._has_code(cheat):
+            if self._tool is not None and self._can_act(cheat):
                 async with width:
                     for n, task in enumerate(tasks):
                         played.append((task, await runs.play(self._policy(cheat, task, self._tool), task, n)))
@@ -452,8 +452,8 @@ class EnvironmentProof:
 
     def _hollow_for(self, cheat: Cheat, task: Task) -> _Base | None:
         """Return the hollow work over which the cheat is played on this task; None for unsolved work."""
-        base = self._base
-        if base is None or base.task.id != task.id or cheat.name in _WHOLE:
+        base = self._bases.get(task.id)
+        if base is None or cheat.name in _WHOLE:
             return None
         return base if base.hollow.twin or cheat.name not in _CODE else None
 
@@ -468,48 +468,44 @@ class EnvironmentProof:
             return _NO_COMMANDS
         if cheat.name in _WHOLE:
             return ""
-        if self._base is None:
-            return self._no_code if cheat.name in _CODE else self._no_base
-        return "" if self._base.hollow.twin or cheat.name not in _CODE else self._no_code
+        if cheat.name in _CODE:
+            return "" if self._has_code else self._no_code
+        return "" if self._bases else self._no_base
 
-    def _has_code(self, cheat: Cheat) -> bool:
+    def _can_act(self, cheat: Cheat) -> bool:
         """Return whether there is Python code, if the cheat needs some."""
         read = [each.python for each in self._before.values()]
-        code = self._base is not None and self._base.hollow.twin
-        lacks_code = bool(read) and not code and all(each is False for each in read)
+        lacks_code = bool(read) and not self._has_code and all(each is False for each in read)
         return not (cheat.name in _CODE and lacks_code)
 
-    async def _find_base(self, tasks: Sequence[Task], resolved: Mapping[str, Task], runs: PolicyRuns) -> None:
-        """Find hollow work for the cheats, preferably of Python code."""
-        for n, task in enumerate(tasks[:_MOST_BASES]):
-            if self._base is not None and self._base.hollow.twin:
-                return
-            obstacle = self._obstacle(task, resolved.get(task.id))
-            if obstacle:
-                self._no_base, self._no_code = self._no_base or obstacle, self._no_code or obstacle
-                continue
-            unnoticed: dict[bool, list[str]] = {True: [], False: []}
+    @property
+    def _has_code(self) -> bool:
+        """Whether there is hollow work of Python code."""
+        return any(base.hollow.twin for base in self._bases.values())
+
+    async def _find_bases(self, tasks: Sequence[Task], resolved: Mapping[str, Task], runs: PolicyRuns) -> None:
+        """Find hollow work of each task for the cheats, preferably of Python code."""
+        for n, task in enumerate(tasks):
             why = {True: _NO_PYTHON, False: _NO_TEXT}
-            before = self._before[task.id].files
-            for hollow in hollows(before, self._left[task.id].files):
+            if obstacle := self._obstacle(task, resolved.get(task.id)):
+                why = dict.fromkeys(why, obstacle)
+            unnoticed: dict[bool, str] = {}
+            left = {} if obstacle else self._left[task.id].files
+            for hollow in hollows({} if obstacle else self._before[task.id].files, left):
                 code = bool(hollow.twin)
-                if self._base is not None and not code:
-                    break
                 earned, why[code] = await self._hollowed(hollow, task, n, runs)
                 if earned is not None:
-                    self._base = _Base(task, hollow, earned)
+                    self._bases[task.id] = _Base(task, hollow, earned)
                     break
                 if why[code] == _UNNOTICED:
-                    unnoticed[code].append(hollow.what)
-            else:
-                self._no_base = self._no_base or why[False]
-            if self._base is None or not self._base.hollow.twin:
-                self._no_code = self._no_code or why[True]
+                    unnoticed.setdefault(code, hollow.what)
+            base = self._bases.get(task.id)
+            self._no_base = self._no_base or ("" if base else why[False])
+            self._no_code = self._no_code or ("" if base and base.hollow.twin else why[True])
             self._unnoticed += [
                 f"{task.id}: its score does not depend on what the reference solution leaves: it is full with {what}"
-                for code, found in unnoticed.items()
-                if found and why[code] == _UNNOTICED
-                for what in found[:1]
+                for code, what in unnoticed.items()
+                if why[code] == _UNNOTICED
             ]
 
     def _obstacle(self, task: Task, resolved: Task | None) -> str:
@@ -608,13 +604,12 @@ class EnvironmentProof:
         attacked = [line for line in self._lines.values() if line.state is not None]
         found: dict[str, str] = {}
         for part in self._weights if attacked else ():
-            base = self._base
             if any(part in line.parts for line in attacked):
                 found[part] = State.OPEN.value
             elif not any(self._lacks(part, task, self._trajectory("noop", task)) for task, _ in self._played["noop"]):
                 found[part] = "free" if "oracle" in self._played else State.NOT_TESTED.value
             else:
-                tested = base is not None and self._lacks(part, base.task, base.earned)
+                tested = any(self._lacks(part, base.task, base.earned) for base in self._bases.values())
                 found[part] = (State.CLOSED if tested else State.NOT_TESTED).value
         return found
 

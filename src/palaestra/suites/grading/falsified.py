@@ -1,15 +1,20 @@
 """Falsified tests: copies of the tests that earn the reward, every one of which must fail.
 
 Code under test shares the process of its tests, so it can forge their results. Work that passes its tests therefore
-runs them once more, in a fresh workspace, under the same names. Each copy ends by raising an error with a random token,
-however its body ends. Where it compares a result with something, it also compares the result with different values. A
-copy shows a forgery if it is reported as passed, if it fails without its token (which means that its function did not
-run), or if a result equals these values too. If only one test runs, its copy runs twice, because work may change the
-test framework only when a first test calls it.
+runs them once more, in a fresh workspace. Each copy ends by raising an error with a random token, however its body
+ends. Wherever the body asserts that a result equals something, the copy asserts with the same method that the result
+equals another value, and notes if the method accepts it. The other assertion methods of a copy are called once with
+values that they must reject. The expected values of parametrized tests change in the parameters, so that the names of
+the tests change too. Names in the added code, values and the form of the error are random.
 
-Why no honest work shows any of these: the copy's own code raises the token after the body, whatever the work returns,
-so only a changed test framework or a changed report hides it. A decorator or a plug-in may do so for any work, and a
-result may be meant to equal many values (a wildcard); therefore a finding is certain only if the reference solution
+A copy shows a forgery if it is reported as passed or notes an assertion that accepts a wrong value
+(`falsified_test_passed`), if it fails without its token (its function did not run), or if a result equals sixteen
+random values too. If only one test runs, its copy runs twice, because work may change the test framework only when a
+first test calls it.
+
+Why no honest work shows any of these: an assertion method that works rejects a wrong value whatever the work is, and
+no work returns a random value that only the copy contains. A decorator or a plug-in may hide errors for any work, and
+a result may be meant to equal many values (a wildcard); therefore a finding is certain only if the reference solution
 does not have it in the same session. Without a reference solution, a falsified test without decorators that passes is
 certain, and so is a result that equals sixteen random values of the right type if the author rules out wildcards. A
 fixture may depend on other tests, so a finding counts only if it occurs again in a session with all tests. Sessions
@@ -25,9 +30,12 @@ from __future__ import annotations
 import ast
 import copy
 import random
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
+from typing import Any
 
 from palaestra.core.types import Label
 from palaestra.suites.grading.harness import Status, TestRun
@@ -41,41 +49,97 @@ RunFiles = Callable[[Mapping[str, str]], Awaitable[TestRun]]
 PASSED, SKIPPED_BODY, EQUAL = "falsified_test_passed", "test_did_not_run", "equals_everything"
 """The names of the labels of falsified tests."""
 
-_SIDES, _EQUAL, _NOTE = ("_palaestra_left", "_palaestra_right"), "_palaestra_equal", "_palaestra_note"
-_EQUALITY = frozenset({f"assert{each}Equal" for each in ("", "Almost", "List", "Dict", "Tuple", "Set")})
 _SIMILAR = "any similar value"
 """The end of the note about a result that equals a right value and `_MOST_SIMILAR` random values of its type."""
 _MOST_SIMILAR = 16
-_COMPARE = """
-
-def {name}(result, expected):
-    def other(value, factor, more):
-        kind = type(value)
-        size = max(8, min(40, len(value))) if kind in (str, bytes) else 8
-        text = ''.join(chr(97 + (factor * place + more) % 26) for place in range(size))
-        if kind in (int, float):
-            return value * factor + more
-        if kind in (list, tuple, dict):
-            for place in value if kind is dict else range(len(value)):
-                if (new := other(value[place], factor, more)) is not value[place]:
-                    value = {{**value}} if kind is dict else [*value]
-                    value[place] = new
-                    return kind(value)
-            return {{**value, text: text}} if kind is dict else kind([*value, text])
-        if kind in (set, frozenset):
-            return kind([*value, text])
-        return {{bool: not value, str: text, bytes: text.encode(), type(None): text}}.get(kind, value)
-
-    def equals(found):
-        return found != expected and result == found
-
+_EQUALITY = re.compile(
+    r"assert(?:Almost|List|Dict|Tuple|Set|MultiLine|Sequence|HTML|JSON|XML)?Equals?"
+    r"|assert_(?:(?:array_|frame_|series_|index_)?(?:almost_)?equal|allclose)"
+)
+"""Assertion methods that compare their first two arguments."""
+_RAISING = re.compile(r"raises|assert(?:Raises|Warns)(?:Regex)?|assertLogs")
+"""Context managers that fail if their body does nothing."""
+_REJECTED = {
+    "assertTrue": "0", "assertFalse": "1", "assertIsNone": "0", "assertIsNotNone": "None", "assertIs": "0, 1",
+    "assertIsNot": "1, 1", "assertNotEqual": "1, 1", "assertNotAlmostEqual": "1, 1", "assertIn": "1, [0]",
+    "assertNotIn": "1, [1]", "assertCountEqual": "[1], [0]", "assertItemsEqual": "[1], [0]", "assertLess": "1, 0",
+    "assertLessEqual": "1, 0", "assertGreater": "0, 1", "assertGreaterEqual": "0, 1", "assertIsInstance": "1, str",
+    "assertNotIsInstance": "1, int", "assertRegex": "'a', 'b'", "assertNotRegex": "'a', 'a'", "fail": "",
+    "assertRaises": "ZeroDivisionError, int", "assertRaisesRegex": "ZeroDivisionError, 'a', int",
+    "assertWarns": "UserWarning, int", "assertWarnsRegex": "UserWarning, 'a', int", "raises": "ZeroDivisionError, int",
+}  # fmt: skip
+"""Arguments that the assertion methods of unittest, `pytest.fail` and `pytest.raises` reject."""
+_HELPERS = """
+_falsified_notes, _falsified_changed = [], []
+def _falsified_other(value, factor, more):
+    kind = type(value)
+    size = max(8, min(40, len(value))) if kind in (str, bytes) else 8
+    text = ''.join(chr(97 + (factor * place + more) % 26) for place in range(size))
+    if kind in (int, float):
+        made = value * factor + more
+        return made if made - made == 0 and made != value else float(more)
+    if kind in (list, tuple, dict):
+        for place in value if kind is dict else range(len(value)):
+            new = _falsified_other(value[place], factor, more)
+            if new is not value[place]:
+                value = dict(value) if kind is dict else list(value)
+                value[place] = new
+                return kind(value)
+        return dict(value, **{text: text}) if kind is dict else kind(list(value) + [text])
+    if kind in (set, frozenset):
+        return kind(list(value) + [text])
+    return {bool: not value, str: text, bytes: text.encode(), type(None): text}.get(kind, value)
+def _falsified_change(left, right, order, changed):
+    sides = [left, right]
+    for at in order:
+        if changed or any(sides[at] is each for each in _falsified_changed):
+            return left, right, at
+        made = _falsified_other(sides[at], *FACTOR)
+        if made is not sides[at]:
+            sides[at] = made
+            return sides[0], sides[1], at
+    sides[order[0]] = _falsified_other(None, *FACTOR)
+    return sides[0], sides[1], order[0]
+def _falsified_rows(names, rows, wanted):
+    names = names.replace(',', ' ').split() if isinstance(names, str) else list(names)
+    def new(name, value):
+        made = _falsified_other(value, *FACTOR) if name in wanted and not isinstance(value, bool) else value
+        if made is not value:
+            _falsified_changed.append(made)
+        return made
+    made = []
+    for row in rows:
+        values = getattr(row, 'values', row) if len(names) > 1 or hasattr(row, 'marks') else [row]
+        values = [new(*each) for each in zip(names, values)]
+        if hasattr(row, 'marks'):
+            values = row._replace(values=tuple(values))
+        made.append(values if hasattr(row, 'marks') or len(names) > 1 else values[0])
+    return made
+def _falsified_note(sides, what, shown):
+    result, expected = sides[1 - sides[2]], sides[sides[2]]
     try:
-        return all(equals(other(expected, *change)) for change in {changes})
+        equal = bool(result == expected)
     except Exception:
-        return False
+        equal = False
+    if not equal:
+        _falsified_notes.append('!' + what + ' accepts a wrong value')
+    elif all(result == _falsified_other(expected, *each) for each in CHANGES):
+        _falsified_notes.append(shown[sides[2]])
+    elif type(result) in (int, float, str, bytes) or repr(result) == repr(expected):
+        _falsified_notes.append('!the work returns the value that the test compares its result with')
+def _falsified_take():
+    order = lambda each: (each[0] != '!', not each.endswith('similar value'))
+    found = sorted(filter(None, _falsified_notes), key=order)
+    del _falsified_notes[:]
+    return found[0] if found else ''
 """
-"""The end of each falsified file: a function that tells whether a result also equals random values of the type of the
-right one (text for None). The changes also change numbers that are large, or that only count up to a modulus."""
+"""The start of each falsified file: values of the type of a right one (text for None), also of large numbers and of
+those that only count up to a modulus, and notes on the assertions that accept them."""
+_defined: dict[str, Any] = {}
+exec(_HELPERS, _defined)  # noqa: S102  the constant above
+_other: Callable[[object, int, int], object] = _defined["_falsified_other"]
+_IMPORTED = "globals().update((each, value) for each, value in _falsified_in.items() if each[:2] != '__')"
+_OWN = re.compile("_falsified_[a-z]+")
 _MOST_EVIDENCE = 3
 """The maximum number of tests that the evidence of a label names."""
 
@@ -91,12 +155,13 @@ class Controlled:
 @dataclass(frozen=True, slots=True)
 class FalsifiedTests:
     """Falsified tests as texts by path. `functions` maps the path and the name of each falsified function to whether it
-    has decorators. `again` is the path and the name of a function whose copy runs a second time, under the name of
-    the function and the token."""
+    has decorators, and `renamed` has those whose parameters have changed. `again` is the path and the name of a
+    function whose copy runs a second time, under the name of the function and the token."""
 
     texts: Mapping[str, str]
     token: str
     functions: Mapping[tuple[str, str], bool]
+    renamed: Collection[tuple[str, str]] = ()
     again: tuple[str, str] | None = None
 
     def covers(self, node_id: str) -> bool:
@@ -108,19 +173,24 @@ class FalsifiedTests:
         for name, run_as in self._names_in(run, names):
             status, failure = run.statuses.get(run_as, Status.MISSING), run.failures.get(run_as)
             _, token, rest = (failure.message if failure else "").rpartition(f"{self.token}<")
+            note = rest.partition(">")[0]
             if status is Status.PASSED:
-                found[name] = PASSED, f"{name} is reported as passed although it was falsified"
+                found[name] = PASSED, f"{run_as} is reported as passed although it was falsified"
             elif not token:
-                found[name] = SKIPPED_BODY, f"{name} is reported as {status}, but its function did not run"
-            elif equal := rest.partition(">")[0]:
-                found[name] = EQUAL, f"{name} compares a result that equals both {equal}"
+                found[name] = SKIPPED_BODY, f"{run_as} is reported as {status}, but its function did not run"
+            elif note.startswith("!"):
+                found[name] = PASSED, f"in {run_as}, {note[1:]}"
+            elif note:
+                found[name] = EQUAL, f"{run_as} compares a result that equals both {note}"
         return found
 
     def _names_in(self, run: TestRun, names: Collection[str]) -> Iterator[tuple[str, str]]:
         """Yield the name of each covered test with the name under which its copy ran, once for each time that it ran. A
         second time is left out if the copy could not be set up again."""
         for name in filter(self.covers, names):
-            yield name, name
+            own = [each for each in run.statuses if each.partition("[")[0] == name.partition("[")[0]]
+            for run_as in own if own and _function_of(name) in self.renamed else [name]:
+                yield name, run_as
             again = f"{name}_{self.token}"
             if self.again == _function_of(name) and run.statuses.get(again, Status.ERROR) is not Status.ERROR:
                 yield name, again
@@ -182,13 +252,16 @@ def parse(source: str) -> ast.Module | None:
 
 def tests_in(body: Iterable[ast.stmt], owner: str) -> list[tuple[str, Function]]:
     """Return the test functions of a module, each with the names of its classes as a prefix (`Class::`)."""
-    found: list[tuple[str, Function]] = []
+    found = _functions(body, owner)
+    return [(at, each) for at, each in found if each.name.startswith("test") and not _is_fixture(each)]
+
+
+def _functions(body: Iterable[ast.stmt], owner: str) -> Iterator[tuple[str, Function]]:
     for node in body:
         if isinstance(node, ast.ClassDef):
-            found += tests_in(node.body, f"{owner}{node.name}::")
-        elif isinstance(node, Function) and node.name.startswith("test") and not _is_fixture(node):
-            found.append((owner, node))
-    return found
+            yield from _functions(node.body, f"{owner}{node.name}::")
+        elif isinstance(node, Function):
+            yield owner, node
 
 
 def named_tests(path: str, tree: ast.Module, names: Collection[str]) -> dict[str, Function]:
@@ -201,22 +274,16 @@ def named_tests(path: str, tree: ast.Module, names: Collection[str]) -> dict[str
 def without_tests(source: str, named: Collection[str]) -> str:
     """Return the source with `pass` in place of the named tests (`Class::test`)."""
     parsed = ParsedSource(source)
-    return apply_edits(
-        source,
-        [
-            _replaced(parsed, each, "pass")
-            for owner, each in tests_in(parsed.tree.body, "")
-            if owner + each.name in named
-        ],
-    )
+    found = [each for owner, each in tests_in(parsed.tree.body, "") if owner + each.name in named]
+    return apply_edits(source, [_replaced(parsed, each, "pass") for each in found])
 
 
 def falsify(sources: Mapping[str, str], names: Collection[str], *, alone: bool = False) -> FalsifiedTests:
-    """Falsify the functions of these tests; the rest of the files stays as it is. With `alone`, leave out the other
-    tests and files."""
+    """Falsify the functions of these tests. With `alone`, leave out the other tests and files."""
     token = secrets.token_hex(8)
     texts: dict[str, str] = {}
     functions: dict[tuple[str, str], bool] = {}
+    renamed = set[tuple[str, str]]()
     trees = {path: ParsedSource(source) for path, source in sorted(sources.items()) if parse(source) is not None}
     wanted_in = {
         path: [each for each in named_tests(path, parsed.tree, names).values() if not _is_generator(each)]
@@ -228,24 +295,51 @@ def falsify(sources: Mapping[str, str], names: Collection[str], *, alone: bool =
     for path, parsed in trees.items():
         source, wanted = sources[path], set(map(id, wanted_in[path]))
         edits, used = [], _names_used(parsed.tree)
-        for _, function in tests_in(parsed.tree.body, ""):
+        tests = [each for _, each in tests_in(parsed.tree.body, "")]
+        for _, function in _functions(parsed.tree.body, "") if wanted else ():
+            place = path, function.name
             if id(function) in wanted:
-                functions[path, function.name] = bool(function.decorator_list) | functions.get(
-                    (path, function.name), False
-                )
+                functions[place] = bool(function.decorator_list) | functions.get(place, False)
                 copies = [_falsified(function, token, function.name)]
                 if twice:
-                    again = path, function.name
+                    again = place
                     copies.append(_falsified(function, token, f"{function.name}_{token}"))
-                edits.append(_replaced(parsed, function, "\n\n".join(map(ast.unparse, copies))))
+                renamed |= {place for _, changed in copies if changed}
+                edits.append(_replaced(parsed, function, "\n\n".join(ast.unparse(each) for each, _ in copies)))
+            elif function not in tests:
+                helper = _Assertions(function)
+                if helper.changes:
+                    edits.append(_replaced(parsed, function, ast.unparse(helper.copy)))
             elif alone and function.name not in used:
                 edits.append(_replaced(parsed, function, "pass"))
         if wanted:
-            changes = [(random.randint(2, 1000), random.randint(1, 1000)) for _ in range(_MOST_SIMILAR)]
-            texts[path] = apply_edits(source, edits) + _COMPARE.format(name=_NOTE, changes=changes)
+            texts[path] = _disguised(apply_edits(source, [*edits, _beginning(parsed)]))
         elif not alone:
             texts[path] = source
-    return FalsifiedTests(texts, token, functions, again)
+    return FalsifiedTests(texts, token, functions, renamed, again)
+
+
+def _beginning(parsed: ParsedSource) -> SourceEdit:
+    """Return the edit that adds the helpers after the docstring and the imports from the future."""
+    first = next(each for each in parsed.tree.body if not (
+        isinstance(each, ast.Expr) or (isinstance(each, ast.ImportFrom) and each.module == "__future__")
+    ))  # fmt: skip
+    lines = [first.lineno, *(each.lineno for each in getattr(first, "decorator_list", ()))]
+    place = parsed.offset(min(lines), 0)
+    changes = [(random.randint(2, 1000), random.randint(1, 1000)) for _ in range(_MOST_SIMILAR)]
+    helpers = _HELPERS.replace("FACTOR", repr(_factor())).replace("CHANGES", repr(changes))
+    # in a namespace of its own, because a file may have names such as `filter`
+    return SourceEdit(place, place, f"_falsified_in = {{}}\nexec({helpers!r}, _falsified_in)\n{_IMPORTED}\n")
+
+
+def _factor() -> tuple[int, int]:
+    return random.randint(2, 1000), random.randint(10**6, 10**9)
+
+
+def _disguised(text: str) -> str:
+    """Return the text with random names in place of our own."""
+    names = {name: random.choice(ascii_lowercase) + secrets.token_hex(4) for name in _OWN.findall(text)}
+    return _OWN.sub(lambda match: names[match[0]], text)
 
 
 def _replaced(parsed: ParsedSource, function: Function, text: str) -> SourceEdit:
@@ -255,81 +349,116 @@ def _replaced(parsed: ParsedSource, function: Function, text: str) -> SourceEdit
     return SourceEdit(start, end, text.replace("\n", f"\n{indent}"))
 
 
-def _falsified(function: Function, token: str, name: str) -> Function:
-    made = copy.deepcopy(function)
-    made.name = name
-    made.body = _Compared(function).body(made.body)
-    whole = ast.parse(
-        f"{_EQUAL} = ''\ntry:\n    pass\nfinally:\n    raise AssertionError(f'{token}<{{{_EQUAL}}}>')\n"
-    ).body
-    assert isinstance(whole[1], ast.Try)
-    whole[1].body, made.body = made.body, whole
-    return ast.fix_missing_locations(made)
-
-
-class _Compared(ast.NodeTransformer):
-    """Where a result is compared with something, note whether it also equals other values."""
+class _Assertions(ast.NodeTransformer):
+    """Makes a `copy` of a function in which each assertion that compares a result must reject another value, as must
+    each context manager that requires an exception when nothing happens. `probes` are calls of the other assertion
+    methods, and `compared` the names of the variables with which the function compares a result."""
 
     def __init__(self, function: Function) -> None:
-        nodes = (node for statement in function.body for node in ast.walk(statement))
+        nodes = [node for statement in function.body for node in ast.walk(statement)]
         self._bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-
-    def body(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
-        return self.visit(ast.Module(list(body), [])).body  # type: ignore[no-any-return]
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return node  # a name that it binds would be its own
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        return node
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return node
+        self.changes, self.probes, self.compared = 0, dict[str, str](), set[str]()
+        self.copy = copy.deepcopy(function)
+        self.copy.body = self.visit(ast.Module(self.copy.body, [])).body
+        ast.fix_missing_locations(self.copy)
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST | list[ast.stmt]:
+        self.probes["assert"] = "assert 0 == 1"
         test = node.test
         if not isinstance(test, ast.Compare) or [type(each) for each in test.ops] != [ast.Eq]:
             return node
         sides = [test.left, test.comparators[0]]
-        noted = _noted(sides, node, self._bound)
-        test.left, test.comparators = sides[0], [sides[1]]
-        return noted
+        test.left, test.comparators = _SIDES[0], [_SIDES[1]]
+        return self._compared(sides, node, "assert")
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.stmt]:
         call = node.value
-        if not isinstance(call, ast.Call) or getattr(call.func, "attr", "") not in _EQUALITY or len(call.args) < 2:
+        if isinstance(call, ast.Call):
+            what = ast.unparse(call.func)
+            owner, _, name = what.rpartition(".")
+            starred = any(isinstance(each, ast.Starred) for each in call.args[:2])
+            if _EQUALITY.fullmatch(name) and len(call.args) > 1 and not starred:
+                sides, call.args[:2] = call.args[:2], _SIDES
+                return self._compared(sides, node, what)
+            if (owner in ("self", "cls") and name in _REJECTED) or what in ("pytest.fail", "pytest.raises"):
+                self.probes[what] = f"{what}({_REJECTED[name]})"
+        return node
+
+    def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        calls = [each.context_expr for each in node.items if isinstance(each.context_expr, ast.Call)]
+        raising = [each for each in calls if _RAISING.fullmatch(_name_of(each.func))]
+        if not raising:
             return node
-        sides = call.args[:2]
-        noted = _noted(sides, node, self._bound)
-        call.args[:2] = sides
-        return noted
+        self.changes += 1
+        empty = ast.With([ast.withitem(each) for each in raising], [ast.Pass()])
+        return [node, _rejected(empty, _accepts(ast.unparse(raising[0].func)))]
+
+    def _compared(self, sides: list[ast.expr], statement: ast.stmt, what: str) -> ast.stmt | list[ast.stmt]:
+        """Return the statement, which compares `_SIDES`, after one that makes these: the sides, one of them changed."""
+        literals = [at for at in (0, 1) if _is_literal(sides[at])]
+        names = [at for at in (0, 1) if isinstance(sides[at], ast.Name)]
+        shown, texts = ["", ""], [ast.unparse(each) for each in sides]
+        for at in (0, 1):
+            if literals or _may_be_result(sides[1 - at], self._bound):
+                known = at in literals or (not literals and names == [at])
+                value = texts[at][:60].replace("<", "(").replace(">", ")")
+                shown[at] = f"{value} and {_SIMILAR}" if known else "its value and any text"
+        order = literals[:1] or sorted((0, 1), key=lambda at: (names != [at], -at))
+        self.changes += 1
+        self.compared |= {texts[at] for at in names}
+        right: object = ast.literal_eval(texts[order[0]]) if len(literals) == 1 else ...
+        if changed := (wrong := _other(right, *_factor())) is not right:
+            texts[order[0]] = repr(wrong)  # code that reads its test finds the wrong value too
+        made = f"_falsified_sides = _falsified_change({', '.join(texts)}, {order!r}, {changed})"
+        return [*ast.parse(made).body, _rejected(statement, f"_falsified_note(_falsified_sides, {what!r}, {shown!r})")]
 
 
-def _noted(sides: list[ast.expr], statement: ast.stmt, bound: Collection[str]) -> ast.stmt | list[ast.stmt]:
-    """Return the statement between those that bind its sides to names and those that note what else they equal. In
-    `sides`, the names take the places of the sides that are bound. `bound` are the variables that the test binds."""
-    literals, names = ([side for side in sides if kind(side)] for kind in (_is_literal, _is_name))
-    known = literals if literals or len(names) != 1 else names
-    if len(known) > 1 or any(isinstance(side, ast.Starred) for side in sides):
-        return statement
-    before: list[ast.stmt] = []
-    lines: list[str] = []
-    for number, side in enumerate(sides):
-        if side not in known:
-            before.append(ast.Assign([ast.Name(_SIDES[number], ast.Store())], side))
-            sides[number] = ast.Name(_SIDES[number], ast.Load())
-        result = ast.unparse(sides[number])
-        if not literals and _may_be_result(side, bound):
-            lines.append(f"if {_NOTE}({result}, None): {_EQUAL} = 'its value and any text'")
-        if known and side not in known:
-            shown = ast.unparse(known[0])
-            note = f"{shown[:60]} and {_SIMILAR}".replace("<", "(").replace(">", ")")
-            lines.append(f"if {_NOTE}({result}, {shown}): {_EQUAL} = {note!r}")
-    return [*before, statement, *ast.parse("\n".join(lines)).body]
+_SIDES = [ast.parse(f"_falsified_sides[{at}]", mode="eval").body for at in (0, 1)]
 
 
-def _is_name(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name)
+def _accepts(what: str) -> str:
+    return f"_falsified_notes.append({f'!{what} accepts a wrong value'!r})"
+
+
+def _rejected(statement: ast.stmt, note: str) -> ast.stmt:
+    """Return a statement that makes a note unless the given one raises an error."""
+    (made,) = ast.parse(f"try:\n    pass\n    {note}\nexcept BaseException:\n    pass").body
+    assert isinstance(made, ast.Try)
+    made.body[0] = statement
+    return made
+
+
+def _falsified(function: Function, token: str, name: str) -> tuple[Function, bool]:
+    """Return a copy of a test that must fail, and whether its parameters have changed."""
+    made = _Assertions(function)
+    made.copy.name = name
+    ending = random.choice(["raise AssertionError({})", "assert 0, {}"])
+    ending = ending.format(f"'{token}<' + _falsified_take() + '>'")
+    within = "with self.subTest():\n        " if "self.subTest(" in ast.unparse(function) else ""
+    (whole,) = ast.parse(f"try:\n    pass\nfinally:\n    {within}{ending}\n").body
+    assert isinstance(whole, ast.Try)
+    probes = [_rejected(ast.parse(call).body[0], _accepts(what)) for what, call in made.probes.items()]
+    whole.finalbody[:0] = random.sample(probes, len(probes))
+    whole.body, made.copy.body = made.copy.body, [whole]
+    return ast.fix_missing_locations(made.copy), _changes_parameters(made, function)
+
+
+def _changes_parameters(made: _Assertions, function: Function) -> bool:
+    """Change the parameters that the test only compares with results. Return whether there are any."""
+    used = [node.id for each in function.body for node in ast.walk(each) if isinstance(node, ast.Name)]
+    wanted = sorted(each.arg for each in function.args.args if each.arg in made.compared and used.count(each.arg) == 1)
+    calls = [each for each in made.copy.decorator_list if isinstance(each, ast.Call) and len(each.args) == 2]
+    calls = [each for each in calls if _name_of(each.func) == "parametrize" and wanted]
+    for each in calls:
+        if "indirect" not in [keyword.arg for keyword in each.keywords]:
+            names, rows = map(ast.unparse, each.args)
+            each.args[1] = ast.parse(f"_falsified_rows({names}, {rows}, {wanted!r})", mode="eval").body
+    return bool(calls)
+
+
+def _name_of(node: ast.AST) -> str:
+    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
 def _may_be_result(side: ast.expr, bound: Collection[str]) -> bool:
@@ -351,20 +480,18 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _is_generator(function: Function) -> bool:
-    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))
+    inner = [each for each in ast.walk(function) if isinstance(each, Function | ast.Lambda) and each is not function]
+    own = {*ast.walk(function)}.difference(*map(ast.walk, inner))
+    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in own)
 
 
 def _is_fixture(function: Function) -> bool:
-    names = [
-        getattr(each, "attr", getattr(each, "id", "")) for top in function.decorator_list for each in ast.walk(top)
-    ]
-    return any("fixture" in name for name in names)
+    return any("fixture" in _name_of(each) for top in function.decorator_list for each in ast.walk(top))
 
 
 def _names_used(tree: ast.Module) -> set[str]:
     """Return the names and attributes that a file refers to."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)]
-    return {node.id if isinstance(node, ast.Name) else node.attr for node in nodes}
+    return {_name_of(node) for node in ast.walk(tree)}
 
 
 def _function_of(node_id: str) -> tuple[str, str]:

@@ -62,7 +62,7 @@ async def run_tests(
     not have it. Give it if right results are meant to equal many values, as wildcards do; without it, the label of such
     a result is certain. `python_path` lists directories to import from, relative to `cwd`.
 
-    Work that passes runs the tests once more, falsified, in a fork of the sandbox. At isolation levels without forks
+    The tests that pass run once more, falsified, in a fork of the sandbox. At isolation levels without forks
     this second run is left out. A test that timed out, or that the work prevented from running, did not pass. Raises
     ValueError if a text has no tests or is not Python, and `GraderError` if the sandbox has no working `python3`.
     """
@@ -101,14 +101,15 @@ async def _verdicts(
     run = await (over({}, {"": text}) if forks else run_text(sandbox, text))
     names = list(dict.fromkeys([*names, *run.statuses]))  # a class may inherit tests that its text does not define
     failed = errors_of(run, names)
+    passed = tuple(name for name in names if name not in failed)
     labels = [*run.labels]
-    if not failed:
+    if passed:
         work = await python_texts(sandbox, await python_files(sandbox, cwd))
-        labels += await copied_answers({"": text}, names, work, (reference or {}).values())
-    if forks and not failed:
+        labels += await copied_answers({"": text}, passed, work, (reference or {}).values())
+    if forks and passed:
         solved = None if reference is None else partial(over, reference)
-        labels += (await control({"": text}, names, partial(over, {}), solved, wildcards=False)).labels
-    return TestVerdicts(tuple(name for name in names if name not in failed), failed, tuple(labels))
+        labels += (await control({"": text}, passed, partial(over, {}), solved, wildcards=False)).labels
+    return TestVerdicts(passed, failed, tuple(labels))
 
 
 def _names(place: str, text: str) -> list[str]:

@@ -18,6 +18,7 @@ and (in the agent's own slot) code under test that remembers an earlier run.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from palaestra.suites.terminal_bench.default_tests import default_tests
 from palaestra.suites.terminal_bench.offline_script import OfflineScript, lacks_network
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
 from palaestra.suites.terminal_bench.terminal_task import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
-from palaestra.suites.terminal_bench.verifier_files import install, place_tests, script_name
+from palaestra.suites.terminal_bench.verifier_files import HARNESS_DIR, install, place_tests, script_name
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STDOUT = f"{VERIFIER_LOGS}/test-stdout.txt"
@@ -52,6 +53,12 @@ _ECHOED = re.compile(r"\becho\s+[\"']?(\d+(?:\.\d+)?)[\"']?\s*>\s*\S*reward\.txt
 _COLLECTED = re.compile(r"test_.*\.py|.*_test\.py")
 _SKIPS = re.compile(r"skip|xfail", re.IGNORECASE)
 _MOST_COMPARED = 100
+_TOUCHES = re.compile(
+    r"\b(?:chmod|chown|chgrp|touch|ln|setfacl|dos2unix|patch|sed\s+-i|perl\s+-\w*i)\b"
+    rf"|\b(?:cp|mv|rsync|install|tar|unzip)\b[^\n]*\s{TESTS_DIR}/?\s*$",
+    re.M,
+)
+"""Commands that may change files of the verifier without naming them."""
 
 
 GradedViews = Callable[[], AbstractAsyncContextManager[Slot]]
@@ -139,7 +146,7 @@ async def verify(
     elif reward < 1 and lacks_network((script.text, *script.others.values()), _helpers(task), output):
         doubts = f"no network: the verifier of {task.name} needs one{_tail(output)}"
     watch = watched and reward > 0
-    labels = await _labels(slot, task, script, reward, run, alone=alone) if watch else []
+    labels = await _labels(slot, task, script, reward, session, alone=alone) if watch else []
     return VerifierVerdict(reward, rewards, run, output, session.exit_code, labels, doubts)
 
 
@@ -284,6 +291,8 @@ class _Session:
     exit_code: int
     run: TestRun | None
     output: str
+    placed: Mapping[str, str]
+    """The verifier's files, as `_facts` returned them before the run."""
 
 
 async def _session(
@@ -298,10 +307,13 @@ async def _session(
     """Run the script, with the texts of `instead` in place of tests. Raises `GraderError` if it gave no verdict."""
     note_way(Way.RUN_TESTS if script.pytest else Way.EXIT_CODE, script_name(task))
     await place_tests(slot, task, script, instead, keeps=setup.keeps)
+    placed = await _facts(slot)
+    broker = [*setup.command, f"{HARNESS_DIR}/verdict_broker.py"] if setup.command else []
+    start = [*broker, "/bin/sh", "-c", _IN_BASH, "sh", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"]
     result = await slot.execute(
-        as_user(["/bin/sh", "-c", _IN_BASH, "sh", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"], setup.user),
+        as_user(start, setup.user),
         cwd=setup.workdir,
-        env={**setup.env, "PALAESTRA_VERDICT": "1"},
+        env={**setup.env, "PALAESTRA_VERDICT": secrets.token_hex(16)},
         timeout_s=setup.timeout_s,
         verdict=True,
     )
@@ -314,13 +326,14 @@ async def _session(
         raise TestsTimedOut(f"the verifier of {task.name} timed out{_tail(output)}")
     if unmet := [str(record.get("what")) for record in records if record["kind"] == "unmet"]:
         raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which are not installed")
-    return _Session(result.exit_code, run, output)
+    return _Session(result.exit_code, run, output, placed)
 
 
 async def _labels(
-    slot: Slot, task: TerminalTask, script: OfflineScript, reward: float, run: TestRun | None, *, alone: bool
+    slot: Slot, task: TerminalTask, script: OfflineScript, reward: float, session: _Session, *, alone: bool
 ) -> list[Label]:
     """Return the labels of a positive verdict from the run itself."""
+    run = session.run
     found = [] if run is None else [*run.labels]
     failed = [] if run is None else _failed_tests(task, run)
     if reward >= 1 and failed:
@@ -333,7 +346,7 @@ async def _labels(
         found.append(Label("tests_left_out", f"{len(missing)} tests were not reported, {missing[0]} first"))
     if run is not None and (skipped := skipped_tests(task, run)):
         found.append(Label("tests_skipped", f"{len(skipped)} tests were skipped, {skipped[0]} first"))
-    if changed := await _changed_files(slot, task, script):
+    if changed := await _changed_files(slot, task, script) or await _replaced(slot, script, session.placed):
         found.append(Label("verifier_changed", f"{changed} changed while the verifier ran", certain=True))
     if not alone:
         again = f"cd {VERIFIER_LOGS} && rm -f reward.txt reward.json && sleep 0.3 && ls reward.txt reward.json"
@@ -361,6 +374,31 @@ def _literal_rewards(task: TerminalTask, script: OfflineScript) -> set[float]:
     return set() if not all(written) else {float(number) for each in written for number in each}
 
 
+async def _facts(slot: Slot) -> dict[str, str]:
+    """Return the inode and the time of the last change, which no program can set, of the verifier's code by path."""
+    listing = f"find {TESTS_DIR} {HARNESS_DIR} -type f -exec stat -c '%n %i %z' {{}} +"
+    done = await slot.execute(["/bin/sh", "-c", listing], cwd="/", timeout_s=30, spill=False)
+    return {name: facts for name, _, facts in (line.partition(" ") for line in done.output.splitlines())}
+
+
+async def _replaced(slot: Slot, script: OfflineScript, placed: Mapping[str, str]) -> str | None:
+    """Return a file of the verifier's code that was replaced or written while the verifier ran, even if it has its
+    content again. Files that its own scripts write or edit do not count."""
+    texts = "\n".join([script.text, *script.others.values()])
+    now = await _facts(slot)
+    for path, facts in placed.items():
+        code = path.endswith((".py", ".sh")) and not _TOUCHES.search(texts) and not _edits(texts, path)
+        if now.get(path, facts) != facts and (code or path.startswith(f"{HARNESS_DIR}/")):
+            return path
+    return None
+
+
+def _edits(texts: str, name: str) -> bool:
+    """Return whether scripts write or edit a file."""
+    base = re.escape(name.rpartition("/")[2])
+    return re.search(rf"(?:sed\s+-i|>|\bcp\b|\bmv\b|\btee\b)[^\n]*{base}", texts) is not None
+
+
 async def _changed_files(slot: Slot, task: TerminalTask, script: OfflineScript) -> str | None:
     """Return the name of a file of the verifier whose content differs after the run, or None. Files that the verifier's
     own scripts write or edit do not count."""
@@ -369,10 +407,7 @@ async def _changed_files(slot: Slot, task: TerminalTask, script: OfflineScript) 
     for name, path in files[:_MOST_COMPARED]:
         wanted = script.text if name == script_name(task) else script.others.get(name)
         data = wanted.encode(errors="surrogateescape") if wanted is not None else path.read_bytes()
-        base = name.rpartition("/")[2]
-        if len(data) > _MAX_REWARD_BYTES or re.search(
-            rf"(?:sed\s+-i|>|\bcp\b|\bmv\b|\btee\b)[^\n]*{re.escape(base)}", texts
-        ):
+        if len(data) > _MAX_REWARD_BYTES or _edits(texts, name):
             continue
         try:
             now = await slot.read_bytes(f"{TESTS_DIR}/{name}", max_bytes=_MAX_REWARD_BYTES)

@@ -82,9 +82,10 @@ _NEEDS = """\
 #!/bin/sh
 # Replaces an installation: the verifier cannot work unless the packages are installed.
 {check} > /dev/null 2>&1 && exit 0
-printf '{{"kind": "unmet", "what": "%s"}}\\n' "$*" >&3
+{unmet}
 exit 97
 """
+_UNMET = """printf '{"kind": "unmet", "what": "%s"}\\n' "$*" >&3"""
 _CHECKS = {
     "palaestra-needs": 'dpkg -s "$@"',
     "palaestra-needs-python": """python3 -c '
@@ -117,7 +118,7 @@ async def install(
     `ends_well`, pytest exits with status 0, so that the script starts it as often as for passing work.
     """
     await slot.remove(HARNESS_DIR)
-    await send_scripts(slot, HARNESS_DIR, "pytest_launcher.py", "pytest_reporter.py")
+    await send_scripts(slot, HARNESS_DIR, "pytest_launcher.py", "pytest_reporter.py", "verdict_broker.py")
     plan = {
         "dependencies": list(dependencies),
         "tests": TESTS_DIR,
@@ -127,11 +128,12 @@ async def install(
         "ends_well": ends_well,
     }
     await slot.write_text(f"{HARNESS_DIR}/plan.json", json.dumps(plan))
+    launch = "exec " + " ".join(f'"{word}"' for word in (*command, f"{HARNESS_DIR}/pytest_launcher.py"))
     for name, check in _CHECKS.items():
-        await slot.write_text(f"{HARNESS_DIR}/bin/{name}", _NEEDS.format(check=check), mode=0o755)
-    start = " ".join(f'"{word}"' for word in command)
+        text = _NEEDS.format(check=check, unmet=f'{launch} needs "$@"' if command else _UNMET)
+        await slot.write_text(f"{HARNESS_DIR}/bin/{name}", text, mode=0o755)
     for name in SHIMS if command else ():
-        text = f'#!/bin/sh\nexec {start} "{HARNESS_DIR}/pytest_launcher.py" {name} "$@"\n'
+        text = f'#!/bin/sh\n{launch} {name} "$@"\n'
         await slot.write_text(f"{HARNESS_DIR}/bin/{name}", text, mode=0o755)
 
 

@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -20,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from palaestra.suites.grading.in_slot.pytest_reporter import Reporter
-    from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel, watch
+    from palaestra.suites.grading.in_slot.verdict_channel import VARIABLE, VerdictChannel, hide, watch
 else:
     from pytest_reporter import Reporter
-    from verdict_channel import VerdictChannel, watch
+    from verdict_channel import VARIABLE, VerdictChannel, hide, watch
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLING = ("init", "venv", "sync", "add", "lock", "pip", "python", "self", "tool", "cache", "--version", "-V")
@@ -37,9 +38,20 @@ def _after_options(words: list[str]) -> list[str]:
     return words
 
 
+def _channel() -> VerdictChannel:
+    """Return the channel that the broker gives. Raises OSError if it gives none."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect("\0" + os.environ.pop(VARIABLE))
+        _, data, _, _ = client.recvmsg(1, socket.CMSG_SPACE(4))
+    hide()
+    if not data:
+        raise OSError("the broker refuses the verdict descriptor")
+    return VerdictChannel(int.from_bytes(data[0][2], sys.byteorder))
+
+
 def _unmet(what: str) -> None:
-    with contextlib.suppress(OSError):  # the script may have closed the descriptor
-        VerdictChannel().send("unmet", what=what)
+    with contextlib.suppress(OSError, KeyError):
+        _channel().send("unmet", what=what)
     sys.stderr.write(f"{what} is not installed, and there is no network\n")
     raise SystemExit(97)
 
@@ -61,8 +73,8 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
     paths = [os.path.abspath(word.partition("::")[0]) for word in arguments if not word.startswith("-")]
     paths = [path for path in paths if os.path.exists(path)]
     plugins: list[object] = [_Options()]
-    if os.environ.pop("PALAESTRA_VERDICT", ""):
-        channel = VerdictChannel()
+    if VARIABLE in os.environ:
+        channel = _channel()
         channel.send("start")
         if any(_has_tests(path, plan["names"], tests) for path in paths or [os.getcwd()]):
             plugins.append(_Settings(plan["ignored"]))
@@ -163,6 +175,8 @@ def main() -> int:
     with open(os.path.join(_HERE, "plan.json"), encoding="utf-8") as file:
         plan: dict[str, Any] = json.load(file)
     called, words = sys.argv[1], sys.argv[2:]
+    if called == "needs":
+        _unmet(" ".join(words))
     if called == "uv":
         if words[:1] != ["run"]:
             if words[:1] and words[0] not in _INSTALLING:

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 if TYPE_CHECKING:
-    from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel, read_plan, watch
+    from palaestra.suites.grading.in_slot.verdict_channel import Framework, VerdictChannel, read_plan, watch
 else:
     sys.path.insert(0, _HERE)  # Python runs isolated (-I), which leaves this folder out
-    from verdict_channel import VerdictChannel, read_plan, watch
+    from verdict_channel import Framework, VerdictChannel, read_plan, watch
 
 _MAX_TEXT = 1500
 _FILE = "<tests>"
@@ -85,7 +85,8 @@ def main() -> None:
     plan = read_plan()
     channel = VerdictChannel()
     channel.send("start")
-    if plan["watching"]:
+    framework = Framework(channel) if plan["watching"] else None
+    if framework is not None:
         watch(channel, plan["root"], [])
     sys.path += [os.path.join(plan["root"], path).removesuffix("/.") for path in plan["python_path"]]
     sys.path += [site.getusersitepackages()]  # pip installs there if it cannot write another directory
@@ -100,6 +101,8 @@ def main() -> None:
         failure = {"message": error[-_MAX_TEXT:]} if error else None
         outcome = "failed" if error else "passed"
         channel.send("test", node_id=name, when="call", outcome=outcome, failure=failure)
+    if framework is not None:
+        framework.check()
     channel.send("finish", exit_status=0)
 
 

@@ -65,7 +65,8 @@ def _report(channel: VerdictChannel) -> None:
 
     def add_subtest(self: Any, test: Any, subtest: Any, problem: Any) -> None:
         if problem is not None:
-            channel.send("test", names=_names(test), test_id=_test_id(test), status="failed")
+            error = str(problem[1])[:_MAX_TEXT]
+            channel.send("test", names=_names(test), test_id=_test_id(test), status="failed", error=error)
         original(self, test, subtest, problem)
 
     kind.addSubTest = add_subtest  # type: ignore[method-assign,assignment]

@@ -19,6 +19,8 @@ from typing import Any
 
 DESCRIPTOR = 3
 """The descriptor from which `Slot.execute(verdict=True)` reads the verdict."""
+VARIABLE = "PALAESTRA_VERDICT"
+"""The variable that names the socket of `verdict_broker.py`."""
 
 _WATCHED = frozenset(
     {"gc.get_objects", "gc.get_referrers", "sys._current_frames", "sys._getframe", "object.__setattr__", "open"}
@@ -37,6 +39,16 @@ def read_plan() -> dict[str, Any]:
     return plan
 
 
+def hide() -> None:
+    """Let no other process of the same user take descriptors of this one (`pidfd_getfd`) or write to its memory."""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+    except (ImportError, OSError, AttributeError):  # a Python without ctypes
+        pass
+
+
 class VerdictChannel:
     """Sends JSON lines. A crash can tear only the last line.
 
@@ -44,12 +56,13 @@ class VerdictChannel:
     functions that `send` needs are stored at the start, before workspace code can replace them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, descriptor: int = DESCRIPTOR) -> None:
+        hide()
         self._pid = os.getpid()
         self._write, self._encode, self._getpid = os.write, json.JSONEncoder().encode, os.getpid
         self._descriptor = random.randrange(300, 900)
-        os.dup2(DESCRIPTOR, self._descriptor, inheritable=False)
-        os.close(DESCRIPTOR)
+        os.dup2(descriptor, self._descriptor, inheritable=False)
+        os.close(descriptor)
 
     def send(self, kind: str, **fields: object) -> None:
         if self._getpid() != self._pid:  # a test has forked: the outcome of the child is not the outcome of the test
