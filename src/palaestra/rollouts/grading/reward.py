@@ -32,7 +32,7 @@ LABELS = frozenset(
         *("session_cut_short", "forged_records", "audited_call", "framework_changed"),
         *("reward_not_of_the_tests", "verifier_changed", "tests_left_out", "tests_skipped"),
         *("guarded_view_fails", "official_on_copy", "official_failed", "answers_copied", "encoded_data"),
-        *("tests_excused", "command_failed", "set_up_failed"),
+        *("tests_excused", "command_failed", "set_up_failed", "forgeable_log"),
     }
 )
 """The names of the labels that checks give. Environments declare those of their own as `label_names`."""

@@ -43,13 +43,14 @@ from palaestra.suites.grading.falsified import Controlled, control
 from palaestra.suites.grading.harness import Status, TestRun, enough_time
 from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.images.task_images import PullPolicy, TaskImages
+from palaestra.suites.swe import language_tests
 from palaestra.suites.swe.apply_diff import apply, solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
 from palaestra.suites.swe.baseline import PreparedRow, check_row, load_prepared
 from palaestra.suites.swe.command_tests import install_language, language_toolchain, missing_programs
 from palaestra.suites.swe.declared import FILES, declared, required_python
 from palaestra.suites.swe.failure_cause import cause_of
-from palaestra.suites.swe.languages import PYTHON
+from palaestra.suites.swe.languages import PYTHON, Language
 from palaestra.suites.swe.protected import protected, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
@@ -305,7 +306,7 @@ class SweEnvironment(ContractEnvironment):
             return None
         key = f"{row.repo}@{row.base_commit}+{row.install.digest()}"
         if row.recipe is not None:
-            return f"{key}+{cache_key.of_data(row.recipe.install_script(), row.recipe.language.name)}"
+            return f"{key}+{cache_key.of_data([row.recipe.install_script(), row.recipe.prebuilds], row.recipe.language.name)}"
         python = task.data.python or this_interpreter()
         return f"{key}+{python.label}+{newest_date(task.data.date, python.version)}"
 
@@ -490,6 +491,7 @@ class SweEnvironment(ContractEnvironment):
         row = view.prepared.row(row)
         started = time.monotonic()
         run = await self._run_named(view, work, row)
+        run = view.prepared.compared(run) if row.recipe is not None else run
         seconds = time.monotonic() - started
         if run.timed_out:
             return Graded(view, row, await self._again(view, work, row), seconds)
@@ -559,7 +561,7 @@ class SweEnvironment(ContractEnvironment):
         """Run falsified tests over work that passes its tests."""
         view, earning = graded.view, graded.earning(row)
         if row.recipe is not None:
-            return Controlled(uncontrolled=tuple(earning))
+            return await self._language_control(row, row.recipe.language, work, graded)
 
         async def on(shown: Shown, texts: Mapping[str, str]) -> TestRun:
             files, limit_s = sorted(texts), min(self.settings.test_timeout_s, enough_time(graded.seconds, 30))
@@ -575,6 +577,18 @@ class SweEnvironment(ContractEnvironment):
         tests = {path: text for path, text in view.tests.items() if path.endswith(".py")}
         reference = functools.partial(on, Shown.RIGHT) if row.fix_patch else None
         return await control(tests, earning, functools.partial(on, Shown.WORK), reference)
+
+    async def _language_control(self, row: SweRow, language: Language, work: ResolvedRow, graded: Graded) -> Controlled:
+        limit_s = min(self.settings.test_timeout_s, enough_time(graded.seconds, 60))
+
+        async def on(shown: Shown, texts: Mapping[str, str]) -> TestRun:
+            async with self._fork(graded.view, work, shown) as fork:
+                await write_texts(fork, REPOSITORY, texts)
+                return await self._run(fork, work, row.node_ids, limit_s)
+
+        reference = functools.partial(on, Shown.RIGHT) if row.fix_patch else None
+        run = functools.partial(on, Shown.WORK)
+        return await language_tests.control(language, graded.view.tests, graded.earning(row), run, reference)
 
     async def _copied(self, row: SweRow, graded: Graded) -> list[Label]:
         """Return labels for answers of the tests in the agent's files."""

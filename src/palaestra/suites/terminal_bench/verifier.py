@@ -49,7 +49,8 @@ _SIGNALLED = 128
 _SKIPPED = frozenset({Status.SKIPPED, Status.XFAILED, Status.XFAIL_CALLED, Status.XPASSED})
 _NOT_WRITTEN = re.compile(rf"^ERROR: file or directory not found: (?!{TESTS_DIR}/)", re.MULTILINE)
 _NOT_STARTED = re.compile(
-    r"^.*\b(?:pytest|uvx?|python\S*)\b.*(?:not found|No such file|Permission denied)|No module named '?pytest", re.M
+    r"\b(?:pytest|uvx?|python[\d.]{0,8})\b[^\n]{0,200}(?:not found|No such file|Permission denied)|"
+    r"No module named '?pytest"
 )
 """The error of a shell or of Python if pytest cannot be started."""
 
