@@ -48,13 +48,14 @@ _RAN = re.compile(
     r"Executed [1-9]\d* of "
 )
 _SUMMARY = re.compile(
-    r"[ℹ#] pass\s+(\d{1,9})$|\b(\d{1,9}) passing\b|Tests:?\s.{0,200}?(\d{1,9}) passed|test result: \w+\. (\d{1,9}) passed|"
+    r"[ℹ#] pass\s+(\d{1,9})$|\b(\d{1,9}) passing\b|Tests:?\s.{0,200}?(\d{1,9}) passed|"
+    r"test result: \w+\. (\d{1,9}) passed|"
     r"tests passed, \d{1,9} tests? failed out of (\d{1,9})|\[  PASSED  \] (\d{1,9}) test|"
     r"\b(\d{1,9}) (?:runs|tests), \d{1,9} assertions|\b(\d{1,9}) (?:examples?|specs?), \d{1,9} failure|"
     r"OK \((\d{1,9}) test|Tests: (\d{1,9}), Assertions|Tests run: (\d{1,9}), Failures|Executed (\d{1,9}) of "
 )
-"""The last lines of node, tape, ava, mocha, jest, vitest, cargo, ctest, googletest, minitest, test-unit, RSpec, jasmine,
-PHPUnit, surefire and karma, with the number of tests that passed or ran."""
+"""The last lines of node, tape, ava, mocha, jest, vitest, cargo, ctest, googletest, minitest, test-unit, RSpec,
+jasmine, PHPUnit, surefire and karma, with the number of tests that passed or ran."""
 _GO_SUMMARY = re.compile(r"(?:ok|FAIL)\s+\S+\s+[\d(]")
 _MOST_XML, _MOST_LEVELS = 16 << 20, 50
 _LONGEST_LINE, _LONGEST_NAME, _LONGEST_TIME = 4096, 1024, 40
@@ -124,8 +125,9 @@ LINES: Mapping[str, Parser] = {
                                passed="pass", failed="FAIL", skipped="skip"),
     "googletest": _lines(r"(?:[^\[]|\[(?!\s*(?:OK|FAILED)))*\[\s*(?P<status>OK|FAILED)\s*\]\s(?P<name>.*)\s\([^()]*\)$",
                          passed="OK", failed="FAILED"),
-    "ctest": _lines(r"\d+/\d+\s+Test\s+#\d+:\s+(?P<name>\S+)\s+(?:\.+\s*)?(?:\*\*\*)?(?P<status>Passed|Failed|Not|Timeout|"
-                    r"Exception|Skipped)\b", passed="Passed", failed="Failed Not Timeout Exception", skipped="Skipped"),
+    "ctest": _lines(r"\d+/\d+\s+Test\s+#\d+:\s+(?P<name>\S+)\s+(?:\.+\s*)?(?:\*\*\*)?(?P<status>Passed|Failed|Not|"
+                    r"Timeout|Exception|Skipped)\b",
+                    passed="Passed", failed="Failed Not Timeout Exception", skipped="Skipped"),
     "pytest": _lines(r"(?P<status>PASSED|FAILED|ERROR|XFAIL) (?P<name>\S+?::\S+|\S+\.py\b\S*).*$",
                      passed="PASSED", failed="FAILED", error="ERROR", xfailed="XFAIL"),
     "swift": _lines(r"Test Case '(?P<name>[^']+)'\s+(?P<status>passed|failed|skipped)\b.*$",

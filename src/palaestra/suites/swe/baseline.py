@@ -162,18 +162,13 @@ def _not_holding(row: SweRow, run: TestRun, solved: TestRun) -> list[str]:
 def _problem(row: SweRow, run: TestRun, missing: list[str]) -> str:
     verdict = row.verdict(row.expected(run))
     passing, total = verdict.pass_to_pass
-    listed = len(run.statuses.keys() - set(_unseen(row, run)))
-    if (
-        passing < total
-        and row.recipe is not None
-        and listed
-        and not set(verdict.not_passed) & set(row.pass_to_pass) - set(_unseen(row, run))
-    ):
+    unseen = _unseen(row, run)
+    listed, named = len(run.statuses.keys() - set(unseen)), len(row.node_ids) - len(unseen)
+    if passing < total and row.recipe and listed and not set(verdict.not_passed) & set(row.pass_to_pass) - set(unseen):
         return (
-            f"the log lists {plural(listed, 'test')}, {len(row.node_ids) - len(_unseen(row, run)) or 'none'} of the {len(row.node_ids)} that the row "
-            f"names ({', '.join(list(verdict.not_passed)[:3])} are missing): the row's names may be those of another "
-            "command (install_config test_cmd), for example with more files or features; --env.narrow keeps those that "
-            "hold here"
+            f"the log lists {plural(listed, 'test')}, {named or 'none'} of the {len(row.node_ids)} that the row names "
+            f"({', '.join(unseen[:3])} are missing): it may be published for another command (install_config "
+            "test_cmd), for example with more files or --all-features; --env.narrow keeps those that hold here"
         )
     if passing < total:
         bad = [f"{name}: {verdict.not_passed[name]}" for name in row.pass_to_pass if name in verdict.not_passed]
@@ -181,8 +176,7 @@ def _problem(row: SweRow, run: TestRun, missing: list[str]) -> str:
             f"only {passing} of {total} tests that must pass before and after the fix pass now ({', '.join(bad[:3])}); "
             "--env.narrow keeps those that hold here"
         )
-    unseen = set(row.fail_to_pass) <= set(_unseen(row, run))
-    return "none of its tests could be collected" if missing and unseen else ""
+    return "none of its tests could be collected" if missing and set(row.fail_to_pass) <= set(unseen) else ""
 
 
 def _unsolved(row: SweRow, solved: TestRun) -> str:

@@ -60,8 +60,8 @@ def missing_programs(language: Language, missing: Sequence[str], instance_id: st
     found = language.elsewhere(missing)
     there = f" ({', '.join(found)} is of one user, whose directories slots do not contain)" if found else ""
     return (
-        f"missing program: {', '.join(missing)}{there}; {instance_id}: install Debian's {language.packages}, or give a root "
-        f"file system with --env.roots {language.name}=PATH (palaestra images make debian:12 {make})"
+        f"missing program: {', '.join(missing)}{there}; {instance_id}: install Debian's {language.packages}, or give a "
+        f"root file system with --env.roots {language.name}=PATH (palaestra images make debian:12 {make})"
     )
 
 

@@ -106,7 +106,8 @@ _FAILING: Mapping[str, _Failing] = {
     "c++": _C,
     "ruby": _Failing(
         re.compile(
-            r"^[ \t]*def\s+test_\w+[?!]?[ \t]*$|^[ \t]*(?:it|test|specify|example)\b[^\n]*\bdo(?:\s*\|[^|\n]*\|)?[ \t]*$",
+            r"^[ \t]*def\s+test_\w+[?!]?[ \t]*$|"
+            r"^[ \t]*(?:it|test|specify|example)\b[^\n]*\bdo(?:\s*\|[^|\n]*\|)?[ \t]*$",
             re.MULTILINE,
         ),
         {"assert_equal": "\nassert_equal 1, 2\n", "expect(": "\nexpect(1).to eq(2)\n", "must_": "\n_(1).must_equal 2\n",

@@ -31,9 +31,9 @@ class Language:
     `programs` must be in the slot, and `packages` are the Debian packages that have them. `products` are directories
     and `product_suffixes` endings of files that an installation, a build or a cache makes: they are in no patch.
     `settings` matches the names of files that a build, a package manager or a test runner loads, and `setting_folders`
-    are such directories at the top of the repository. `build` builds the untouched repository once, so that sessions build only what
-    changed; it may fail. `places` are directories of programs besides the system's. `parser` names a parser of
-    `grading/log_parsers.py`.
+    are such directories at the top of the repository. `build` builds the untouched repository once, so that sessions
+    build only what changed; it may fail. `places` are directories of programs besides the system's. `parser` names
+    a parser of `grading/log_parsers.py`.
     """
 
     name: str
@@ -204,6 +204,7 @@ LANGUAGES: Mapping[str, Language] = {
             tests_share_package=True,
             settings=r"go\.(?:mod|sum|work|work\.sum)",
             setting_folders=frozenset({"vendor"}),
+            build="[ ! -f go.mod ] || go test -run '^$' ./...",
             places="/usr/local/go/bin",
             env={
                 "GOPATH": f"{CACHE}/go",

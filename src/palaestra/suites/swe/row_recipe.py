@@ -68,7 +68,7 @@ class RowRecipe:
     def prebuilds(self) -> bool:
         """Whether the untouched repository is built once, in directories that sessions of tests use again: those of the
         language's own build."""
-        return bool(self.language.build) and (not self.tests or self.language.name == "rust")
+        return bool(self.language.build) and (not self.tests or self.language.name in ("go", "rust"))
 
     def install_script(self) -> str:
         return "\n".join(self.install) or self.language.install

@@ -306,7 +306,8 @@ class SweEnvironment(ContractEnvironment):
             return None
         key = f"{row.repo}@{row.base_commit}+{row.install.digest()}"
         if row.recipe is not None:
-            return f"{key}+{cache_key.of_data([row.recipe.install_script(), row.recipe.prebuilds], row.recipe.language.name)}"
+            built = row.recipe.language.build if row.recipe.prebuilds else ""
+            return f"{key}+{cache_key.of_data([row.recipe.install_script(), built], row.recipe.language.name)}"
         python = task.data.python or this_interpreter()
         return f"{key}+{python.label}+{newest_date(task.data.date, python.version)}"
 
