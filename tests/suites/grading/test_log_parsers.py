@@ -174,6 +174,12 @@ def test_a_log_of_failures_needs_a_sign_that_tests_ran() -> None:
     assert not has_run("Error: Cannot find module 'mocha'")
 
 
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_log_without_a_test_is_no_error(name: str) -> None:
+    assert parser(name)("") == {}
+    assert parser(name)("\n\nStarting browser\n  a\n b\n x\n y\n") is not None
+
+
 def test_xml_with_entities_is_not_read() -> None:
     bomb = JUNIT.replace("<testcase", '<!DOCTYPE x [<!ENTITY a "b">]><testcase', 1)
     assert PARSERS["junit"](bomb) == {}

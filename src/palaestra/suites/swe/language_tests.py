@@ -42,7 +42,7 @@ class _Failing:
         made = [text[: starts[0].end()]] if starts else [text]
         for start, after in zip(starts, [*starts[1:], None], strict=True):
             body = text[start.end() : after.end() if after else len(text)]
-            used = next(word for place in (body, text) for word in self.statements if word in place)
+            used = next((word for place in (body, text) for word in self.statements if word and word in place), "")
             values = {name: value for name, value in start.groupdict().items() if value}
             made += [self.statements[used].format(**values), body]
         return "".join(made)

@@ -153,7 +153,7 @@ _NODE = Language(
     test=_NODE_TEST,
     settings=(
         r"package\.json|[jt]sconfig.*\.json|mocha\.opts|\.pnpmfile\.cjs|(?:gulp|[gG]runt|[jJ]ake)file(?:\..*)?|"
-        r"\.(?:mocha|babel|np|yarn|nyc|c8|swc|tap|jest|jasmine)rc(?:\..*)?|jasmine\.json|"
+        r"\.(?:mocha|babel|npm|yarn|nyc|c8|swc|tap|jest|jasmine)rc(?:\..*)?|jasmine\.json|"
         r"(?:jest|vitest|vite|ava|babel|karma|rollup|webpack|nyc|playwright|web-test-runner|wdio|tsup|jasmine)"
         r"\.(?:conf|config|workspace)(?:\..*)?|(?:jest|vitest)[.-](?:setup|preset)(?:\..*)?"
     ),

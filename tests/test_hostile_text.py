@@ -1,0 +1,69 @@
+"""No host code reads text of an agent in time that grows faster than the text: each function that has patterns over
+such text is fed texts of 1 MB."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from palaestra.contract.helpers.tool_call_text import extract_tool_call
+from palaestra.core.printable import one_line, printable
+from palaestra.core.redaction import redacted
+from palaestra.doors.batch.json_schema import JsonSchema
+from palaestra.inference.parsers import get_parser, list_parsers
+from palaestra.inference.token_exact.streaming import _settled
+from palaestra.rollouts.grading.tampering import _PATH
+from palaestra.rollouts.imports.conversations import _reply, _results
+from palaestra.rollouts.observe.failures import _VARIES
+from palaestra.sandbox.terminal.screen import plain
+from palaestra.suites.grading.log_parsers import PARSERS, counted, has_run, without_duration
+from palaestra.suites.swe.failure_cause import cause_of, exceeds_limit_of_runner
+from palaestra.suites.terminal_bench.verifier import _MISSING_MODULE, _NOT_STARTED, _NOT_WRITTEN
+from palaestra.tools.human.approval import dangers
+from suites.grading.hostile_text import MOST_CPU_S, slowest
+
+Read = Callable[[str], object]
+
+
+def parse(name: str) -> Read:
+    return lambda text: get_parser(name).parse(text)
+
+
+READERS: Mapping[str, Read] = {
+    **{f"log {name}": read for name, read in PARSERS.items()},
+    **{f"calls {name}": parse(name) for name in list_parsers()},
+    "has_run": has_run,
+    "counted": counted,
+    "without_duration": without_duration,
+    "exceeds_limit_of_runner": exceeds_limit_of_runner,
+    "cause_of": cause_of,
+    "not started": _NOT_STARTED.search,
+    "not written": _NOT_WRITTEN.search,
+    "missing module": _MISSING_MODULE.findall,
+    "redacted": redacted,
+    "one_line": lambda text: one_line(text, 200),
+    "printable": printable,
+    "screen": lambda text: plain(text.encode("utf-8", "surrogateescape")),
+    "schema": JsonSchema({"type": "object"}, "s").problem,
+    "settled": _settled,
+    "tool call text": extract_tool_call,
+    "conversation": lambda text: (_reply(text, 0), list(_results(text, []))),
+    "paths": _PATH.findall,
+    "failures": lambda text: _VARIES.sub("", text),
+    "dangers": dangers,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_of_agent_text_takes_time_that_grows_with_its_size(name: str) -> None:
+    seconds, text = slowest(READERS[name])
+    assert seconds < MOST_CPU_S, text
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_long_line_costs_nothing(name: str) -> None:
+    for part in (" ", "1", "( ", ". =", "#"):
+        assert PARSERS[name](f"✔ {part * 200_000}") == {}
