@@ -17,7 +17,7 @@ _REPEATED = (
     "not found ", "python ", "pytest python3 not found", "Timeout of ", "host='a' ", "✔ ", "  1) Error ", "a > ",
     "<testsuite>", "<testcase>", "<doctest><TestCase><SubCase>", '"Action":"pass"', '"Test":"', "\\", "Chrome 1 (a) ",
     " (PENDING: ", "Tests run: 1, ", "-Dtest=", "PASSED ", "é", "\x00", "\udc80", "@", "//", "a@b:", "https://", "{",
-    "```", "<a", "password=", "<tool_call>", "</tool_call>", "<think>", "\\\"", "$(", "-----BEGIN PRIVATE KEY-----",
+    "```", "<a", "password=", "<tool_call>", "</tool_call>", "<think>", "\\\"", "$(", "-----BEGIN PRIVATE ",
 )  # fmt: skip
 _BEFORE = (
     "",
