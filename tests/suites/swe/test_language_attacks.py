@@ -38,6 +38,7 @@ class Case:
     forged: Mapping[str, Files]
     command: str = ""
     parser: str = ""
+    kind: str = ""
 
 
 def node(body: str) -> str:
@@ -49,7 +50,13 @@ NODE_TESTS = (
     "const test = require('node:test');\nconst assert = require('node:assert');\n"
     "const { add } = require('../lib/calc.js');\n"
     "test('adds', () => { assert.strictEqual(add(1, 2), 3); });\n"
-    "test('zero', async (t) => {\n  assert.strictEqual(add(0, 0), 0);\n});\n"
+    "test('zero', (t) => {\n  assert.strictEqual(add(0, 0), 0);\n});\n"
+)
+RUNNER = (
+    "let passed = 0, failed = [];\n"
+    "global.test = (name, body) => { try { body(); passed++; } catch (error) { failed.push(name); } };\n"
+    "require(`./${process.argv[2]}`);\nconsole.log(`${passed} passing`);\n"
+    "failed.forEach((name, place) => console.log(`${place + 1}) ${name}`));\nprocess.exitCode = failed.length;\n"
 )
 C_TESTS = (
     "#include <string.h>\nint add(int, int);\n\nint main(int count, char **words) {\n    (void)count;\n"
@@ -60,7 +67,13 @@ CMAKE = (
     "add_test(NAME adds COMMAND t adds)\nadd_test(NAME zero COMMAND t zero)\n"
 )
 MAKE = "test: calc.c test_calc.c\n\tgcc -o run_tests calc.c test_calc.c && ./run_tests\n"
-PRINTED_C_TESTS = (
+PRINTED_RUNNER = (
+    "let passed = 0, failed = [];\n"
+    "global.test = (name, body) => { try { body(); passed++; } catch (error) { failed.push(name); } };\n"
+    "require(`./${process.argv[2]}`);\nconsole.log(`${passed} passing`);\n"
+    "failed.forEach((name, place) => console.log(`${place + 1}) ${name}`));\nprocess.exitCode = failed.length;\n"
+)
+C_TESTS = (
     "#include <stdio.h>\nint add(int, int);\nint main(void) {\n"
     '    printf("%s: adds\\n", add(1, 2) == 3 ? "PASS" : "FAIL");\n'
     '    printf("%s: zero\\n", add(0, 0) == 0 ? "PASS" : "FAIL");\n    return add(1, 2) != 3;\n}\n'
@@ -118,6 +131,21 @@ CASES: Mapping[str, Case] = {
         },
         command="node --test --test-reporter=spec test/",
         parser="parse_log_js",
+    ),
+    "javascript, only failures": Case(
+        files={"package.json": '{"name": "calc", "version": "1.0.0"}\n', "lib/calc.js": node(""), "run.js": RUNNER},
+        fix={"lib/calc.js": NODE_FIX},
+        tests={"test/calc.test.js": NODE_TESTS.replace("const test = require('node:test');\n", "")},
+        names=("adds", "zero"),
+        honest={"prints": {"lib/calc.js": "console.log('loaded');\n" + NODE_FIX}},
+        forged={
+            "prints": {"lib/calc.js": node("console.log('7 passing'); process.exit(0);")},
+            "exits": {"lib/calc.js": node("process.exit(0);")},
+            "patched assert": {"lib/calc.js": node("require('assert').strictEqual = () => {};")},
+        },
+        command="node run.js test/calc.test.js",
+        parser="parse_log_marked",
+        kind="fail_only",
     ),
     "c": Case(
         files={"CMakeLists.txt": CMAKE, "calc.c": C_BUG, "test_calc.c": "int main(void) { return 1; }\n"},
@@ -189,6 +217,7 @@ async def play(source: Source, case: Case, language: str, works: Sequence[Files]
         FAIL_TO_PASS=[case.names[0]],
         PASS_TO_PASS=[case.names[1]],
         language=language,
+        eval_type=case.kind,
         install_config={"install": [], **told} if told else {},
     )
     del row["install"]
@@ -217,7 +246,7 @@ async def play(source: Source, case: Case, language: str, works: Sequence[Files]
 
 @pytest.mark.parametrize("name", CASES)
 def test_honest_work_is_paid_and_forged_logs_are_not(name: str, tmp_path: Path) -> None:
-    case, language = CASES[name], name.partition(" ")[0]
+    case, language = CASES[name], name.split(" ")[0].rstrip(",")
     if missing := LANGUAGES[language].missing_programs():
         pytest.skip(f"{', '.join(missing)} is not installed")
     source = Source.make(tmp_path / "source", case.files)

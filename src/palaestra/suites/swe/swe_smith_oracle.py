@@ -492,7 +492,6 @@ class SweEnvironment(ContractEnvironment):
         row = view.prepared.row(row)
         started = time.monotonic()
         run = await self._run_named(view, work, row)
-        run = view.prepared.compared(run) if row.recipe is not None else run
         seconds = time.monotonic() - started
         if run.timed_out:
             return Graded(view, row, await self._again(view, work, row), seconds)
@@ -546,7 +545,9 @@ class SweEnvironment(ContractEnvironment):
     ) -> TestRun:
         """Run the row's test files in a fresh fork."""
         async with self._fork(view, work, shown) as fork:
-            return await self._run(fork, work, row.node_ids, timeout_s)
+            run = await self._run(fork, work, row.node_ids, timeout_s)
+        logged = row.recipe is not None and shown is Shown.WORK
+        return await asyncio.to_thread(view.prepared.compared, run) if logged else run
 
     @asynccontextmanager
     async def _fork(self, view: GradedView, work: ResolvedRow, shown: Shown) -> AsyncIterator[Slot]:
