@@ -341,7 +341,7 @@ class _Shallow(ElementTree.TreeBuilder):
         super().__init__()
         self._depth = 0
 
-    def start(self, tag: str, attrs: dict[str, str]) -> ElementTree.Element:  # type: ignore[override]
+    def start(self, tag: str, attrs: dict[str, str]) -> ElementTree.Element:
         self._depth += 1
         if self._depth > _MOST_LEVELS:
             raise ElementTree.ParseError(f"over {_MOST_LEVELS} levels")

@@ -70,8 +70,8 @@ async def load_prepared(slot: Slot) -> PreparedRow:
     """Return how the row of a grading slot was made to run. The agent's changes outside the repository are not in such
     a slot."""
     values = json.loads(await slot.read_text(_RECORD, missing="{}"))
-    lists = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return PreparedRow(**lists)
+    names = (tuple(values.get(name, ())) for name in ("declared", "narrowed"))
+    return PreparedRow(*names, ends=values.get("ends", False), counts=values.get("counts", False))
 
 
 async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, narrow: bool) -> PreparedRow:
