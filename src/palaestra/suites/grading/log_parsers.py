@@ -513,7 +513,7 @@ print(json.dumps(PARSER_REGISTRY[name](sys.stdin.read(), spec)))
 def _read_published(names: tuple[str, str, str], log: str) -> Statuses:
     """Read a log with a parser of `swebench` in a process of its own. A log that takes too long, or that the parser
     cannot read, lists no test."""
-    argv, text = [sys.executable, "-c", _IN_PROCESS, *names], "\n".join(lines_of(log)).encode("utf-8", "replace")
+    argv, text = [sys.executable, "-P", "-c", _IN_PROCESS, *names], "\n".join(lines_of(log)).encode("utf-8", "replace")
     try:
         done = subprocess.run(argv, input=text, capture_output=True, timeout=_FOREIGN_S, check=True)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):

@@ -70,8 +70,8 @@ async def load_prepared(slot: Slot) -> PreparedRow:
     """Return how the row of a grading slot was made to run. The agent's changes outside the repository are not in such
     a slot."""
     values = json.loads(await slot.read_text(_RECORD, missing="{}"))
-    names = (tuple(values.get(name, ())) for name in ("declared", "narrowed"))
-    return PreparedRow(*names, ends=values.get("ends", False), counts=values.get("counts", False))
+    declared, narrowed = tuple(values.get("declared", ())), tuple(values.get("narrowed", ()))
+    return PreparedRow(declared, narrowed, bool(values.get("ends")), bool(values.get("counts")))
 
 
 async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, narrow: bool) -> PreparedRow:
