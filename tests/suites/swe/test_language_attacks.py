@@ -131,7 +131,7 @@ CASES: Mapping[str, Case] = {
         fix={"lib/calc.js": NODE_FIX},
         tests={"test/calc.test.js": NODE_TESTS.replace("const test = require('node:test');\n", "")},
         names=("adds", "zero"),
-        honest={"prints": {"lib/calc.js": "console.log('loaded');\n" + NODE_FIX}},
+        honest={"prints a line": {"lib/calc.js": "console.log('loaded');\n" + NODE_FIX}},
         forged={
             "prints": {"lib/calc.js": node("console.log('7 passing'); process.exit(0);")},
             "exits": {"lib/calc.js": node("process.exit(0);")},
@@ -245,6 +245,7 @@ def test_honest_work_is_paid_and_forged_logs_are_not(name: str, tmp_path: Path) 
         pytest.skip(f"{', '.join(missing)} is not installed")
     source = Source.make(tmp_path / "source", case.files)
     works = {"fix": case.fix, **case.honest, **case.forged}
+    assert len(works) == 1 + len(case.honest) + len(case.forged)
     played = dict(zip(works, asyncio.run(play(source, case, language, list(works.values()), tmp_path)), strict=True))
     shown = {
         work: (each.official, each.reward, [label.name for label in each.labels], each.error, each.detail)
