@@ -69,3 +69,27 @@ def test_a_reader_of_agent_text_takes_time_that_grows_with_its_size(name: str) -
 def test_a_long_line_costs_nothing(name: str) -> None:
     for part in (" ", "1", "( ", ". =", "#"):
         assert PARSERS[name](f"✔ {part * 200_000}") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "settled"),
+    [("a b", "a b"), ("a b  \n", "a b"), ("a <tool", "a"), ("a  [TOOL_", "a"), ("a \ufffd\ufffd", "a "), ("", ""),
+     (" " * 99, ""), ("\ufffd" * 99, ""), ("a < b > c", "a < b > c"), ("a [b]", "a [b]")],
+)  # fmt: skip
+def test_the_end_of_a_text_that_may_become_a_marker_is_held_back(text: str, settled: str) -> None:
+    assert _settled(text) == settled
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1}', '```json\n{"a": 1}\n```', ' ``` \n{"a": 1}\n  ```\n', '```json\n\n{"a":\n1}\n```']
+)
+def test_a_reply_may_be_fenced(text: str) -> None:
+    assert not JsonSchema({"type": "object"}, "s").problem(text)
+    assert JsonSchema({"type": "object"}, "s").problem(f"{text}x")
+
+
+def test_the_first_pair_of_a_tag_is_read() -> None:
+    assert extract_tool_call("a <tool_call> b </tool_call> c </tool_call>") == "b"
+    assert extract_tool_call("</tool_call> <tool_call> b") is None
+    assert _reply('x\n<tool_call> {"name": "a"} </tool_call>\n<tool_call>', 0)["content"] == "x\n<tool_call>"
+    assert [each["content"] for each in _results("<tool_response>\n1\n</tool_response>", ["i"])] == ["1"]
