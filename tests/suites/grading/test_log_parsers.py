@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ import pytest
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 from palaestra.suites.grading.harness import Status
-from palaestra.suites.grading.log_parsers import PARSERS, has_run, knows, parser
+from palaestra.suites.grading.log_parsers import PARSERS, _published, has_run, knows, parser
 
 P, F, S = Status.PASSED, Status.FAILED, Status.SKIPPED
 
@@ -172,6 +174,37 @@ def test_a_log_of_failures_needs_a_sign_that_tests_ran() -> None:
     assert has_run("  12 passing (3s)")
     assert not has_run("Executed 0 of 0")
     assert not has_run("Error: Cannot find module 'mocha'")
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_log_without_a_test_is_no_error(name: str) -> None:
+    assert parser(name)("") == {}
+    assert parser(name)("\n\nStarting browser\n  a\n b\n x\n y\n") is not None
+
+
+def test_a_foreign_parser_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log that it cannot read lists no test."""
+    folder = tmp_path / "swebench" / "harness"
+    folder.mkdir(parents=True)
+    (folder / "log_parsers.py").write_text(
+        "import os\nPARSER_REGISTRY = {'parse_log_own': lambda log, spec: {log.split()[0]: 'PASSED', "
+        "spec.instance_id: 'XFAIL', str(os.getpid()): 'FAILED'}}\n"
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "swebench"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    _published.cache_clear()
+    try:
+        read = parser("parse_log_own", "o__n-1")
+        found = read("\x1b[1madds\n")
+        assert (found.pop("adds"), found.pop("o__n-1")) == (P, Status.XFAILED)
+        assert str(os.getpid()) not in found
+        assert read("") == {}
+    finally:
+        _published.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "swebench"]:
+            monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def test_xml_with_entities_is_not_read() -> None:

@@ -12,8 +12,11 @@ from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Change, ExecutionResult
 from palaestra.suites.grading.harness import Status, TestRun
+from palaestra.suites.grading.log_parsers import counted
 from palaestra.suites.swe import unified_diff
-from palaestra.suites.swe.command_tests import read_command
+from palaestra.suites.swe.baseline import PreparedRow
+from palaestra.suites.swe.command_tests import missing_programs, read_command
+from palaestra.suites.swe.language_tests import falsify
 from palaestra.suites.swe.languages import LANGUAGES
 from palaestra.suites.swe.protected import SETTINGS_CHANGED, TESTS_EDITED, protected
 from palaestra.suites.swe.swe_row import SweRow, TestNames, parse_row
@@ -136,6 +139,122 @@ def test_protected_paths_of_a_language(path: str, label: str | None) -> None:
     assert found.labelled.get(path) == label
 
 
+BUILD_FILES = {
+    "javascript": (
+        "package.json", ".mocharc.jsonc", ".mocharc.js", "jest.config.json", "karma.conf.js", "vitest.config.mts",
+        "vitest.workspace.ts", "ava.config.mjs", ".babelrc.json", "babel.config.cjs", "tsconfig.base.json", ".npmrc",
+        "test/mocha.opts", "packages/a/package.json", "gulpfile.js", "jest.setup.js", ".nycrc", "Makefile",
+    ),
+    "go": ("go.mod", "go.work", "vendor/x/y.go", "Makefile", "makefile"),
+    "rust": ("Cargo.toml", "sub/Cargo.toml", "build.rs", ".cargo/config", ".cargo/config.toml", "rust-toolchain"),
+    "java": ("pom.xml", "build.gradle.kts", "settings.gradle.kts", "gradlew", "mvnw", ".mvn/jvm.config",
+             "gradle/wrapper/gradle-wrapper.properties", "buildSrc/src/A.java",
+             "src/main/resources/META-INF/services/org.junit.platform.launcher.TestExecutionListener"),
+    "c": ("Makefile", "GNUmakefile", "Makefile.am", "rules.mk", "CMakeLists.txt", "sub/CMakeLists.txt", "cmake/a.cmake",
+          "CMakePresets.json", "configure", "configure.ac", "meson.build", "CTestCustom.cmake"),
+    "ruby": ("Gemfile", "Rakefile", "tasks/test.rake", "calc.gemspec", ".rspec", "test/test_helper.rb"),
+    "php": ("composer.json", "phpunit.xml", "phpunit.xml.dist", "phpunit-unit.xml", ".user.ini"),
+}  # fmt: skip
+SOURCES = {
+    "javascript": ("lib/a.js", "src/config.js", "lib/webpack.js", "docs/a.md", "lib/conf/a.js"),
+    "go": ("calc.go", "internal/vendor/a.go", "docs/build.md"),
+    "rust": ("src/build/mod.rs", "src/config.toml.rs", "src/vendor/a.rs", "Cargo.lock"),
+    "java": ("src/main/java/a/services/B.java", "src/main/java/a/gradle/C.java"),
+    "c": ("src/make.c", "include/configure.h", "doc/Make.txt"),
+    "ruby": ("lib/calc/rake.rb", "lib/calc_plugin.rb"),
+    "php": ("src/Composer.php", "config/app.php"),
+}
+
+
+@pytest.mark.parametrize("language", BUILD_FILES)
+def test_files_of_builds_and_runners_are_as_prepared_unless_the_reference_changes_them(language: str) -> None:
+    made = row(language=language)
+    for path in BUILD_FILES[language]:
+        assert protected([Change(path, "file")], made, []).labelled == {path: SETTINGS_CHANGED}
+        fixed = row(language=language, patch=unified_diff.between(path, "a\n", "b\n"))
+        assert protected([Change(path, "file")], fixed, []).labelled == {}
+    for path in SOURCES[language]:
+        assert protected([Change(path, "file")], made, []).labelled == {}, path
+
+
+@pytest.mark.parametrize(
+    ("language", "path", "text", "falsified"),
+    [
+        ("javascript", "a.test.js", "it('adds', async () => {\n  assert.strictEqual(a(), 1) })",
+         "it('adds', async () => { assert.strictEqual(1, 2);\n  assert.strictEqual(a(), 1) })"),
+        ("typescript", "a.test.ts", 'test("it\'s", function (done) { expect(a()).toBe(1) })\nit("b", () => { b() })',
+         'test("it\'s", function (done) { expect(1).toBe(2); expect(a()).toBe(1) })\n'
+         'it("b", () => { expect(1).toBe(2); b() })'),
+        ("javascript", "a.test.js", "it('a', () => { a().should.be.ok })",
+         "it('a', () => { throw new Error('falsified'); a().should.be.ok })"),
+        ("go", "a_test.go", "func TestA(tt *testing.T) {\n}\nfunc BenchmarkA(b *testing.B) {\n}",
+         'func TestA(tt *testing.T) { tt.Error("falsified");\n}\nfunc BenchmarkA(b *testing.B) {\n}'),
+        ("rust", "tests/a.rs", "#[tokio::test]\nasync fn a() -> R<()> {\n}\nfn helper() {\n}",
+         "#[tokio::test]\nasync fn a() -> R<()> { assert_eq!(1, 2);\n}\nfn helper() {\n}"),
+        ("java", "ATest.java", '@Test(timeout = 5)\npublic void a() throws Exception {\n}',
+         '@Test(timeout = 5)\npublic void a() throws Exception { if (true) throw new AssertionError("falsified");\n}'),
+        ("c++", "a_test.cpp", 'TEST_CASE("a (b)", "[c]") {\n  REQUIRE(a());\n}',
+         'TEST_CASE("a (b)", "[c]") { REQUIRE(1 == 2);\n  REQUIRE(a());\n}'),
+        ("c", "test_a.c", "int main(void) {\n}", "int main(void) { return 99;\n}"),
+        ("ruby", "a_spec.rb", "it 'adds' do\n  expect(a).to eq(1)\nend",
+         "it 'adds' do\nexpect(1).to eq(2)\n\n  expect(a).to eq(1)\nend"),
+        ("php", "ATest.php", "public function testA(): void\n{ $this->assertSame(1, a()); }",
+         "public function testA(): void\n{ $this->assertSame(1, 2); $this->assertSame(1, a()); }"),
+    ],
+)  # fmt: skip
+def test_each_test_of_a_falsified_file_fails_first(language: str, path: str, text: str, falsified: str) -> None:
+    assert falsify(LANGUAGES[language], {path: text, "data.json": text}) == {path: falsified}
+
+
+@pytest.mark.parametrize(
+    ("log", "count"),
+    [
+        ("✔ a (1ms)\nℹ tests 3\nℹ pass 2\nℹ fail 1", 2),
+        ("ok 1 - a\n# tests 3\n# pass  3", 3),
+        ("  1 passing (3ms)\n  1 failing", 1),
+        ("Tests:       1 failed, 2 passed, 3 total", 2),
+        ("test result: ok. 4 passed; 0 failed\ntest result: ok. 1 passed; 0 failed", 5),
+        ("100% tests passed, 0 tests failed out of 7", 7),
+        ("5 runs, 5 assertions, 0 failures, 0 errors, 0 skips", 5),
+        ("3 examples, 0 failures", 3),
+        ("OK (2 tests, 2 assertions)", 2),
+        ("ok  \tcalc\t0.003s", float("inf")),
+        ("FAIL\tcalc [build failed]\n✔ a", None),
+        ("✔ a\n✔ b", None),
+    ],
+)
+def test_the_summary_of_a_runner(log: str, count: float | None) -> None:
+    assert counted(log) == count
+
+
+def test_a_log_is_compared_with_that_of_the_reference_solution() -> None:
+    statuses = {"a": Status.PASSED, "b": Status.PASSED}
+    run, cut = (TestRun(statuses, True, output=log) for log in ("✔ a\n✔ b\nℹ pass 1", "✔ a\n✔ b"))
+    ends = PreparedRow(ends=True, counts=True)
+    assert [(each.name, each.certain) for each in ends.compared(run).labels] == [("forgeable_log", False)]
+    assert [(each.name, each.certain) for each in ends.compared(cut).labels] == [("session_cut_short", True)]
+    for prepared in (PreparedRow(), PreparedRow(ends=True)):
+        assert prepared.compared(run) == run
+    assert PreparedRow().compared(cut) == cut
+
+
+def test_a_name_without_the_file_that_ava_leaves_out() -> None:
+    made = row(language="javascript")
+    log = ExecutionResult(True, "ok 1 - handles x\n")
+    assert read_command(made, log, ["parse › handles x"]).statuses["parse › handles x"] is Status.PASSED
+    assert read_command(made, log, ["parse › other"]).statuses["parse › other"] is Status.MISSING
+
+
+def test_a_toolchain_of_one_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / ".cargo/bin/cargo"
+    program.parent.mkdir(parents=True)
+    program.touch(mode=0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    message = missing_programs(LANGUAGES["rust"], ["cargo"], "o__n-1")
+    assert f"missing program: cargo ({program} is of one user, whose directories slots do not contain)" in message
+
+
 def test_products_are_in_no_view_unless_the_repository_has_them() -> None:
     made = row(test_patch=unified_diff.between("test/a.test.js", "a\n", "b\n"))
     changes = [Change("node_modules/x/index.js", "file"), Change("coverage/kept.js", "file")]
@@ -171,4 +290,4 @@ def test_a_row_in_c(policy: str, reward: float, tmp_path: Path, installed_pytest
     assert not group.error, group.error
     (trajectory,) = group.trajectories
     assert (trajectory.reward, trajectory.official) == (reward, reward), (trajectory.detail, trajectory.error)
-    assert trajectory.detail["uncontrolled"] == (["add"] if reward else [])
+    assert trajectory.detail["uncontrolled"] == []

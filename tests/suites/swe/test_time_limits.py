@@ -100,6 +100,17 @@ def test_a_slow_reference_solution_refuses_the_row(before: TestRun, narrow: bool
         check(before, HANGS, narrow=narrow)
 
 
+def test_the_message_for_names_of_another_command_tells_what_the_log_lists() -> None:
+    before = TestRun({**dict.fromkeys(NAMES, Status.MISSING), "other": Status.PASSED, "more": Status.PASSED}, True)
+    with pytest.raises(
+        PrepareError, match=r"^not the row's command; o__n-1; the log lists 2 tests, none of the 3 that"
+    ):
+        check(before, before)
+    some = TestRun({**before.statuses, "double": Status.PASSED}, True)
+    with pytest.raises(PrepareError, match=r"the log lists 3 tests, 1 of the 3 that .* --all-features"):
+        check(some, some)
+
+
 def test_the_message_for_skipped_tests_begins_with_the_reason_that_they_give() -> None:
     """Sphinx, for example, skips tests if Graphviz is not installed."""
     columns = {"language": "", "kind": "swe-bench", "test_patch": unified_diff.between("t.py", "a\n", "b\n"),

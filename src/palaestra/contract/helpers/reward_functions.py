@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -248,9 +247,9 @@ class FormatReward(RewardFunction):
         self.case_sensitive = case_sensitive
 
     def compute(self, completions: Sequence[JSON], **context: JSON) -> list[float]:
-        flags = re.DOTALL | (0 if self.case_sensitive else re.IGNORECASE)
-        enough = all if self.require_all_tags else any
+        plain = str if self.case_sensitive else str.lower
+        enough, tags = (all if self.require_all_tags else any), list(map(plain, self.preferred_tags))
         return [
-            1.0 if enough(re.search(f"<{tag}>.*?</{tag}>", text, flags) for tag in self.preferred_tags) else 0.0
-            for text in map(self.get_content, completions)
+            1.0 if enough(f"</{tag}>" in text.partition(f"<{tag}>")[2] for tag in tags) else 0.0
+            for text in (plain(self.get_content(each)) for each in completions)
         ]

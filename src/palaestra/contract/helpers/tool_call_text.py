@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -28,9 +27,9 @@ def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) ->
     """Return the stripped text between the first pair of a tag, or None. Tags are tried in order; by default only
     `tool_call`."""
     for tag in preferred_tags or ("tool_call",):
-        found = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        if found is not None:
-            return found[1].strip()
+        inner, ended, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
+        if ended:
+            return inner.strip()
     return None
 
 

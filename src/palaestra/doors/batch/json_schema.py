@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 
 import fastjsonschema
@@ -14,7 +13,6 @@ from palaestra.core.types import JSON
 from palaestra.tools.arguments import schema_check
 
 NOT_JSON = "the last reply is not JSON"
-_FENCED = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n\s*```\s*", re.DOTALL)
 
 
 class JsonSchema:
@@ -28,9 +26,10 @@ class JsonSchema:
     def problem(self, reply: str) -> str:
         """Return why the reply does not fit the schema; empty if it fits. A fence of three backticks around the whole
         reply is ignored."""
-        fenced = _FENCED.fullmatch(reply)
+        first, _, rest = reply.strip().partition("\n")
+        fenced = first.rstrip() in ("```", "```json") and rest.endswith("```")
         try:
-            self._check(json.loads(fenced[1] if fenced else reply))
+            self._check(json.loads(rest[:-3] if fenced else reply))
         except fastjsonschema.JsonSchemaValueException as error:
             return f"the last reply does not fit the schema: {one_line(error.message, 200)}"
         except (ValueError, RecursionError):

@@ -14,7 +14,8 @@ from palaestra.inference.engine import AssistantMessage
 from palaestra.inference.http.sse import Delta, DeltaHook
 from palaestra.inference.tokenizers import Tokenizer
 
-_MARKER = re.compile(r"\s*(?:<[^<>\n]{0,40}|\[[A-Z_]{0,20}|\s)$|\ufffd+$")
+_MARKER = re.compile(r"(?:<[^<>\n]{0,40}|\[[A-Z_]{0,20}|\s)$|\ufffd$")
+_LONGEST_MARKER = 42
 """The end of a text that may become a marker of the format, or is an incomplete character."""
 
 
@@ -57,4 +58,5 @@ class ShownReply:
 
 
 def _settled(text: str) -> str:
-    return _MARKER.sub("", text)
+    match = _MARKER.search(text, max(0, len(text) - _LONGEST_MARKER))
+    return text[: match.start()].rstrip("\ufffd" if match[0] == "\ufffd" else None) if match else text

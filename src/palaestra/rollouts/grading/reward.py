@@ -40,7 +40,7 @@ LABELS = _OF_SAME_RUN.union(
     ("tests_edited", "settings_changed", "startup_files", "module_shadowed", "test_settings_ignored"),
     ("session_cut_short", "forged_records", "reward_not_of_the_tests", "verifier_changed", "checkers_changed"),
     ("tests_left_out", "tests_skipped", "guarded_view_fails", "official_on_copy", "official_failed", "set_up_failed"),
-    ("graded_where_it_runs",),
+    ("graded_where_it_runs", "forgeable_log"),
 )
 """The names of the labels that checks give. Environments declare those of their own as `label_names`."""
 

@@ -40,8 +40,8 @@ OPENAI, SHAREGPT, ATROPOS, ROWS = "openai", "sharegpt", "atropos", "rows"
 _SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
              "tool": "tool", "function": "tool", "observation": "tool"}  # fmt: skip
 _THINK = re.compile(r"\A\s*<think>\n?(.*?)\n?</think>\n?", re.DOTALL)
-_CALL = re.compile(r"\n?<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_RESPONSE = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
+_CALL = re.compile(r"\n?<tool_call>(.*?)</tool_call>", re.DOTALL)
+_RESPONSE = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
 _IN_LINE = ("id", "task_id", "reward", "score", "outcome", "official", "labels", "env", "model", "tools", "messages",
             "conversations", "metadata", "error", "blame", "metrics", "group_id", "prompt_index",
             "annotations")  # fmt: skip
@@ -107,9 +107,10 @@ def _reply(text: str, count: int) -> Message:
     if (thought := _THINK.match(text)) is not None:
         message["reasoning_content"] = thought[1]
         text = text[thought.end() :]
-    calls = [parsed_object(found) for found in _CALL.findall(text)]
+    last = text.rfind("</tool_call>") + len("</tool_call>")  # no call that is not closed is looked for
+    calls = [parsed_object(found.strip()) for found in _CALL.findall(text, 0, last)]
     if calls and all(call is not None and isinstance(call.get("name"), str) for call in calls):
-        text = _CALL.sub("", text)
+        text = _CALL.sub("", text[:last]) + text[last:]
         message["tool_calls"] = [
             {
                 "id": f"call_{number}",
@@ -123,7 +124,8 @@ def _reply(text: str, count: int) -> Message:
 
 
 def _results(text: str, waiting: Sequence[str]) -> Iterator[Message]:
-    found = _RESPONSE.findall(text) or [text]
+    last = text.rfind("</tool_response>") + len("</tool_response>")
+    found = [each.strip() for each in _RESPONSE.findall(text, 0, last)] or [text]
     for place, each in enumerate(found):
         response = parsed_object(each)
         called = {"tool_call_id": waiting[place]} if place < len(waiting) else {}

@@ -8,18 +8,24 @@ and `name`, and the words for passed, failed and skipped. Runners that print a t
 Source of the formats: `swebench.harness.log_parsers` (5.0.2), compared on logs by `tests/suites/grading/
 test_log_parsers.py`; Go's test2json, the TAP 13 specification, and the output of ctest and surefire.
 
-Not covered: code under test writes to the same log and can print the line of any test. Rows that are read from a log
-have no falsified tests, so their records list these tests as `uncontrolled`.
+Invariant: a log is text of code under test, so it is read in time that grows with its size alone. Line parsers get the
+lines of `lines_of`, patterns are linear on such lines, names and XML are bounded, and the parsers of `swebench`, whose
+patterns are not linear, run in a process with a time limit. No log makes a parser raise.
+
+Not covered: code under test writes to the same log and can print the line of any test (see `swe/language_tests.py`).
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 import importlib.util
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+from itertools import pairwise
 from xml.etree import ElementTree
 
 from palaestra.core.errors import TaskError
@@ -35,15 +41,42 @@ _MARKS = {
     **dict.fromkeys("✕×✗✖✘", _FAILED),
     **dict.fromkeys("○↓◌↩-", _SKIPPED),
 }
-_TIME = re.compile(r"\s*[(\[]\s*\d+(?:\.\d+)?\s*m?s\s*[)\]]\s*$|\s+\d+(?:\.\d+)?\s*ms\s*$")
+_TIME = re.compile(r"\s[(\[]\s*\d+(?:\.\d+)?\s*m?s\s*[)\]]\s*$|\s\d+(?:\.\d+)?\s*ms\s*$")
 _TREE_MARK = re.compile(r"(?P<mark>[✓✔√✕×✗✖✘○◌-]|\d+\))\s+(?P<name>\S.*)")
-_MOCHA_END = re.compile(r"\n[ \t]*\d+ passing\b")
 _RAN = re.compile(
     r"\b[1-9]\d* (?:passing|passed|specs?\b|tests?\b|SUCCESS|FAILED)|Tests:\s+[1-9]|^# tests [1-9]|"
-    r"Executed [1-9]\d* of ",
-    re.MULTILINE,
+    r"Executed [1-9]\d* of "
 )
-_MOST_BYTES_XML = 16 << 20
+_SUMMARY = re.compile(
+    r"[ℹ#] pass\s+(\d{1,9})$|\b(\d{1,9}) passing\b|Tests:?\s.{0,200}?(\d{1,9}) passed|"
+    r"test result: \w+\. (\d{1,9}) passed|"
+    r"tests passed, \d{1,9} tests? failed out of (\d{1,9})|\[  PASSED  \] (\d{1,9}) test|"
+    r"\b(\d{1,9}) (?:runs|tests), \d{1,9} assertions|\b(\d{1,9}) (?:examples?|specs?), \d{1,9} failure|"
+    r"OK \((\d{1,9}) test|Tests: (\d{1,9}), Assertions|Tests run: (\d{1,9}), Failures|Executed (\d{1,9}) of "
+)
+"""The last lines of node, tape, ava, mocha, jest, vitest, cargo, ctest, googletest, minitest, test-unit, RSpec,
+jasmine, PHPUnit, surefire and karma, with the number of tests that passed or ran."""
+_GO_SUMMARY = re.compile(r"(?:ok|FAIL)\s+\S+\s+[\d(]")
+_MOST_XML, _MOST_LEVELS = 16 << 20, 50
+_LONGEST_LINE, _LONGEST_NAME, _LONGEST_TIME = 4096, 1024, 40
+_FOREIGN_S = 60.0
+
+
+def lines_of(log: str) -> Iterator[str]:
+    """Yield the lines of a log without the colours of a terminal. Lines of over 4096 characters are left out: no runner
+    prints one for a test."""
+    return (_ANSI.sub("", line) for line in log.splitlines() if len(line) <= _LONGEST_LINE)
+
+
+def _without_time(name: str, pattern: re.Pattern[str] = _TIME) -> str:
+    """Return a name without the time that a runner prints after it."""
+    match = pattern.search(name, max(0, len(name) - _LONGEST_TIME))
+    return name[: match.start()].rstrip() if match else name
+
+
+def _joined(separator: str, suites: Iterable[str], name: str) -> str:
+    """Return the name of a test after those of its suites."""
+    return separator.join([*(suite[:_LONGEST_NAME] for suite in suites), name])[:_LONGEST_NAME]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +88,7 @@ class LineParser:
 
     def __call__(self, log: str) -> Statuses:
         found: Statuses = {}
-        for line in log.splitlines():
+        for line in lines_of(log):
             match = self.pattern.match(line.strip())
             status = match and self.statuses.get(match["status"])
             if match and status:
@@ -70,7 +103,7 @@ def _lines(pattern: str, **words: str) -> LineParser:
 
 
 LINES: Mapping[str, Parser] = {
-    "gotest": _lines(r"--- (?P<status>PASS|FAIL|SKIP): (?P<name>.+) \(.+\)$",
+    "gotest": _lines(r"--- (?P<status>PASS|FAIL|SKIP): (?P<name>.+) \(\S+\)$",
                      passed="PASS", failed="FAIL", skipped="SKIP"),
     "cargo": _lines(r"test\s+(?P<name>\S+)\s+\.\.\.\s+(?P<status>\w+)$", passed="ok", failed="FAILED"),
     "jest": _lines(r"(?P<status>[✓✕○])\s(?P<name>.+?)(?:\s\(\d+(?:\.\d+)?\s*m?s\))?$",
@@ -81,8 +114,7 @@ LINES: Mapping[str, Parser] = {
     "test_files": _lines(r"(?P<status>PASS|FAIL)\s(?P<name>.*?)(?:\s\([\d.]+\s?m?s\))?$", passed="PASS", failed="FAIL"),
     "ant": _lines(r"\[junit\]\s+\[(?P<status>PASS|FAIL|ERR)\]\s+(?P<name>.*)$", passed="PASS", failed="FAIL ERR"),
     "phpunit_lines": _lines(r"(?P<status>[✔✘↩])\s*(?P<name>.*)$", passed="✔", failed="✘", skipped="↩"),
-    "minitest": _lines(r"(?P<name>.+)\. .*=.*(?P<status>\.|F|E).*$", passed=".", failed="F E"),
-    "minitest_verbose": _lines(r"(?P<name>\S.*?#.+) = \d+\.\d+ s = (?P<status>[.FES])$",
+    "minitest_verbose": _lines(r"(?P<name>[^#]+#.+) = \d+\.\d+ s = (?P<status>[.FES])$",
                                passed=".", failed="F E", skipped="S"),
     "cucumber": _lines(r"(?P<name>.*) \.+(?P<status>\.|F)", passed=".", failed="F"),
     "ruby_unit": _lines(r"(?:test: )?(?P<name>.+):\s+(?P<status>\.|E\b|F\b|O\b)",
@@ -91,9 +123,11 @@ LINES: Mapping[str, Parser] = {
     "jq": _lines(r"(?P<status>PASS|FAIL):\s(?P<name>.+)$", passed="PASS", failed="FAIL"),
     "micropython_test": _lines(r"(?P<status>pass|FAIL|skip)\s+(?P<name>.+)$",
                                passed="pass", failed="FAIL", skipped="skip"),
-    "googletest": _lines(r".*\[\s*(?P<status>OK|FAILED)\s*\]\s(?P<name>.*)\s\(.*\)$", passed="OK", failed="FAILED"),
-    "ctest": _lines(r"\d+/\d+\s+Test\s+#\d+:\s+(?P<name>\S+)\s+\.*\s*(?:\*\*\*)?(?P<status>Passed|Failed|Not|Timeout|"
-                    r"Exception|Skipped)\b", passed="Passed", failed="Failed Not Timeout Exception", skipped="Skipped"),
+    "googletest": _lines(r"(?:[^\[]|\[(?!\s*(?:OK|FAILED)))*\[\s*(?P<status>OK|FAILED)\s*\]\s(?P<name>.*)\s\([^()]*\)$",
+                         passed="OK", failed="FAILED"),
+    "ctest": _lines(r"\d+/\d+\s+Test\s+#\d+:\s+(?P<name>\S+)\s+(?:\.+\s*)?(?:\*\*\*)?(?P<status>Passed|Failed|Not|"
+                    r"Timeout|Exception|Skipped)\b",
+                    passed="Passed", failed="Failed Not Timeout Exception", skipped="Skipped"),
     "pytest": _lines(r"(?P<status>PASSED|FAILED|ERROR|XFAIL) (?P<name>\S+?::\S+|\S+\.py\b\S*).*$",
                      passed="PASSED", failed="FAILED", error="ERROR", xfailed="XFAIL"),
     "swift": _lines(r"Test Case '(?P<name>[^']+)'\s+(?P<status>passed|failed|skipped)\b.*$",
@@ -102,27 +136,37 @@ LINES: Mapping[str, Parser] = {
 """Parsers that one pattern describes."""
 
 
+_DURATION = re.compile(r"\s*\[\d+(?:\.\d+)? m?s\]$")
+
+
 def without_duration(name: str) -> str:
     """Return the name of a test without the duration in brackets that PHPUnit prints after it (`adds [0.05 ms]`)."""
-    return re.sub(r"\s*\[\d+(?:\.\d+)? m?s\]$", "", name)
+    return _without_time(name, _DURATION)
+
+
+def _minitest(log: str) -> Statuses:
+    """`NAME. … = … STATUS`: the name ends at the last point before the last equals sign before the last status."""
+    found: Statuses = {}
+    for line in map(str.strip, lines_of(log)):
+        last = max(map(line.rfind, ".FE"))
+        name = line[: max(0, line.rfind(". ", 0, max(0, line.rfind("=", 0, max(0, last)))))]
+        if name:
+            found[name] = _PASSED if line[last] == "." else _FAILED
+    return found
 
 
 def _tap(log: str) -> Statuses:
     """TAP 13. SWE-bench keeps the description with its leading dash, and so do the names in its rows."""
-    found: Statuses = {}
-    for line in log.splitlines():
-        match = re.match(r"(ok|not ok) \d+ (.+)$", line.strip())
-        if match:
-            found[match[2]] = _PASSED if match[1] == "ok" else _FAILED
-    return found
+    matches = (re.match(r"(ok|not ok) \d+ (.+)$", line.strip()) for line in lines_of(log))
+    return {match[2]: _PASSED if match[1] == "ok" else _FAILED for match in matches if match}
 
 
 def _redis(log: str) -> Statuses:
     found: Statuses = {}
-    for line in log.splitlines():
+    for line in lines_of(log):
         match = re.match(r"\[(ok|err|skip|ignore)\]:\s(.+?)(?:\s\(\d+\s*m?s\))?$", line.strip())
         if match and match[1] == "err":  # its name is followed by the file
-            found[re.sub(r"\s+in\s+\S+$", "", match[2])] = _FAILED
+            found[re.sub(r"\sin\s+\S+$", "", match[2]).rstrip()] = _FAILED
         elif match:
             found[match[2]] = _PASSED if match[1] == "ok" else _SKIPPED
     return found
@@ -133,9 +177,9 @@ def _phpunit(log: str) -> Statuses:
     repository, a line ends with the test's duration, which is not part of the name."""
     found: Statuses = {}
     suite = None
-    for line in log.splitlines():
-        if (heading := re.match(r"(\w.+) \(.+\)$", line)) is not None:
-            suite = heading[1]
+    for line in lines_of(log):
+        if (heading := re.match(r"(\w.+) \((?:(?! \().)+\)$", line)) is not None:
+            suite = heading[1][:_LONGEST_NAME]
         elif (test := re.match(r"\s*([✔✘↩])\s*(.*)$", line)) is not None:
             found[f"{suite} > {without_duration(test[2])}"] = _MARKS[test[1]]
     return found
@@ -146,21 +190,23 @@ def _maven(log: str) -> Statuses:
 
     The script is traced, and traces and results may be interleaved; both are in the order of the tests.
     """
-    tests = re.findall(r"^.*-Dtest=(\S+).*$", log, re.MULTILINE)
-    results = re.findall(r"^.*BUILD (SUCCESS|FAILURE)\s*$", log, re.MULTILINE)
+    lines = list(lines_of(log))
+    tests = [match[1] for line in lines if (match := re.match(r".*-Dtest=(\S+)", line))]
+    results = [line.rstrip()[-7:] for line in lines if line.rstrip().endswith(("BUILD SUCCESS", "BUILD FAILURE"))]
     return {test: _PASSED if result == "SUCCESS" else _FAILED for test, result in zip(tests, results, strict=False)}
+
+
+_SUREFIRE = re.compile(r"(\d+), Failures: (\d+), Errors: (\d+), Skipped: (\d+), Time elapsed: .*?(?:- in |-- in )(\S+)")
 
 
 def _surefire(log: str) -> Statuses:
     """Surefire's lines for each class, with the methods that failed."""
     found: Statuses = {}
-    summary = re.compile(
-        r"Tests run: (\d+), Failures: (\d+), Errors: (\d+), Skipped: (\d+), Time elapsed: .*?(?:- in |-- in )(\S+)"
-    )
-    for line in log.splitlines():
-        if (match := summary.search(line)) is not None:
-            run, failures, errors, skipped = map(int, match.groups()[:4])
-            found[match[5]] = _FAILED if failures or errors else _SKIPPED if run == skipped else _PASSED
+    for line in lines_of(log):
+        if (match := _SUREFIRE.match(line.partition("Tests run: ")[2])) is not None:
+            run, failures, errors, skipped, name = match.groups()
+            bad = failures.strip("0") or errors.strip("0")
+            found[name] = _FAILED if bad else _SKIPPED if run == skipped else _PASSED
     return found
 
 
@@ -168,8 +214,8 @@ def _gradle(log: str) -> Statuses:
     """`Class > test PASSED`; the status may come on a later line, when the output of several processes is mixed."""
     found: Statuses = {}
     waiting = ""
-    for line in map(str.strip, log.splitlines()):
-        if (match := re.match(r"([^>].+)\s+(PASSED|FAILED)$", line)) is not None:
+    for line in map(str.strip, lines_of(log)):
+        if (match := re.match(r"([^>].+)\s(PASSED|FAILED)$", line)) is not None:
             found[match[1]] = Status(match[2].lower())
             waiting = ""
         elif (match := re.match(r"([^>]\S*\s+>\s+\S+)$", line)) is not None:
@@ -180,22 +226,24 @@ def _gradle(log: str) -> Statuses:
     return found
 
 
-def _mocha(log: str, separator: str = " - ") -> Statuses:
+def _mocha(log: str) -> Statuses:
     """The `spec` reporter of mocha, and runners like it: an indented tree of suites with a mark before each test. Names
     have the names of their suites before them."""
     found: Statuses = {}
     suites: list[tuple[int, str]] = []
-    for line in _MOCHA_END.split(log)[0].splitlines():
+    for line in lines_of(log):
         text, indent = line.strip(), len(line) - len(line.lstrip())
+        if re.match(r"\d+ passing\b", text):
+            break
         if not text or not indent:
             continue
         while suites and suites[-1][0] >= indent:
             suites.pop()
-        if (match := _TREE_MARK.match(text)) is None:
+        if (match := _TREE_MARK.match(text)) is not None:
+            name = _joined(" - ", (suite for _, suite in suites), _without_time(match["name"]))
+            found[name] = _MARKS.get(match["mark"], _FAILED)
+        elif len(suites) < _MOST_LEVELS:
             suites.append((indent, text))
-            continue
-        name = separator.join([*(suite for _, suite in suites), _TIME.sub("", match["name"])])
-        found[name] = _MARKS.get(match["mark"], _FAILED)
     return found
 
 
@@ -203,12 +251,12 @@ def _marks(log: str) -> Statuses:
     """Names after a mark, without their suites: jest, vitest, mocha, ava, node's spec reporter. A name that failed in
     one suite has failed."""
     found: Statuses = {}
-    for line in log.splitlines():
+    for line in lines_of(log):
         match = _TREE_MARK.match(line.strip())
         if match is None or match["mark"] == "-":
             continue
         status = _MARKS.get(match["mark"], _FAILED)
-        name = _TIME.sub("", match["name"]).strip()
+        name = _without_time(match["name"]).strip()
         if match["mark"][0].isdigit() and name not in found and not line.startswith("    "):
             continue  # a heading in the list of failures
         if found.get(name) is not _FAILED:
@@ -216,26 +264,24 @@ def _marks(log: str) -> Statuses:
     return found
 
 
-_RSPEC_END = re.compile(r"\n(?:Pending: \(|Failures:|Finished in )")
-_RSPEC_EXAMPLE = re.compile(r"(?P<name>.*?)(?: \((?P<word>FAILED - \d+|ERROR - \d+|PENDING: .*)\))?")
-
-
 def _rspec(log: str) -> Statuses:
     """`rspec --format documentation`: an indented tree of groups, whose leaves are examples. Only examples that failed
     or are pending carry a word. Names have the names of their groups before them, as in RSpec's own descriptions."""
     found: Statuses = {}
     groups: list[str] = []
-    lines = [line.rstrip() for line in _RSPEC_END.split(log)[0].splitlines() if line.strip()]
-    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+    lines = [line.rstrip() for line in lines_of(log) if line.strip()]
+    for line, after in pairwise([*lines, ""]):
+        if line.startswith(("Pending: (", "Failures:", "Finished in ")):
+            break
         depth = (len(line) - len(line.lstrip())) // 2
-        if depth > len(groups):
+        if depth > min(len(groups), _MOST_LEVELS):
             continue  # printed by code under test
         groups[depth:] = [line.strip()]
-        match = _RSPEC_EXAMPLE.fullmatch(line.strip())
-        if depth and match and len(after) - len(after.lstrip()) <= 2 * depth:
-            word = match["word"] or ""
-            status = _SKIPPED if word.startswith("PENDING") else _FAILED if word else _PASSED
-            found[" ".join([*groups[:depth], match["name"]])] = status
+        if depth and len(after) - len(after.lstrip()) <= 2 * depth:
+            name, pending, _ = line.strip().partition(" (PENDING: ")
+            failed = re.fullmatch(r"(.*) \((?:FAILED|ERROR) - \d+\)", name)
+            status = _SKIPPED if pending else _FAILED if failed else _PASSED
+            found[_joined(" ", groups[:depth], failed[1] if failed else name)] = status
     return found
 
 
@@ -244,7 +290,7 @@ def _karma(log: str) -> Statuses:
     found: Statuses = {}
     suites: list[str] = []
     depth, started = -1, False
-    for line in log.splitlines():
+    for line in lines_of(log):
         if line.startswith("SUMMARY:"):
             break
         if "Starting browser" in line:
@@ -255,15 +301,15 @@ def _karma(log: str) -> Statuses:
             continue
         indent, mark, name = match.groups()
         if indent and not mark:
-            if len(indent) > depth:
-                suites.append(name)
-            elif len(indent) < depth:
+            if len(indent) < depth:
                 depth = len(indent)
-                suites.pop()
+                del suites[-1:]
                 continue
+            if len(indent) > depth and len(suites) < _MOST_LEVELS:
+                suites.append(name)
             depth = len(indent)
         if mark:
-            found[" > ".join([*suites, name])] = _PASSED if mark == "✔" else _FAILED
+            found[_joined(" > ", suites, name)] = _PASSED if mark == "✔" else _FAILED
     return found
 
 
@@ -273,7 +319,7 @@ def _doctest(log: str) -> Statuses:
     for case in _elements(log, "<doctest", "</doctest>", "TestCase"):
         for sub in case.iter("SubCase"):
             right = all(expression.get("success") == "true" for expression in sub.iter("Expression"))
-            found[f"{case.get('name')} > {sub.get('name')}"] = _PASSED if right else _FAILED
+            found[_joined(" > ", [case.get("name", "None")], sub.get("name", "None"))] = _PASSED if right else _FAILED
     return found
 
 
@@ -288,38 +334,75 @@ def _junit(log: str) -> Statuses:
     return found
 
 
+class _Shallow(ElementTree.TreeBuilder):
+    """Refuses elements inside of elements of the same name beyond a depth, because each level is read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = 0
+
+    def start(self, tag: str, attrs: dict[str, str]) -> ElementTree.Element:
+        self._depth += 1
+        if self._depth > _MOST_LEVELS:
+            raise ElementTree.ParseError(f"over {_MOST_LEVELS} levels")
+        return super().start(tag, attrs)
+
+    def end(self, tag: str) -> ElementTree.Element:
+        self._depth -= 1
+        return super().end(tag)
+
+
 def _elements(log: str, start: str, end: str, tag: str) -> Iterator[ElementTree.Element]:
-    """Yield the elements of the XML documents in a log. Documents that are torn, or that define entities, are left
-    out."""
-    at = 0
+    """Yield the elements of the XML documents in a log. Documents that are torn, very deep or that define entities are
+    left out."""
+    at, log = 0, _ANSI.sub("", log)
     while (begin := log.find(start, at)) >= 0 and (last := log.find(end, begin)) >= 0:
         at = last + len(end)
         text = log[begin:at]
-        if len(text) <= _MOST_BYTES_XML and "<!" not in text.replace("<![CDATA[", ""):
+        if len(text) <= _MOST_XML and "<!" not in text.replace("<![CDATA[", ""):
             try:
-                yield from ElementTree.fromstring(text).iter(tag)  # noqa: S314  no entities: see above
+                parser = ElementTree.XMLParser(target=_Shallow())  # noqa: S314  no entities: see above
+                yield from ElementTree.fromstring(text, parser).iter(tag)  # noqa: S314
             except ElementTree.ParseError:
                 continue
 
 
-def _failures(*patterns: str) -> Parser:
+def _failures(pattern: str) -> Parser:
     """A log that lists only failed tests. Such rows have the evaluation type `fail_only`."""
-    compiled = [re.compile(pattern, re.MULTILINE) for pattern in patterns]
+    compiled = re.compile(pattern)
 
     def read(log: str) -> Statuses:
-        names = (match[match.re.groups] for pattern in compiled for match in pattern.finditer(log))
-        return {re.sub(r"\s+", " ", name).strip(): _FAILED for name in names}
+        names = (match[1] for line in lines_of(log) if (match := compiled.search(line)))
+        return {" ".join(name.split()): _FAILED for name in names}
 
     return read
+
+
+def _eslint(log: str) -> Statuses:
+    """mocha's list of failures: the lines from a number to the line of the error are the name."""
+    found: Statuses = {}
+    name: list[str] | None = None
+    for line in lines_of(log):
+        if name is None:
+            match = re.search(r"\s\s\d+\)(.*)", line)
+            name = [match[1]] if match else None
+        elif "Error" in line:
+            found[" ".join(" ".join(name).split())] = _FAILED
+            name = None
+        else:
+            name.append(line)
+    return found
 
 
 def _json_lines(log: str) -> Statuses:
     """`go test -json`."""
     found: Statuses = {}
-    pattern = re.compile(r'"Action":"(pass|fail|skip)".*?"Test":"((?:[^"\\]|\\.)*)"')
     words = {"pass": _PASSED, "fail": _FAILED, "skip": _SKIPPED}
-    for action, name in pattern.findall(log):
-        found[name] = words[action]
+    for line in lines_of(log):
+        action = re.search(r'"Action":"(pass|fail|skip)"', line)
+        test = action and re.compile(r'"Test":"((?:[^"\\]|\\.)*)"').search(line, action.end())
+        if action and test:
+            found[test[1]] = words[action[1]]
     return found
 
 
@@ -334,6 +417,7 @@ def _either(*parsers: Parser) -> Parser:
 
 PARSERS: Mapping[str, Parser] = {
     **LINES,
+    "minitest": _minitest,
     "tap": _tap,
     "redis": _redis,
     "phpunit": _phpunit,
@@ -355,8 +439,8 @@ PARSERS: Mapping[str, Parser] = {
     "react_pdf": LINES["test_files"],
     "grommet": LINES["test_files"],
     "marked": _failures(r"^\d+\)\s(.*)$"),
-    "eslint": _failures(r"\s{2}\d+\)([\s\S]*?)\s+(?:.*)Error"),
-    "chart_js": _failures(r"Chrome\s[\d.]+[^\S\r\n]\(.+?\)[^\S\r\n](.*)FAILED$"),
+    "eslint": _eslint,
+    "chart_js": _failures(r"Chrome\s[\d.]+\s\([^()]+\)\s(.*)(?<=FAILED)$"),
 }
 """Our parsers by name, without the prefix `parse_log_`."""
 
@@ -377,7 +461,7 @@ def short_name(name: str) -> str:
 
 def knows(name: str) -> bool:
     """Return whether a log parser is known, here or in the package `swebench`."""
-    return short_name(name) in PARSERS or _published(name) is not None
+    return short_name(name) in PARSERS or name.strip() in _published()
 
 
 def parser(name: str, instance_id: str = "", version: str = "") -> Parser:
@@ -386,32 +470,55 @@ def parser(name: str, instance_id: str = "", version: str = "") -> Parser:
     `instance_id` and `version` choose among the formats of some parsers of `swebench`. Raises `TaskError` for an
     unknown parser.
     """
-    found = PARSERS.get(short_name(name))
-    if found is not None:
-        return lambda log: found(_ANSI.sub("", log))
-    foreign = _published(name)
-    if foreign is None:
-        raise TaskError(
-            f"log parser {name!r} is unknown; known parsers: {', '.join(sorted(PARSERS))}. The parsers of SWE-bench "
-            "for single repositories need its package: pip install 'palaestra[swe]'"
-        )
-    spec = SimpleNamespace(instance_id=instance_id, version=version)
-    return lambda log: {test: _status(word) for test, word in foreign(log, spec).items()}
+    if (found := PARSERS.get(short_name(name))) is not None:
+        return found
+    if name.strip() in _published():
+        return functools.partial(_read_published, (name.strip(), instance_id, version))
+    raise TaskError(
+        f"log parser {name!r} is unknown; known parsers: {', '.join(sorted(PARSERS))}. The parsers of SWE-bench "
+        "for single repositories need its package: pip install 'palaestra[swe]'"
+    )
 
 
 def has_run(log: str) -> bool:
     """Return whether a log shows that at least one test ran. A log that lists only failures needs this sign: without
     it, a session that never began would have no failure either."""
-    return _RAN.search(_ANSI.sub("", log)) is not None
+    return any(_RAN.search(line) for line in lines_of(log))
 
 
-def _published(name: str) -> Callable[[str, SimpleNamespace], Mapping[str, str]] | None:
-    """Return SWE-bench's own parser with this name, if its package is installed."""
+def counted(log: str) -> float | None:
+    """Return an upper bound of the number of tests that passed by the summaries of runners in a log, or None if it has
+    no summary: the session did not end by itself. Go's summaries count nothing."""
+    found = [match for line in lines_of(log) if (match := _SUMMARY.search(line) or _GO_SUMMARY.match(line))]
+    return sum(float(match[match.lastindex or 0] if match.lastindex else "inf") for match in found) if found else None
+
+
+@functools.cache
+def _published() -> frozenset[str]:
+    """Return the names of SWE-bench's own parsers, if its package is installed."""
     if importlib.util.find_spec("swebench") is None:
-        return None
-    registry = importlib.import_module("swebench.harness.log_parsers").PARSER_REGISTRY
-    found: Callable[[str, SimpleNamespace], Mapping[str, str]] | None = registry.get(name.strip())
-    return found
+        return frozenset()
+    return frozenset(importlib.import_module("swebench.harness.log_parsers").PARSER_REGISTRY)
+
+
+_IN_PROCESS = """
+import json, sys, types
+from swebench.harness.log_parsers import PARSER_REGISTRY
+name, instance_id, version = sys.argv[1:]
+spec = types.SimpleNamespace(instance_id=instance_id, version=version)
+print(json.dumps(PARSER_REGISTRY[name](sys.stdin.read(), spec)))
+"""
+
+
+def _read_published(names: tuple[str, str, str], log: str) -> Statuses:
+    """Read a log with a parser of `swebench` in a process of its own. A log that takes too long, or that the parser
+    cannot read, lists no test."""
+    argv, text = [sys.executable, "-P", "-c", _IN_PROCESS, *names], "\n".join(lines_of(log)).encode("utf-8", "replace")
+    try:
+        done = subprocess.run(argv, input=text, capture_output=True, timeout=_FOREIGN_S, check=True)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        return {}
+    return {test: _status(word) for test, word in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
 def _status(word: str) -> Status:

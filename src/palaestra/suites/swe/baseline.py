@@ -18,9 +18,10 @@ from typing import Protocol
 
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.exits import plural
-from palaestra.core.types import Label
+from palaestra.core.types import JSON, Label
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.harness import FAILED, Status, TestRun
+from palaestra.suites.grading.log_parsers import counted
 from palaestra.suites.swe.failure_cause import cause_of
 from palaestra.suites.swe.row_tests import before_the_fix, missing_packages, not_installed
 from palaestra.suites.swe.swe_row import RIGHT, SweRow
@@ -41,12 +42,18 @@ class Tries(Protocol):
 @dataclass(frozen=True, slots=True)
 class PreparedRow:
     """How a row was made to run: the places whose packages were installed, the named tests that were left out, and
-    further arguments of pytest. `alarms` has the evidence of the labels of the reference solution's own session."""
+    further arguments of pytest. `alarms` has the evidence of the labels of the reference solution's own session.
+
+    `ends` and `counts` tell whether the log of the reference solution ends with the summary of its runner, and whether
+    the summary counts the tests that the log lists.
+    """
 
     declared: tuple[str, ...] = ()
     narrowed: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     alarms: Mapping[str, Collection[str]] = field(default_factory=dict)
+    ends: bool = False
+    counts: bool = False
 
     def row(self, row: SweRow) -> SweRow:
         """Return the row without the tests that were left out."""
@@ -66,6 +73,16 @@ class PreparedRow:
                 found.append(label if label.certain else replace(label, evidence=", ".join(rest)))
         return found
 
+    def compared(self, run: TestRun) -> TestRun:
+        """Return the run of a log with what it lacks of the reference solution's: its runner's summary, without which
+        the session did not end by itself, or counts that agree with its lines."""
+        count, passed = counted(run.output), list(run.statuses.values()).count(Status.PASSED)
+        if not self.ends or count is None:
+            return replace(run, complete=run.complete and not self.ends)
+        evidence = f"the log lists {plural(passed, 'passed test')}, and its runner counted {count:g}"
+        wrong = self.counts and passed > count
+        return replace(run, alarms=(*run.alarms, Label("forgeable_log", evidence))) if wrong else run
+
     async def save(self, slot: Slot) -> None:
         """Write this into the prepared slot, outside the repository, where grading finds it."""
         if self != PreparedRow():
@@ -76,8 +93,8 @@ async def load_prepared(slot: Slot) -> PreparedRow:
     """Return how the row of a grading slot was made to run. The agent's changes outside the repository are not in such
     a slot."""
     values = json.loads(await slot.read_text(_RECORD, missing="{}"))
-    lists = {name: tuple(values.get(name, ())) for name in ("declared", "narrowed", "options")}
-    return PreparedRow(**lists, alarms=values.get("alarms", {}))
+    found: dict[str, JSON] = {name: tuple(values.get(name, ())) for name in ("declared", "narrowed", "options")}
+    return PreparedRow(**found, **{name: values[name] for name in ("alarms", "ends", "counts") if name in values})
 
 
 async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, narrow: bool) -> PreparedRow:
@@ -113,6 +130,9 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
     narrowed = tuple(_not_holding(row, run, solved)) if narrow and solved is not None else ()
     alarms = {label.name: label.evidence.split(", ") for label in (solved.alarms if solved is not None else ())}
     made = PreparedRow(tuple(used), narrowed, options, alarms)
+    if row.recipe is not None and solved is not None and (count := counted(solved.output)) is not None:
+        passed = list(solved.statuses.values()).count(Status.PASSED)
+        made = replace(made, ends=True, counts=passed <= count)
     kept = made.row(row)
     if not kept.fail_to_pass:
         assert solved is not None
@@ -191,14 +211,21 @@ def _not_holding(row: SweRow, run: TestRun, solved: TestRun) -> list[str]:
 def _problem(row: SweRow, run: TestRun, missing: list[str]) -> str:
     verdict = row.verdict(row.expected(run))
     passing, total = verdict.pass_to_pass
+    unseen = _unseen(row, run)
+    listed, named = len(run.statuses.keys() - set(unseen)), len(row.node_ids) - len(unseen)
+    if passing < total and row.recipe and listed and not set(verdict.not_passed) & set(row.pass_to_pass) - set(unseen):
+        return (
+            f"the log lists {plural(listed, 'test')}, {named or 'none'} of the {len(row.node_ids)} that the row names "
+            f"({', '.join(unseen[:3])} are missing): it may be published for another command (install_config "
+            "test_cmd), for example with more files or --all-features; --env.narrow keeps those that hold here"
+        )
     if passing < total:
         bad = [f"{name}: {verdict.not_passed[name]}" for name in row.pass_to_pass if name in verdict.not_passed]
         return (
             f"only {passing} of {total} tests that must pass before and after the fix pass now ({', '.join(bad[:3])}); "
             "--env.narrow keeps those that hold here"
         )
-    unseen = all(run.statuses.get(name, Status.MISSING) is Status.MISSING for name in row.fail_to_pass)
-    return "none of its tests could be collected" if missing and unseen else ""
+    return "none of its tests could be collected" if missing and set(row.fail_to_pass) <= set(unseen) else ""
 
 
 def _unsolved(row: SweRow, solved: TestRun) -> str:
@@ -217,12 +244,16 @@ def _evidence(row: SweRow, run: TestRun) -> str:
     """Return the text that may show the cause. If the tests of a log ran and some failed, only the lines next to the
     names of these count: the others may test what looks like a cause, for example an error of the network."""
     failed = [name for name in row.node_ids if run.statuses.get(name, Status.MISSING) not in RIGHT]
-    ran = all(run.statuses.get(name, Status.MISSING) is not Status.MISSING for name in row.node_ids)
+    ran = not _unseen(row, run)
     places = [run.output.rfind(name) for name in failed] if row.recipe is not None and ran else []
     if any(at >= 0 for at in places):
         return "\n".join(run.output[max(0, at - _NEAR) : at + 3 * _NEAR] for at in places if at >= 0)
     failures = (failure.exception for failure in run.failures.values())
     return "\n".join([*run.collect_errors.values(), *failures, run.output])
+
+
+def _unseen(row: SweRow, run: TestRun) -> list[str]:
+    return [name for name in row.node_ids if run.statuses.get(name, Status.MISSING) is Status.MISSING]
 
 
 def _cause(row: SweRow, run: TestRun) -> str:
@@ -239,5 +270,6 @@ def _cause(row: SweRow, run: TestRun) -> str:
         or next(iter(last), "")
         or (f"{plural(failed, 'test')} failed here" if failed else "")
         or (f"{plural(len(skipped), 'named test')} skipped here ({reason})" if skipped else "")
+        or ("not the row's command" if run.statuses.keys() - set(_unseen(row, run)) else "")
         or "no test ran: its environment is not the row's"
     )

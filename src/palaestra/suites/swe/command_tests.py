@@ -8,6 +8,7 @@ Not covered: forged log lines. The log is the output of code under test (see `gr
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from palaestra.core.errors import PrepareError
@@ -20,7 +21,7 @@ from palaestra.suites.swe.languages import CACHE, Language
 from palaestra.suites.swe.row_recipe import quoted
 from palaestra.suites.swe.swe_row import RIGHT, SweRow
 from palaestra.suites.toolchain.repository_venv import CERTIFICATES
-from palaestra.suites.toolchain.toolchain import Toolchain
+from palaestra.suites.toolchain.toolchain import DEFAULT_PATH, Toolchain
 
 _MOST_LOG_BYTES = 16 << 20
 _SHOWN = 3000
@@ -35,7 +36,8 @@ def language_toolchain(language: Language, *, image: bool = False) -> Toolchain:
     has its packages in its own places, so none are named."""
     if image:
         return Toolchain(command=(), bin_dir=_IMAGE_PROGRAMS)
-    return Toolchain(command=(), variables=language.env)
+    path = {"PATH": f"{language.places}:{DEFAULT_PATH}"} if language.places else {}
+    return Toolchain(command=(), variables={**path, **language.env})
 
 
 def _environment(toolchain: Toolchain, repo_dir: str) -> dict[str, str]:
@@ -46,7 +48,8 @@ def _environment(toolchain: Toolchain, repo_dir: str) -> dict[str, str]:
 async def check_programs(slot: Slot, language: Language, instance_id: str) -> None:
     """Raise `PrepareError` if the slot lacks a program of the language."""
     script = "for name; do command -v $name >/dev/null || echo $name; done"
-    found = await slot.execute(["sh", "-c", script, "programs", *language.programs], cwd="/")
+    path = {"PATH": f"{language.places}:{_IMAGE_PROGRAMS}:{DEFAULT_PATH}".lstrip(":")}
+    found = await slot.execute(["sh", "-c", script, "programs", *language.programs], cwd="/", env=path)
     if missing := found.output.split():
         raise PrepareError(missing_programs(language, missing, instance_id))
 
@@ -54,9 +57,11 @@ async def check_programs(slot: Slot, language: Language, instance_id: str) -> No
 def missing_programs(language: Language, missing: Sequence[str], instance_id: str) -> str:
     """Return the message for missing programs of a language."""
     make = " ".join(f"--include {name}" for name in language.packages.split())
+    found = language.elsewhere(missing)
+    there = f" ({', '.join(found)} is of one user, whose directories slots do not contain)" if found else ""
     return (
-        f"missing program: {', '.join(missing)}; {instance_id}: install Debian's {language.packages}, or give a root "
-        f"file system with --env.roots {language.name}=PATH (palaestra images make debian:12 {make})"
+        f"missing program: {', '.join(missing)}{there}; {instance_id}: install Debian's {language.packages}, or give a "
+        f"root file system with --env.roots {language.name}=PATH (palaestra images make debian:12 {make})"
     )
 
 
@@ -76,6 +81,8 @@ async def install_language(
     if not result.success:
         cause = cause_of_install(result) or "the installation failed"
         raise PrepareError(f"{cause}; {row.instance_id}: {result.error}\n{result.output[-_SHOWN:].strip()}")
+    if recipe.prebuilds:
+        await slot.execute(recipe.language.build, cwd=repo_dir, env=variables, timeout_s=timeout_s)
 
 
 async def run_command(
@@ -95,7 +102,7 @@ async def run_command(
         max_output_bytes=_MOST_LOG_BYTES,
         spill=False,
     )
-    return read_command(row, result, names)
+    return await asyncio.to_thread(read_command, row, result, names)
 
 
 def read_command(row: SweRow, result: ExecutionResult, names: Sequence[str]) -> TestRun:
@@ -123,12 +130,17 @@ def read_command(row: SweRow, result: ExecutionResult, names: Sequence[str]) -> 
 
 def _of_other_name(name: str, found: Mapping[str, Status]) -> Status | None:
     """Return the status of a test whose published name is not that of this log: it ends with the duration of the
-    published run, or it was cut within its parameters and the tests that begin with it agree.
+    published run, it begins with a file that ava prints only for several files, or it was cut within its parameters and
+    the tests that begin with it agree.
     Source: `_resolve_case` of `swebench.harness.grading` (5.0.2)."""
     if name in found:
         return None
     if (plain := without_duration(name)) in found:
         return found[plain]
+    _, _, after_file = name.partition(" › ")  # ava leaves out the file if it runs only one
+    for same in (after_file, f"- {after_file}", f"- {name}"):
+        if after_file and same in found:
+            return found[same]
     if name.count("[") <= name.count("]"):
         return None
     statuses = {status for test, status in found.items() if test.startswith(name)}

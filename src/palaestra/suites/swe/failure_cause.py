@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 
 from palaestra.sandbox.slot import ExecutionResult
+from palaestra.suites.grading.log_parsers import lines_of
 
 _RUNNERS_LIMIT = (
     r"((?:Timeout of|Exceeded timeout of|[Tt]est timed out (?:in|after)|execution timed out after) \d[\w.]*)|"
-    r"(\*\*\*Timeout)|(Timed out while running tests)|\d+/\d+ \S+ +(TIMEOUT) |Timeout::Error: (execution expired)"
+    r"(\*\*\*Timeout)|(Timed out while running tests)|/\d{1,9} \S+ +(TIMEOUT) |Timeout::Error: (execution expired)"
 )
 """What mocha, jest, vitest, node, JUnit, Go, ctest, ava, meson and Ruby's Timeout print at their limits."""
 _OUT_OF_MEMORY = "out of memory: raise the memory limit of the slots"
@@ -99,6 +100,7 @@ def cause_of(output: str, exit_code: int | None = None, *, exceeded: str = "") -
     the setting whose time limit ended the command, if one did."""
     if exceeded:
         return f"out of time: raise --env.{exceeded}"
+    output = "\n".join(lines_of(output))
     for sentence, pattern in _CAUSES:
         if re.search(pattern, output, re.MULTILINE) is not None:
             if "{}" not in sentence:
@@ -111,7 +113,7 @@ def cause_of(output: str, exit_code: int | None = None, *, exceeded: str = "") -
 
 def exceeds_limit_of_runner(log: str) -> bool:
     """Return whether the log of a test runner shows a test that exceeded a time limit of the runner or of its own."""
-    return re.search(_RUNNERS_LIMIT, log) is not None
+    return any(re.search(_RUNNERS_LIMIT, line) for line in lines_of(log))
 
 
 def cause_of_install(result: ExecutionResult) -> str:

@@ -10,6 +10,8 @@ protected, removed and restored by file.
 
 from __future__ import annotations
 
+import glob
+import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping
@@ -28,7 +30,10 @@ class Language:
 
     `programs` must be in the slot, and `packages` are the Debian packages that have them. `products` are directories
     and `product_suffixes` endings of files that an installation, a build or a cache makes: they are in no patch.
-    `settings` are files that can change which tests run. `parser` names a parser of `grading/log_parsers.py`.
+    `settings` matches the names of files that a build, a package manager or a test runner loads, and `setting_folders`
+    are such directories at the top of the repository. `build` builds the untouched repository once, so that sessions
+    build only what changed; it may fail. `places` are directories of programs besides the system's. `parser` names
+    a parser of `grading/log_parsers.py`.
     """
 
     name: str
@@ -42,7 +47,10 @@ class Language:
     test: str
     tests_share_package: bool = False
     """Whether test files in one directory are built together, so that a new one can replace what runs the others."""
-    settings: frozenset[str] = frozenset()
+    settings: str = ""
+    setting_folders: frozenset[str] = frozenset()
+    build: str = ""
+    places: str = ""
     products: frozenset[str] = frozenset()
     product_suffixes: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -52,14 +60,34 @@ class Language:
         parts = PurePosixPath(path)
         return re.fullmatch(self.tests, parts.name) is not None or bool(TEST_FOLDERS.intersection(parts.parts[:-1]))
 
+    def is_setting(self, path: PurePosixPath) -> bool:
+        """Return whether a build, a package manager or a test runner loads this path by itself."""
+        named = re.fullmatch(f"(?:{_BUILD_FILES}|{self.settings})", path.name) is not None
+        return named or path.parts[0] in self.setting_folders
+
     def is_product(self, path: PurePosixPath) -> bool:
         """Return whether an installation or a build makes this path."""
         return not self.products.isdisjoint(path.parts) or path.name.endswith(self.product_suffixes or ("\0",))
 
     def missing_programs(self) -> list[str]:
-        """Return the programs of this language that the system directories of this machine lack."""
-        return [name for name in self.programs if shutil.which(name, path=DEFAULT_PATH) is None]
+        """Return the programs of this language that this machine has in no directory that slots use."""
+        path = f"{DEFAULT_PATH}:{self.places}"
+        return [name for name in self.programs if shutil.which(name, path=path) is None]
 
+    def elsewhere(self, names: Iterable[str]) -> list[str]:
+        """Return where this machine has these programs in directories that slots do not use, such as the home directory
+        of a user."""
+        home = os.path.expanduser("~")
+        places = [place for pattern in _USERS_PLACES for place in glob.glob(f"{home}/{pattern}")]
+        path = os.pathsep.join([os.environ.get("PATH", ""), *places])
+        return sorted({str(found) for name in names if (found := shutil.which(name, path=path))})
+
+
+_USERS_PLACES = (".cargo/bin", ".nvm/versions/node/*/bin", ".local/bin", "go/bin", ".rbenv/shims", ".asdf/shims",
+                 ".volta/bin", ".sdkman/candidates/*/current/bin")  # fmt: skip
+"""Where installers for one user put toolchains, in the home directory."""
+_BUILD_FILES = r"(?:GNUm|[mM])akefile(?:\..*)?|.*\.(?:mk|mak)|[jJ]ustfile|Taskfile\.ya?ml"
+"""Files of build tools that any language uses."""
 
 TEST_FOLDERS = frozenset({"test", "tests", "testing", "__tests__", "spec", "specs", "testdata", "__snapshots__", "t"})
 
@@ -88,10 +116,11 @@ _GO_TEST = """
 folders=$(for file in "$@"; do case $file in *.go) dirname "./$file" ;; esac; done | sort -u)
 go test -v ${folders:-./...}
 """
-_C_TEST = """
-if [ -f CMakeLists.txt ]; then
-    cmake -S . -B build-palaestra -DCMAKE_BUILD_TYPE=Debug -DBUILD_TESTING=ON &&
-    cmake --build build-palaestra -j 2 && ctest --test-dir build-palaestra --output-on-failure
+_CMAKE_BUILD = (
+    "cmake -S . -B build-palaestra -DCMAKE_BUILD_TYPE=Debug -DBUILD_TESTING=ON && cmake --build build-palaestra -j 2"
+)
+_C_TEST = f"""
+if [ -f CMakeLists.txt ]; then {_CMAKE_BUILD} && ctest --test-dir build-palaestra --output-on-failure
 elif [ -f meson.build ]; then meson setup build-palaestra && meson test -C build-palaestra
 else
     if [ -x configure ] && [ ! -f Makefile ]; then ./configure; fi
@@ -106,7 +135,9 @@ fi
 _RUBY_TEST = """
 run=; if [ -f Gemfile ]; then run="bundle exec"; fi
 if [ -d spec ] && [ ! -d test ]; then $run rspec --format documentation "$@"
-else for file in "$@"; do case $file in *.rb) $run ruby -Ilib -Itest "$file" -v ;; esac; done
+else
+    [ $# != 0 ] || set -- $(find test -name 'test_*.rb' -o -name '*_test.rb' | sort)
+    for file in "$@"; do case $file in *.rb) $run ruby -Ilib -Itest "$file" -v ;; esac; done
 fi
 """
 
@@ -120,11 +151,12 @@ _NODE = Language(
     parser="node",
     install=_NODE_INSTALL,
     test=_NODE_TEST,
-    settings=frozenset({
-        "package.json", ".mocharc.js", ".mocharc.cjs", ".mocharc.json", ".mocharc.yml", ".mocharc.yaml", ".babelrc",
-        "babel.config.js", ".npmrc", ".taprc", "ava.config.js",
-        *(f"{tool}.config.{end}" for tool in ("jest", "vitest", "vite", "karma") for end in ("js", "cjs", "mjs", "ts")),
-    }),
+    settings=(
+        r"package\.json|[jt]sconfig.*\.json|mocha\.opts|\.pnpmfile\.cjs|(?:gulp|[gG]runt|[jJ]ake)file(?:\..*)?|"
+        r"\.(?:mocha|babel|npm|yarn|nyc|c8|swc|tap|jest|jasmine)rc(?:\..*)?|jasmine\.json|"
+        r"(?:jest|vitest|vite|ava|babel|karma|rollup|webpack|nyc|playwright|web-test-runner|wdio|tsup|jasmine)"
+        r"\.(?:conf|config|workspace)(?:\..*)?|(?:jest|vitest)[.-](?:setup|preset)(?:\..*)?"
+    ),
     products=frozenset({"node_modules", ".nyc_output", "coverage", ".vite", ".turbo"}),
     env={"npm_config_cache": f"{CACHE}/npm", "CI": "1", "NO_COLOR": "1", "FORCE_COLOR": "0"},
 )  # fmt: skip
@@ -139,7 +171,12 @@ _C = Language(
     parser="c",
     install="true",
     test=_C_TEST,
-    settings=frozenset({"CTestCustom.cmake", "CTestConfig.cmake"}),
+    settings=(
+        r"CMakeLists\.txt|.*\.cmake(?:\.in)?|CMake(?:User)?Presets\.json|configure(?:\.ac|\.in)?|.*\.am|autogen\.sh|"
+        r"meson\.build|meson(?:_options\.txt|\.options)|(?:BUILD|WORKSPACE|MODULE)(?:\.bazel)?|.*\.bzl|\.bazelrc|"
+        r"conanfile\..*|vcpkg\.json|build\.ninja|SConstruct|SConscript|xmake\.lua"
+    ),
+    build="[ ! -f CMakeLists.txt ] || { " + _CMAKE_BUILD + "; }",
     products=frozenset({"build-palaestra", "CMakeFiles", ".deps", ".libs", "autom4te.cache"}),
     product_suffixes=(".o", ".lo", ".a", ".la", ".so", ".gcda", ".gcno"),
 )
@@ -153,7 +190,6 @@ LANGUAGES: Mapping[str, Language] = {
             name="typescript",
             title="TypeScript",
             suffixes=(".ts", ".tsx", ".mts", ".cts"),
-            settings=_NODE.settings | {"tsconfig.json", "tsconfig.test.json"},
         ),
         Language(
             name="go",
@@ -166,7 +202,10 @@ LANGUAGES: Mapping[str, Language] = {
             install="[ ! -f go.mod ] || [ -d vendor ] || go mod download",
             test=_GO_TEST,
             tests_share_package=True,
-            settings=frozenset({"go.mod", "go.sum", "go.work"}),
+            settings=r"go\.(?:mod|sum|work|work\.sum)",
+            setting_folders=frozenset({"vendor"}),
+            build="[ ! -f go.mod ] || go test -run '^$' ./...",
+            places="/usr/local/go/bin",
             env={
                 "GOPATH": f"{CACHE}/go",
                 "GOCACHE": f"{CACHE}/go-build",
@@ -184,7 +223,9 @@ LANGUAGES: Mapping[str, Language] = {
             parser="cargo",
             install="cargo fetch || { [ -d vendor ] || ! grep -qs 'source = ' Cargo.lock; }",
             test="cargo test --offline --no-fail-fast",
-            settings=frozenset({"Cargo.toml", "build.rs", "config.toml", "rust-toolchain", "rust-toolchain.toml"}),
+            settings=r"Cargo\.toml|build\.rs|rust-toolchain(?:\.toml)?|nextest\.toml",
+            setting_folders=frozenset({".cargo", "vendor"}),
+            build="[ ! -f Cargo.toml ] || cargo test --offline --no-run",
             products=frozenset({"target"}),
             env={"CARGO_HOME": f"{CACHE}/cargo", "CARGO_TERM_COLOR": "never"},
         ),
@@ -198,7 +239,11 @@ LANGUAGES: Mapping[str, Language] = {
             parser="java",
             install="[ ! -f pom.xml ] || mvn -B -q dependency:go-offline",
             test=_MAVEN_TEST,
-            settings=frozenset({"pom.xml", "build.gradle", "build.gradle.kts", "settings.gradle", "gradle.properties"}),
+            settings=(
+                r"pom\.xml|.*\.gradle(?:\.kts)?|gradle\.properties|(?:gradlew|mvnw)(?:\.bat|\.cmd)?|build\.xml|ivy\.xml|"
+                r"testng\.xml|junit-platform\.properties|gradle-wrapper\..*|libs\.versions\.toml|org\.(?:junit|testng)\..*"
+            ),
+            setting_folders=frozenset({".mvn", "buildSrc"}),
             products=frozenset({"target", ".gradle"}),
             product_suffixes=(".class",),
             env={"MAVEN_OPTS": f"-Dmaven.repo.local={CACHE}/maven", "GRADLE_USER_HOME": f"{CACHE}/gradle"},
@@ -222,7 +267,10 @@ LANGUAGES: Mapping[str, Language] = {
             parser="ruby",
             install="[ ! -f Gemfile ] || bundle install",
             test=_RUBY_TEST,
-            settings=frozenset({"Gemfile", "Gemfile.lock", "Rakefile", ".rspec", "spec_helper.rb", "test_helper.rb"}),
+            settings=(
+                r"Gemfile(?:\.lock)?|gems\.(?:rb|locked)|Rakefile|.*\.(?:rake|gemspec)|\.rspec(?:-local)?|\.simplecov|"
+                r"(?:spec|test|rails)_helper\.rb|cucumber\.ya?ml"
+            ),
             products=frozenset({".bundle"}),
             env={"BUNDLE_PATH": f"{CACHE}/bundle"},
         ),
@@ -236,7 +284,10 @@ LANGUAGES: Mapping[str, Language] = {
             parser="phpunit",
             install="[ ! -f composer.json ] || composer install --no-interaction",
             test='run=vendor/bin/phpunit; [ -x $run ] || run=phpunit; $run --testdox "$@"',
-            settings=frozenset({"composer.json", "phpunit.xml", "phpunit.xml.dist"}),
+            settings=(
+                r"composer\.json|\.?phpunit.*|php\.ini|\.user\.ini|Pest\.php|bootstrap\.php|behat\.ya?ml(?:\.dist)?|"
+                r"phpspec\.ya?ml"
+            ),
             products=frozenset({"vendor", ".phpunit.cache"}),
             env={"COMPOSER_HOME": f"{CACHE}/composer"},
         ),

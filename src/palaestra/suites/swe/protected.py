@@ -166,7 +166,7 @@ def _language_label(
         return _NOT_IN_PATCH
     if name in tests or _hides_tests(path, change, tests, tests):
         return TESTS_EDITED
-    if path.name in language.settings and name not in fixed:
+    if language.is_setting(path) and name not in fixed:
         return SETTINGS_CHANGED
     if not (name.endswith(language.suffixes) or language.is_test(name)) or name in fixed:
         return None

@@ -64,6 +64,12 @@ class RowRecipe:
         """Return the statuses of the tests in a log. Raises `TaskError` for an unknown parser."""
         return log_parsers.parser(self.parser, instance_id, self.version)(log)
 
+    @property
+    def prebuilds(self) -> bool:
+        """Whether the untouched repository is built once, in directories that sessions of tests use again: those of the
+        language's own build."""
+        return bool(self.language.build) and (not self.tests or self.language.name in ("go", "rust"))
+
     def install_script(self) -> str:
         return "\n".join(self.install) or self.language.install
 

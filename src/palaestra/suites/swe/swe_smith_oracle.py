@@ -44,12 +44,13 @@ from palaestra.suites.grading.falsified import Controlled, control
 from palaestra.suites.grading.harness import Status, TestRun, enough_time
 from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.images.task_images import PullPolicy, TaskImages
+from palaestra.suites.swe import language_tests
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
 from palaestra.suites.swe.baseline import PreparedRow, check_row, load_prepared
 from palaestra.suites.swe.command_tests import install_language, language_toolchain, missing_programs
 from palaestra.suites.swe.declared import FILES, declared, required_python
 from palaestra.suites.swe.failure_cause import cause_of
-from palaestra.suites.swe.languages import PYTHON
+from palaestra.suites.swe.languages import PYTHON, Language
 from palaestra.suites.swe.protected import outside, protected, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
@@ -321,7 +322,8 @@ class SweEnvironment(ContractEnvironment):
             return None
         key = f"{row.repo}@{row.base_commit}+{row.install.digest()}"
         if row.recipe is not None:
-            return f"{key}+{cache_key.of_data(row.recipe.install_script(), row.recipe.language.name)}"
+            built = row.recipe.language.build if row.recipe.prebuilds else ""
+            return f"{key}+{cache_key.of_data([row.recipe.install_script(), built], row.recipe.language.name)}"
         python = task.data.python or this_interpreter()
         return f"{key}+{python.label}+{newest_date(task.data.date, python.version)}"
 
@@ -550,7 +552,9 @@ class SweEnvironment(ContractEnvironment):
     ) -> TestRun:
         """Run the row's test files in a fresh fork."""
         async with self._fork(view, work, shown) as fork:
-            return await self._run(fork, work, row.node_ids, timeout_s)
+            run = await self._run(fork, work, row.node_ids, timeout_s)
+        logged = row.recipe is not None and shown is Shown.WORK
+        return await asyncio.to_thread(view.prepared.compared, run) if logged else run
 
     @asynccontextmanager
     async def _fork(self, view: GradedView, work: ResolvedRow, shown: Shown) -> AsyncIterator[Slot]:
@@ -566,7 +570,7 @@ class SweEnvironment(ContractEnvironment):
         """Run falsified tests over work that passes its tests."""
         view, earning = graded.view, graded.earning(row)
         if row.recipe is not None:
-            return Controlled(uncontrolled=tuple(earning))
+            return await self._language_control(row, row.recipe.language, work, graded)
 
         async def on(shown: Shown, texts: Mapping[str, str]) -> TestRun:
             files, limit_s = sorted(texts), min(self.settings.test_timeout_s, enough_time(graded.seconds, 30))
@@ -582,6 +586,18 @@ class SweEnvironment(ContractEnvironment):
         tests = {path: text for path, text in view.tests.items() if path.endswith(".py")}
         reference = functools.partial(on, Shown.RIGHT) if row.patch else None
         return await control(tests, earning, functools.partial(on, Shown.WORK), reference)
+
+    async def _language_control(self, row: SweRow, language: Language, work: ResolvedRow, graded: Graded) -> Controlled:
+        limit_s = min(self.settings.test_timeout_s, enough_time(graded.seconds, 60))
+
+        async def on(shown: Shown, texts: Mapping[str, str]) -> TestRun:
+            async with self._fork(graded.view, work, shown) as fork:
+                await write_texts(fork, REPOSITORY, texts)
+                return await self._run(fork, work, row.node_ids, limit_s)
+
+        reference = functools.partial(on, Shown.RIGHT) if row.patch else None
+        run = functools.partial(on, Shown.WORK)
+        return await language_tests.control(language, graded.view.tests, graded.earning(row), run, reference)
 
     async def _copied(self, row: SweRow, graded: Graded) -> list[Label]:
         """Return labels for answers of the tests in the agent's files."""
