@@ -47,10 +47,11 @@ def test_a_process_from_its_start_to_its_end(at_desk: AtDesk) -> None:
     at_desk(scenario)
 
 
-@pytest.mark.parametrize("line", ["x" * 999, "\\1" * 999, "y" * 300_000])
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["x" * 999, "\\1" * 999, "y" * 120_000])
 def test_a_log_is_bounded_as_it_is_sent(at_desk: AtDesk, line: str) -> None:
     async def scenario(desk: Desk) -> None:
-        command = f"python3 -c \"[print('{line[:2]}' * {len(line) // 2}) for _ in range(400)]\""
+        command = f"python3 -c \"[print('{line[:2]}' * {len(line) // 2}) for _ in range(200)]\""
         name = (await desk.call("terminal", command=command, background=True))["session_id"]
         await desk.call("process", action="wait", session_id=name)
         for offset in (0, 1):

@@ -186,10 +186,11 @@ def test_the_match_itself_is_shown_on_a_long_line(at_desk: AtDesk, pattern: str)
     at_desk(scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["a" * 1900, "\x01a" * 900, '"a\\' * 600])
 def test_a_page_has_one_bound_and_says_how_to_continue(at_desk: AtDesk, line: str) -> None:
     async def scenario(desk: Desk) -> None:
-        await desk.slot.write_bytes("l.txt", (line + "\n").encode() * 3000)
+        await desk.slot.write_bytes("l.txt", (line + "\n").encode() * 400)
         seen, offset = 0, 0
         for _ in range(3):
             reply = await desk.call("search_files", pattern="a", limit=500, context=5, offset=offset)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from palaestra.core.reply_size import head_within, items_within, sent_chars
 from palaestra.core.types import JSON
@@ -34,6 +34,9 @@ MAX_SEARCH_S = 60.0
 _NAMES_AT_ONCE = 1000
 MAX_LISTING_BYTES = 16 << 20
 """The maximum output of a search in bytes; a search with more must be narrowed."""
+_MAX_PLACES_BYTES, _MAX_PLACES_S = 1 << 20, 2.0
+"""The limits of the search for the places of matches in long lines, in bytes of output and seconds. Long lines beyond
+them are shown from their beginning."""
 _MAX_PATTERN_CHARS = 10_000
 RIPGREP_PATHS = ("/usr/bin/rg", "/usr/local/bin/rg", "/bin/rg")
 _GIVEN_UP = re.compile(r"^grep: ([^\0\n]+): exceeded PCRE's [a-z ]+limit$", re.MULTILINE)
@@ -217,7 +220,8 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
             line = _Line(found[2] == ":", text[found.end() :].removesuffix("\r"), int(found[3]))
             lines.setdefault(_shown(path), {})[int(found[1])] = line
     if any(line.is_match and len(line.text) > MAX_LINE_CHARS for each in lines.values() for line in each.values()):
-        result = await _execute(slot, [*argv, "--only-matching", *options], query)
+        quick = replace(query, timeout_s=min(query.timeout_s, _MAX_PLACES_S))
+        result = await _execute(slot, [*argv, "--only-matching", *options], quick, _MAX_PLACES_BYTES)
         for path, text in _records(result.output):
             found = _NUMBERED.match(text)
             match = lines.get(_shown(path), {}).get(int(found[1])) if found is not None else None
@@ -291,9 +295,11 @@ async def _run(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResu
     return result
 
 
-async def _execute(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
+async def _execute(
+    slot: Slot, argv: list[str], query: SearchQuery, most_bytes: int = MAX_LISTING_BYTES
+) -> ExecutionResult:
     locale = {"LC_ALL": "C" if query.pattern.isascii() else "C.UTF-8"}
-    return await slot.execute(argv, env=locale, timeout_s=query.timeout_s, max_output_bytes=MAX_LISTING_BYTES)
+    return await slot.execute(argv, env=locale, timeout_s=query.timeout_s, max_output_bytes=most_bytes)
 
 
 def _check(result: ExecutionResult) -> None:
