@@ -188,7 +188,7 @@ class _Runner(web.AppRunner):
         `_EXPECTED`."""
         server = await super()._make_server()
         answer = server.request_handler if self._handler is None else self._handler
-        server.request_handler = partial(self._answer, answer)  # type: ignore[arg-type,assignment]
+        server.request_handler = partial(self._answer, answer)
         make = server.request_factory
 
         def make_request(message: Any, payload: Any, protocol: Any, *rest: Any) -> Any:
