@@ -131,6 +131,7 @@ def test_a_package_does_not_replace_a_shipped_environment(install: Install, caps
     assert rows["count_lines"] == "palaestra (palaestra.suites.examples.count_lines:count_lines)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["count_lines", "terminalbench_2", "batch"])
 def test_a_file_of_a_folder_does_not_replace_an_installed_environment(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

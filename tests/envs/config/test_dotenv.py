@@ -285,6 +285,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[:2]))
 def test_a_foreign_folder_configures_no_command(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -302,6 +303,7 @@ def test_a_foreign_folder_configures_no_command(
     assert "touch" not in shown
 
 
+@pytest.mark.slow
 def test_children_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
     """Python puts the current folder on the path of `python -m`, unless it is told not to."""
     source = Path(__file__).parents[3] / "src"
