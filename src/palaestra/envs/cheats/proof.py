@@ -364,6 +364,8 @@ class EnvironmentProof:
     _no_code: str = ""
     """Why there is no hollow work of Python code."""
     _unnoticed: list[str] = field(default_factory=list)
+    _copy: str = ""
+    """The other copy of a file of the solution that an attack found without earning anything."""
     _ways: dict[Way, str] = field(default_factory=dict)
 
     async def run(self, count: int) -> Proof:
@@ -638,6 +640,8 @@ class EnvironmentProof:
                 if names := solved.detail.get("uncontrolled"):
                     yield f"{task.id}: no control covers {len(names)} of its tests, such as {names[0]}"
         yield from self._unnoticed
+        if self._copy:
+            yield f"{self._copy}; the first copies that were tried earned nothing"
         if Way.EXIT_CODE in self._ways:
             yield _ADVICE.format(self._ways[Way.EXIT_CODE])
 
@@ -678,7 +682,7 @@ class EnvironmentProof:
             before = (base.earned.official_reward or 0.0) if base else 0.0
             labelled = labelled or (official is not None and not official <= max(most, before + _TOLERANCE))
             parts |= dict.fromkeys(self._parts_earned(task, base, each))
-        refused = _first_refusal(groups)
+        refused, copy = _first_refusal(groups), _first_copy(groups)
         if paid or parts:
             state = State.OPEN
         elif labelled:
@@ -687,13 +691,15 @@ class EnvironmentProof:
             state = State.UNKNOWN
         else:
             state = State.NOT_TESTED if reason else State.CLOSED
+        if state is not State.OPEN and is_code(copy):  # other files often have common names
+            self._copy = self._copy or copy
         return PolicyResult(
             cheat.name,
             cheat.what,
             _at_most(groups, *(base.reward for _, base, _ in played if base)) if groups else "-",
             tuple(each.reward for *_, each in played),
             state not in (State.OPEN, State.UNKNOWN),
-            _first_error(groups) or refused or (_first_copy(groups) if state is State.OPEN else ""),
+            _first_error(groups) or refused or (copy if state is State.OPEN else ""),
             state,
             reason if state is State.NOT_TESTED else "",
             tuple(parts),
