@@ -7,6 +7,7 @@ from palaestra.suites.swe.protected import (
     SETTINGS_CHANGED,
     STARTUP_FILES,
     TESTS_EDITED,
+    outside,
     protected,
 )
 from palaestra.suites.swe.swe_row import SweRow, parse_row
@@ -147,6 +148,17 @@ def test_a_named_test_beside_sources_protects_itself_alone() -> None:
 
 def test_changes_outside_the_repository_are_not_its_business() -> None:
     assert protected([Change("/workspace/conftest.py", "file")], row(), PRISTINE, REPO).guarded == ()
+
+
+def test_work_outside_the_repository_is_named() -> None:
+    paths = [
+        "/.palaestra-carried/tmp/x", "/opt/helper", "/opt/helper/a.py", "/opt/helper/b.py", "/opt/other.py",
+        "/root/.bash_history", "/root/.cache/pip/x", "/workspace", f"{REPO}/src/pkg/core.py", "/workspace/mine.txt",
+        "/usr/lib/python3/dist-packages/attr", "/usr/lib/python3/dist-packages/attr/__init__.py",
+    ]  # fmt: skip
+    assert outside([Change(path, "file") for path in paths], REPO) == [
+        "/opt/helper", "/opt/other.py", "/usr/lib/python3/dist-packages/attr", "/workspace/mine.txt",
+    ]  # fmt: skip
 
 
 def test_paths_come_back_as_they_came() -> None:

@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 
 from palaestra.core.types import Label
 from palaestra.rollouts.grading.reward import unseen_paths
-from palaestra.rollouts.grading.tampering import is_below
+from palaestra.rollouts.grading.tampering import CARRIED, is_below
 from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.languages import Language
@@ -141,11 +141,11 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
 
 
 def outside(changes: Sequence[Change], repo_dir: str) -> list[str]:
-    """Return the paths outside the repository that the agent changed, without caches and without what is below another
-    of these paths. No patch of the repository contains them, so no score sees them."""
+    """Return the paths outside the repository that the agent changed, without caches, temporary files and what is below
+    another of these paths. No patch of the repository contains them, so no score sees them."""
     found: list[str] = []
     for path in unseen_paths(sorted(change.path for change in changes)):
-        if not is_below(path, (repo_dir, *found[-1:])) and not is_below(repo_dir, (path,)):
+        if not is_below(path, (repo_dir, CARRIED, *found[-1:])) and not is_below(repo_dir, (path,)):
             found.append(path)
     return found[:_MOST_EVIDENCE]
 
