@@ -12,7 +12,7 @@ from palaestra.envs.cheats.proof import check_environment
 from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import harbor_task
 from palaestra.suites.terminal_bench.import_tasks import Finding
-from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
+from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short, official_rewards
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.conftest import Try, played
 from suites.terminal_bench.mini import HARBOR, copied
@@ -67,12 +67,12 @@ def test_the_rewards_of_steps_become_one() -> None:
     assert combine_scores(final, scores).reward == 0.5
     assert combine_scores(mean, scores[:1]).metrics["steps_verified"] == 1.0
     gate = final.steps[1]
-    assert not falls_short(gate, scored(reward=0.5))
-    assert falls_short(gate, scored(reward=0.4))
-    assert falls_short(gate, scored(tidy=1.0))
+    assert not falls_short(gate, official_rewards(scored(reward=0.5)))
+    assert falls_short(gate, official_rewards(scored(reward=0.4)))
+    assert falls_short(gate, official_rewards(scored(tidy=1.0)))
     forged = Label("falsified_test_passed", "test_a", certain=True)
     cheated = Score(1.0, {}, {"rewards": {"reward": 1.0}}, official=1.0, labels=[forged])
-    assert not falls_short(gate, cheated), "the official reward decides whether the next step follows"
+    assert not falls_short(gate, official_rewards(cheated)), "the official reward decides whether the next step follows"
     combined = combine_scores(mean, [cheated, scores[0]])
     assert (combined.reward, combined.official) == (0.5, 1.0)
     assert [label.evidence for label in combined.labels] == ["step count: test_a"]

@@ -30,15 +30,16 @@ import base64
 import math
 import random
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult
 from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import local_path
-from palaestra.core.errors import InfraError, PrepareError, SandboxError
+from palaestra.core.errors import GraderError, InfraError, PrepareError, SandboxError, SlotEnded
 from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
 from palaestra.envs.config.build import kit
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
@@ -62,7 +63,7 @@ from palaestra.suites.task_paths import scope_of
 from palaestra.suites.terminal_bench import terminal_bench_1
 from palaestra.suites.terminal_bench.harbor_task import read_cheat
 from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
-from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
+from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short, official_rewards
 from palaestra.suites.terminal_bench.service import MAIN
 from palaestra.suites.terminal_bench.service_group import (
     GroupLead,
@@ -90,6 +91,7 @@ from palaestra.suites.terminal_bench.verification import (
     Verification,
     VerifierContext,
     prepared_for,
+    run_solution,
     verifier_files,
 )
 from palaestra.suites.terminal_bench.verifier_files import (
@@ -182,11 +184,16 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """Return the calls of the reference solutions of all parts in order, or None if a part has no solution."""
         steps: list[ToolStep | Say] = []
         for part in work.parts:
-            own = solution_steps(part.task, work.user, self._agent_s(part.task), fresh=bool(steps))
+            own = self.solution_of(work, part, fresh=bool(steps))
             if own is None:
                 return None
             steps += [*own, *([Say(f"The step {part.step.name} is done.")] if part.step else [])]
         return steps
+
+    def solution_of(self, work: ResolvedTask, part: GradedPart, *, fresh: bool = True) -> Sequence[ToolStep] | None:
+        """Return the calls of the reference solution of a part, or None without one. If `fresh` is true, the files of an
+        earlier solution are removed first."""
+        return solution_steps(part.task, work.user, self._agent_s(part.task), fresh=fresh)
 
     async def cheat_steps(self, task: Task) -> Sequence[ToolStep] | None:
         """Return the calls of the cheat that the author of a task shows, or None without one. Raises `TaskError`."""
@@ -295,6 +302,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         work: ResolvedTask = rollout.task.data
         if work.task.steps:
+            if "steps" not in rollout.meta:
+                raise GraderError("recorded work of several steps cannot be graded again, because only its end was kept")
             return combine_scores(work.task, rollout.meta["steps"])
         return await self.verification(rollout, grading, work.parts[0]).score()
 
@@ -318,113 +327,177 @@ def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
 
 
 class _Steps:
-    """Runs one rollout through the steps of its task. `scores` are the scores of the verified steps. Services run from
-    the first step to the last one."""
+    """Plays one rollout through the steps of its task. `scores` are the scores of the verified steps.
+
+    A verifier that shares the agent's environment gives its official verdict when its step ends. The next step begins
+    in the same slot, as the verifier left it. What the verdict pays is checked in the guarded view after the last step,
+    because a rollout that holds one slot must not wait for a second.
+    """
 
     def __init__(self, environment: TerminalBenchEnvironment, rollout: Rollout) -> None:
         self._environment = environment
         self._rollout = rollout
+        self._parts: Sequence[GradedPart] = rollout.task.data.parts
         self._gradings: list[Grading] = []
-        self._part: GradedPart | None = None
+        self._checks: list[Callable[[], Awaitable[Score]]] = []
         self.scores: list[Score] = []
 
     async def run(self) -> AgentResult:
-        """Let the agent work step by step, and verify each step. A step that ended at a limit is verified too. The next
-        step follows unless the step failed in a way that gives no score, the context is full, or a reward is too low.
-        If earlier work makes a step's set-up fail, that step scores 0 and is the last; for Harbor it has no reward."""
-        rollout, work = self._rollout, self._rollout.task.data
+        """Let the agent work step by step, and score each step. A step that ended at a limit is verified too, and so is
+        one whose sandbox the agent ended. The next step follows unless the step failed in a way that gives no score,
+        the context is full, the verifier gave no verdict, or a reward is too low. If earlier work makes a step's set-up
+        fail, that step scores 0 and is the last; for Harbor it has no reward."""
         try:
-            for number, part in enumerate(work.parts):
-                if number and (problem := await self._work_breaks_set_up(part.step)):
-                    detail = {"work_breaks_check": problem, "official_rewards": {}}
-                    label = Label("set_up_failed", problem[-300:])
-                    self.scores.append(Score(0.0, {"work_breaks_check": 1.0}, detail, labels=[label]))
-                    break
-                if not number:
-                    await self._begin(part.step)
-                self._part = part
+            result = await self._play()
+        except SlotEnded:
+            await self._score()
+            raise
+        if result.outcome.scored:
+            await self._score()
+        return result
+
+    async def _play(self) -> AgentResult:
+        rollout = self._rollout
+        for number, part in enumerate(self._parts):
+            if number == 0:
+                await self._begin(part.step)
+            elif problem := await self._work_breaks_set_up(number):
+                self._checks.append(partial(_broken_set_up, problem))
+                break
+            try:
                 result = await self._environment.converse(rollout, part, later=number > 0)
-                if not result.outcome.scored:
-                    return result
-                self.scores.append(await self._verify(part))
-                if result.outcome is Outcome.LENGTH or falls_short(part.step, self.scores[-1]):
-                    break
-            return result
-        finally:
-            await asyncio.shield(self._close())
+            except SlotEnded as error:
+                await self._verify(part, error)
+                raise
+            if not result.outcome.scored or not await self._verify(part) or result.outcome is Outcome.LENGTH:
+                break
+        return result
+
+    async def _score(self) -> None:
+        """Compute the scores of the steps, in order."""
+        if self._gradings and not self._gradings[-1].live:
+            await self._rollout.seat.aclose()
+        with self._rollout.stages.stage("grade"):
+            for check in self._checks:
+                self.scores.append(await check())
 
     async def _begin(self, step: TaskStep) -> None:
-        """Copy the files of a step into the agent's slot and run its set-up."""
+        """Copy the files of a step into the agent's slot and run its set-up. Between steps, the folders are emptied that
+        Harbor's `MultiStepTrial` empties."""
+        slot = await self._rollout.sandbox()
         if self._gradings:
-            slot = await self._rollout.sandbox()
-            if self._gradings[-1].live:
-                if self._part is not None and self._part.task.verifier.environment is None:
-                    await _remove_verifier(slot)
-            else:
-                await self._gradings[-1].restore_scratch(slot)
+            await self._gradings[-1].restore_scratch(slot)
+            if self._parts[len(self._gradings) - 1].task.verifier.environment is None:
+                await _remove_verifier(slot)
+            await _empty(slot, AGENT_LOGS)
         await self._set_up(step, await self._environment.agent_slot(self._rollout))
 
     async def _set_up(self, step: TaskStep, slot: Slot) -> None:
         """Copy the files of a step into a slot, run its set-up and wait for its health check. Raises `PrepareError`."""
         workdir = self._rollout.task.data.workdir
-        if step.workdir is not None:
-            await self._run_set_up(step, step.workdir, slot)
-        if step.health is None:
-            return
-        longest_s = min(step.health.longest_s, _SETUP_S)
-        if (said := await wait_healthy(slot, step.health, workdir, longest_s)) is not None:
-            raise PrepareError(f"the health check of step {step.name} fails for {longest_s:g} s: {said}")
-
-    async def _run_set_up(self, step: TaskStep, files: Path, slot: Slot) -> None:
-        workdir = self._rollout.task.data.workdir
         try:
-            await upload_dir(slot, files, workdir)
+            if step.workdir is not None:
+                await upload_dir(slot, step.workdir, workdir)
+                if (step.workdir / "setup.sh").is_file():
+                    argv, problem = ["bash", f"{workdir}/setup.sh"], f"the setup.sh of step {step.name} failed"
+                    await check_execute(slot, argv, problem, cwd=workdir, timeout_s=_SETUP_S, shown=2000)
+            if step.health is None:
+                return
+            longest_s = min(step.health.longest_s, _SETUP_S)
+            said = await wait_healthy(slot, step.health, workdir, longest_s)
         except InfraError:
             raise
-        except OSError as error:
-            raise PrepareError(f"the files of step {step.name} cannot be copied: {error}") from error
-        if (files / "setup.sh").is_file():
-            argv, problem = ["bash", f"{workdir}/setup.sh"], f"the setup.sh of step {step.name} failed"
-            await check_execute(slot, argv, problem, cwd=workdir, timeout_s=_SETUP_S, shown=2000)
+        except OSError as error:  # for example because the agent removed the directory
+            raise PrepareError(f"step {step.name} cannot be set up: {error}") from error
+        if said is not None:
+            raise PrepareError(f"the health check of step {step.name} fails for {longest_s:g} s: {said}")
 
-    async def _work_breaks_set_up(self, step: TaskStep) -> str:
-        """Begin a later step. Return the error if the set-up fails over the agent's work but not over the prepared
-        workspace, otherwise an empty string. With services, which a prepared workspace lacks, such an error is always
-        that of the agent's work."""
+    async def _work_breaks_set_up(self, number: int) -> str:
+        """Begin a later step. Return the error if the set-up fails over the agent's work, but not after the reference
+        solutions and the verifiers of the earlier steps, otherwise an empty string. With services, which a prepared
+        workspace lacks, such an error is always that of the agent's work."""
         try:
-            await self._begin(step)
-        except PrepareError as error:
-            if "services" in self._rollout.meta:
-                return str(error)[:2000]
-            async with self._gradings[-1].prepared() as slot:
-                await self._set_up(step, slot)
+            await self._begin(self._parts[number].step)
+        except (PrepareError, SlotEnded) as error:
+            if "services" not in self._rollout.meta:
+                await self._rollout.seat.aclose()
+                await self._replay(number)
             return str(error)[:2000]
         return ""
 
-    async def _verify(self, part: GradedPart) -> Score:
-        rollout = self._rollout
-        grading = Grading(rollout, self._environment.slot_spec(rollout.task, Phase.GRADE))
-        self._gradings.append(grading)
-        with rollout.stages.stage("grade"):
-            verification = self._environment.verification
-            score = await self._environment.check(
-                rollout, grading, lambda shown: verification(rollout, shown, part).score()
-            )
-            await grading.hand_back()
-        return score
+    async def _replay(self, number: int) -> None:
+        """Play the reference solutions of the first steps in a fresh workspace, up to the set-up of the step `number`.
+        Raises `PrepareError` if it fails there too."""
+        grading, work = self._gradings[-1], self._rollout.task.data
+        async with grading.prepared() as slot:
+            for part in self._parts[:number]:
+                await self._set_up(part.step, slot)
+                await run_solution(slot, self._environment.solution_of(work, part), work.workdir)
+                await self._environment.verification(self._rollout, grading, part).run_once(slot)
+                await _remove_verifier(slot)
+            await self._set_up(self._parts[number].step, slot)
 
-    async def _close(self) -> None:
-        """Close the agent's slot first and then the gradings, because the slot uses the snapshots of the gradings."""
-        if self._gradings and not self._gradings[-1].live:
-            await self._rollout.seat.aclose()
-        for grading in reversed(self._gradings):
-            await grading.aclose()
+    async def _verify(self, part: GradedPart, failure: GraderError | SlotEnded | None = None) -> bool:
+        """Verify a step, unless the agent's sandbox has ended, which is the `failure`. Return whether the next step
+        follows."""
+        rollout, environment = self._rollout, self._environment
+        grading = Grading(rollout, environment.slot_spec(rollout.task, Phase.GRADE))
+        self._gradings.append(grading)
+
+        async def score(shown: Grading) -> Score:
+            nonlocal failure
+            if failure is not None:
+                error, failure = failure, None
+                raise error  # the check repeats it as any other
+            return await environment.verification(rollout, shown, part).score()
+
+        async def check() -> Score:
+            return await environment.check(rollout, grading, score)
+
+        with rollout.stages.stage("grade"):
+            if failure is None and (grading.live or part.task.verifier.environment is not None):
+                found = await check()
+                await grading.hand_back()
+                self._checks.append(partial(_known, found))
+                return not falls_short(part.step, official_rewards(found))
+            self._checks.append(check)
+            if failure is not None:
+                return False
+            try:
+                await rollout.sandbox()  # an agent without one leaves nothing, but the verifier may
+                official = await environment.verification(rollout, grading, part).official()
+            except (GraderError, SlotEnded) as error:
+                failure = error
+                return False
+            if rollout.seat.slot is None:  # it could not be copied while it ran
+                await grading.hand_back()
+            return not (official is None or official.verdict is None or falls_short(part.step, official.verdict.rewards))
+
+
+async def _known(score: Score) -> Score:
+    return score
+
+
+async def _broken_set_up(problem: str) -> Score:
+    detail = {"work_breaks_check": problem, "official_rewards": {}}
+    return Score(0.0, {"work_breaks_check": 1.0}, detail, labels=[Label("set_up_failed", problem[-300:])])
 
 
 async def _remove_verifier(slot: Slot) -> None:
-    """Remove the files of a verifier from the agent's own slot."""
-    command = f"rm -rf {HARNESS_DIR} {TESTS_DIR} && find {VERIFIER_LOGS} -mindepth 1 -delete"
-    await slot.execute(["/bin/sh", "-c", command], cwd="/", timeout_s=60)
+    """Remove the files of a verifier from the agent's own slot, and leave its folders empty."""
+    await slot.remove(HARNESS_DIR)
+    for folder in (TESTS_DIR, VERIFIER_LOGS):
+        await _empty(slot, folder)
+
+
+async def _empty(slot: Slot, folder: str) -> None:
+    """Empty a directory, which keeps its mode, or make one in place of anything else."""
+    entry = await slot.stat(folder)
+    if entry is None or entry.kind != "dir":
+        await slot.remove(folder)
+        await slot.make_dir(folder)
+    for each in await slot.list_dir(folder):
+        await slot.remove(each.path)
 
 
 def _runs_on(task: TerminalTask, plan: ServicePlan | None) -> bool:

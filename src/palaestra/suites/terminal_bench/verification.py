@@ -15,7 +15,7 @@ from functools import partial
 
 from palaestra.core.errors import GraderError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
-from palaestra.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
+from palaestra.core.types import JSON, AllowList, Label, Network, Say, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.grader import LIVE, Grading
 from palaestra.rollouts.grading.tampering import CARRIED, REPLACED, SHADOWED, changes_in, is_below
 from palaestra.rollouts.rollout import Rollout
@@ -170,12 +170,12 @@ class Verification:
             and not (self._grading.begun or self._grading.untouched)
         ):
             raise ServicesEnded("work of several services cannot be graded again, because the services have ended")
-        problems = await self._run_hooks()
         if self._part.task.verifier.environment is not None:
-            return await self._verified_apart(problems)
-        if group is not None and not self._grading.untouched:
-            await group.collect(self._part.step_name, self._part.task.verifier.collect, ())
+            return await self._verified_apart(await self._run_hooks())
         if self._grading.live:
+            await self._run_hooks()
+            if group is not None:
+                await group.collect(self._part.step_name, self._part.task.verifier.collect, ())
             slot = await self._grading.slot()
             setup = self._setup()
             before = (
@@ -184,12 +184,7 @@ class Verification:
             checked = await self._checked(setup, lambda: _same(slot), alone=False, prepared=before)
             score = self._score(checked, checked)
             return score if group is None else replace(score, detail={**score.detail, "services": await group.report()})
-        known: dict[str, Checked | None] = self._rollout.meta.setdefault("official", {})
-        step = self._part.step_name
-        if step not in known and not self._grading.untouched:  # a repeated check has no running slot any more
-            known[step] = _no_verdict("it timed out")  # stays if it does, and the check is repeated
-            known[step] = await self._official()
-        official = None if self._grading.untouched else known[step]
+        official = None if self._grading.untouched else await self.official()
         if official is not None and official.reward <= 0:
             return self._score(official, official)
         if official is not None and official.decides:
@@ -198,6 +193,28 @@ class Verification:
                 return self._score(official, official)
         guarded = await self._guarded()
         return self._score(guarded, official)
+
+    async def official(self) -> Checked | None:
+        """Return the verdict by the benchmark's protocol, which is computed once; None if it is that of the guarded
+        view. If another step follows, the agent's slot runs on with all that the verifier left."""
+        known: dict[str, Checked | None] = self._rollout.meta.setdefault("official", {})
+        step = self._part.step_name
+        if step not in known:  # a repeated check has no running slot any more
+            await self._run_hooks()
+            known[step] = _no_verdict("it timed out")  # stays if it does, and the check is repeated
+            known[step] = await self._official()
+        return known[step]
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the part ends the task, so that nothing depends on the agent's slot any more."""
+        return self._part.step in (None, *self._work.task.steps[-1:])
+
+    async def run_once(self, slot: Slot) -> None:
+        """Run a verifier that shares the agent's environment in a slot, whatever its verdict."""
+        if self._part.task.verifier.environment is None:
+            with suppress(GraderError):
+                await verify(slot, self._part.task, self._part.script, self._setup(), alone=False, watched=False)
 
     async def _run_hooks(self) -> list[str]:
         """Run the collect hooks of a part in the agent's slot, and return their problems."""
@@ -275,8 +292,6 @@ class Verification:
         return self._setup_in(root, self._prepared[key], env, workdir, keeps=environment.has_tests)
 
     async def _official(self) -> Checked | None:
-        """Return the verdict by the benchmark's protocol; None if it is that of the guarded view or cannot be had. The
-        agent's own slot ends with it."""
         own = await self._grading.checkpoint()
         if own is None and await self._grading.seal() is None:
             return None  # the agent never had a slot, so nothing differs
@@ -294,7 +309,10 @@ class Verification:
                 raise
             return _no_verdict(str(error))
         finally:
-            await (self._grading.restart() if own is None else self._rollout.seat.aclose())
+            if own is None:
+                await self._grading.restart()
+            elif self._is_last:
+                await self._rollout.seat.aclose()
         if own is None:
             evidence = "the agent's own sandbox has ended or cannot be copied, so its files were verified in a copy"
             label = Label("official_on_copy", evidence)
@@ -335,7 +353,8 @@ class Verification:
         prepared: GradedViews | None = None,
     ) -> Checked:
         """Run the verifier in one of the views and, if it is `watched` and pays, once more with falsified tests.
-        `prepared` opens the slot of a separate verifier without work; the reference solution cannot run there."""
+        `prepared` opens the slot of a separate verifier without work; the reference solution cannot run there. Between
+        steps, the agent's slot is left as a single run of the verifier leaves it."""
         limits_s: dict[str, float] = self._rollout.meta.setdefault("limits_s", {})  # of repeated checks, by step
         step = self._part.step_name
         setup = replace(setup, timeout_s=min(setup.timeout_s, limits_s.get(step, setup.timeout_s)))
@@ -347,7 +366,8 @@ class Verification:
         labels: Sequence[Label] = verdict.labels
         uncontrolled: Sequence[str] = ()
         certain = any(label.certain for label in labels)
-        if verdict.reward > 0 and verdict.run is not None and watched and self._settings.controls and not certain:
+        controlled = self._settings.controls and watched and (alone or self._is_last)
+        if verdict.reward > 0 and verdict.run is not None and controlled and not certain:
             solved = self._part.step is None and prepared is None and self._rollout.task.solution
             reference = partial(_solved, self._rollout.task, self._grading) if solved else None
             before = prepared or self._grading.prepared
@@ -504,13 +524,16 @@ async def _same(slot: Slot) -> AsyncIterator[Slot]:
 async def _solved(task: Task, grading: Grading) -> AsyncIterator[Slot]:
     """Yield a slot in which the reference solution has run."""
     async with grading.prepared() as slot:
-        for step in task.solution or ():
-            if isinstance(step, ToolStep):
-                arguments = step.arguments
-                await slot.execute(
-                    arguments["command"], cwd=task.data.workdir, timeout_s=arguments["timeout"], spill=False
-                )
+        await run_solution(slot, task.solution, task.data.workdir)
         yield slot
+
+
+async def run_solution(slot: Slot, steps: Sequence[ToolStep | Say] | None, workdir: str) -> None:
+    """Run the commands of a reference solution."""
+    for step in steps or ():
+        if isinstance(step, ToolStep):
+            arguments = step.arguments
+            await slot.execute(arguments["command"], cwd=workdir, timeout_s=arguments["timeout"], spill=False)
 
 
 def _is_about_service(part: GradedPart) -> bool:
