@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from palaestra.core.types import ToolStep
 from palaestra.envs.cheats.cheat import Cheat
 from palaestra.envs.cheats.proof import CheatPolicy, policy_runs
 from palaestra.envs.config.build import make_pool
@@ -49,8 +50,21 @@ def try_tasks(installed_pytest: DependencyCache, tmp_path: Path) -> Try:
     return run
 
 
-def played(task: Path, packages: DependencyCache, tmp_path: Path) -> Group:
-    """One rollout of a task's own solution."""
+class StepScripts(Policy):
+    """Runs one script in the terminal for each step."""
+
+    def __init__(self, scripts: Sequence[str]) -> None:
+        self._scripts = scripts
+
+    def act(self, context, messages):  # type: ignore[no-untyped-def]
+        if messages[-1].get("role") != "user":
+            return "Done."
+        asked = sum(message.get("role") == "user" for message in messages)
+        return [ToolStep("terminal", {"command": self._scripts[asked - 1], "timeout": 60})]
+
+
+def played(task: Path, packages: DependencyCache, tmp_path: Path, works: Sequence[str] | None = None) -> Group:
+    """One rollout of a task's own solution, or of a script for each step."""
     config = TerminalBench2EvalConfig(dataset_name=str(task), base_image="host", cache_dir=str(tmp_path / "cache"))
 
     async def main() -> Group:
@@ -58,7 +72,8 @@ def played(task: Path, packages: DependencyCache, tmp_path: Path) -> Group:
             environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, packages)
             await environment.open()
             async with policy_runs(environment, pool) as runs:
-                return await runs.play(OraclePolicy(), await anext(environment.tasks()))
+                policy = OraclePolicy() if works is None else StepScripts(works)
+                return await runs.play(policy, await anext(environment.tasks()))
 
     return asyncio.run(main())
 

@@ -413,24 +413,27 @@ class _Steps:
             raise PrepareError(f"the health check of step {step.name} fails for {longest_s:g} s: {said}")
 
     async def _work_breaks_set_up(self, number: int) -> str:
-        """Begin a later step. Return the error if the set-up fails over the agent's work, but not after the reference
-        solutions and the verifiers of the earlier steps, otherwise an empty string. With services, which a prepared
-        workspace lacks, such an error is always that of the agent's work."""
+        """Begin a later step. Return the error if the set-up fails over the agent's work, but not over the prepared
+        workspace or not after the reference solutions of the earlier steps; otherwise an empty string. With services,
+        which a prepared workspace lacks, such an error is always that of the agent's work."""
         try:
             await self._begin(self._parts[number].step)
         except (PrepareError, SlotEnded) as error:
             if "services" not in self._rollout.meta:
-                await self._rollout.seat.aclose()
-                await self._replay(number)
+                await self._rollout.seat.aclose()  # a rollout that holds one slot must not wait for a second
+                try:
+                    await self._replay(number, self._parts[:0])
+                except PrepareError:
+                    await self._replay(number, self._parts[:number])
             return str(error)[:2000]
         return ""
 
-    async def _replay(self, number: int) -> None:
-        """Play the reference solutions of the first steps in a fresh workspace, up to the set-up of the step `number`.
-        Raises `PrepareError` if it fails there too."""
+    async def _replay(self, number: int, earlier: Sequence[GradedPart]) -> None:
+        """Set up the step `number` in a fresh workspace, after the reference solutions and the verifiers of `earlier`
+        steps. Raises `PrepareError`."""
         grading, work = self._gradings[-1], self._rollout.task.data
         async with grading.prepared() as slot:
-            for part in self._parts[:number]:
+            for part in earlier:
                 await self._set_up(part.step, slot)
                 await run_solution(slot, self._environment.solution_of(work, part), work.workdir)
                 await self._environment.verification(self._rollout, grading, part).run_once(slot)
