@@ -92,6 +92,7 @@ _CAUSES: tuple[tuple[str, str], ...] = tuple(
     for pattern in patterns
 )  # fmt: skip
 _KILLED = 137
+_LOOPBACK = re.compile(r"localhost|127(?:\.\d+){3}|\[?::1\]?|0\.0\.0\.0")
 
 
 def cause_of(output: str, exit_code: int | None = None, *, exceeded: str = "") -> str:
@@ -105,6 +106,8 @@ def cause_of(output: str, exit_code: int | None = None, *, exceeded: str = "") -
                 return sentence
             names = [found for each in re.finditer(pattern, output, re.MULTILINE) for found in each.groups() if found]
             first = list(dict.fromkeys(name.strip().rstrip(".,;:") for name in names))[:5]
+            if first and all(map(_LOOPBACK.fullmatch, first)):
+                continue  # a service of the slot itself, which does not run
             return sentence.format(", ".join(first)[:300]) if first else sentence.partition(":")[0]
     return _OUT_OF_MEMORY if exit_code == _KILLED else ""
 

@@ -64,7 +64,7 @@ from palaestra.suites.terminal_bench import terminal_bench_1
 from palaestra.suites.terminal_bench.harbor_task import read_cheat
 from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short, official_rewards
-from palaestra.suites.terminal_bench.service import MAIN
+from palaestra.suites.terminal_bench.service import MAIN, Service
 from palaestra.suites.terminal_bench.service_group import (
     GroupLead,
     ResolvedService,
@@ -73,6 +73,7 @@ from palaestra.suites.terminal_bench.service_group import (
     drop_lost,
     prepared_files,
     set_up,
+    started_by_image,
     wait_healthy,
 )
 from palaestra.suites.terminal_bench.task_tools import task_tools
@@ -147,7 +148,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         tools = await find_test_tools(self.packages, wanted) if started else TestTools()
         home = terminal.env.get("HOME", "/root")
         roots = {part.step_name: await self._root_of(part, root) for part in parts if part.task.verifier.environment}
-        plan = await self._plan(terminal, root) if terminal.services else None
+        services = terminal.services or started_by_image(terminal.recipe, root, terminal.limits)
+        plan = await self._plan(terminal, services, root) if services else None
         work = ResolvedTask(terminal, root, roots, parts, tools, scope_of(_texts(parts), home), plan)
         serves = terminal.live or terminal.is_named(self.settings.live_tasks) or (plan is not None and plan.is_group)
         live = serves and (not roots or _runs_on(terminal, plan))
@@ -170,15 +172,15 @@ class TerminalBenchEnvironment(ContractEnvironment):
         name = ".".join(filter(None, [part.task.name, part.step_name, "verifier"]))
         return await self.roots.of(name, environment.recipe)
 
-    async def _plan(self, task: TerminalTask, own: TaskRoot) -> ServicePlan:
+    async def _plan(self, task: TerminalTask, services: Sequence[Service], own: TaskRoot) -> ServicePlan:
         """Return the services of a task with their root file systems; `own` is that of `main`. Those of the other
         services have the names `NAME.SERVICE`."""
         roots = {MAIN: own}
-        for each in task.services:
+        for each in services:
             if each.name != MAIN:
                 same = each.recipe == task.recipe
                 roots[each.name] = own if same else await self.roots.of(f"{task.name}.{each.name}", each.recipe)
-        return ServicePlan({each.name: ResolvedService(each, roots[each.name]) for each in task.services})
+        return ServicePlan({each.name: ResolvedService(each, roots[each.name]) for each in services})
 
     def _solution(self, work: ResolvedTask) -> Sequence[ToolStep | Say] | None:
         """Return the calls of the reference solutions of all parts in order, or None if a part has no solution."""
