@@ -232,7 +232,9 @@ ITEMS = [
     ),
     Item(
         "steps-hand-a-file-over-a-step",
-        steps(f"mkdir -p kept && echo 0.5 > kept/x; {PAID}", f"echo 0.25 >> kept/x; {PAID}", f"tail -n 1 kept/x > {TXT}"),
+        steps(
+            f"mkdir -p kept && echo 0.5 > kept/x; {PAID}", f"echo 0.25 >> kept/x; {PAID}", f"tail -n 1 kept/x > {TXT}"
+        ),
         ("true",) * 3,
     ),
     Item(
@@ -252,7 +254,10 @@ ITEMS = [
     ),
     Item(
         "steps-leave-a-process",
-        steps(f"({BEAT}) > /dev/null 2>&1 & sleep 0.3; {PAID}", f"rm -f beat; sleep 0.5; cat beat > {TXT} || echo 0 > {TXT}"),
+        steps(
+            f"({BEAT}) > /dev/null 2>&1 & sleep 0.3; {PAID}",
+            f"rm -f beat; sleep 0.5; cat beat > {TXT} || echo 0 > {TXT}",
+        ),
         NOTHING,
     ),
     Item(
@@ -271,7 +276,7 @@ ITEMS = [
     Item(
         "steps-folders-of-the-verifier",
         steps(f"touch /tests/x {LOGS}/x {LOGS}/.y; mkdir /tests/z; {PAID}", f"cat seen > {TXT}"),
-        ("true", f"[ -d /tests -a -d {LOGS} ] && [ -z \"$(ls -A /tests {LOGS} | grep -v :)\" ] && echo 0.5 > seen"),
+        ("true", f'[ -d /tests -a -d {LOGS} ] && [ -z "$(ls -A /tests {LOGS} | grep -v :)" ] && echo 0.5 > seen'),
     ),
     Item(
         "steps-folder-of-tests-is-a-link",

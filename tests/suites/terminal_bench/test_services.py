@@ -282,7 +282,9 @@ def test_the_entry_point_of_the_image_runs_beside_the_agent(
     compose: str, installed_pytest: DependencyCache, tmp_path: Path
 ) -> None:
     """As in Docker, it gets the command that waits. The agent's word is the service's."""
-    started = '#!/bin/sh\n[ "$*" = "sh -c sleep infinity" ] || exit 1\ncd /srv\npython3 -m http.server 8000 &\nexec "$@"\n'
+    started = (
+        '#!/bin/sh\n[ "$*" = "sh -c sleep infinity" ] || exit 1\ncd /srv\npython3 -m http.server 8000 &\nexec "$@"\n'
+    )
     files = {
         "task.toml": 'schema_version = "1.4"\n[environment]\nworkdir = "/app"\n',
         "instruction.md": "Write what the server says to answer.txt.\n",
@@ -292,7 +294,7 @@ def test_the_entry_point_of_the_image_runs_beside_the_agent(
         "environment/word": "right\n",
         "environment/ask.py": ASK,
         "solution/solve.sh": f"#!/bin/bash\n{ASKS}",
-        "tests/test.sh": f'#!/bin/bash\n[ "$(cat answer.txt)" = right ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n',
+        "tests/test.sh": '#!/bin/bash\n[ "$(cat answer.txt)" = right ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n',
     }
     if compose:
         files["environment/docker-compose.yaml"] = compose

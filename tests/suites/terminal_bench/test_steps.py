@@ -241,7 +241,11 @@ SET_UP = {"steps__s1__workdir__setup.sh": "mv handed made\n"}
         (f"cp work handed; {PAID}", ["touch work", "true"], [1.0, 1.0]),
         (f"cp work handed && {PAID} || echo 0 > {TXT}", ["true", "true"], [0.0, 0.0]),
         (f"cp work handed; {PAID}", ["touch work; mkdir -p made/handed", "true"], [1.0, 0.0]),
-        (f"cp work handed; {PAID}", ["touch work; mkdir made; chattr +i made 2> /dev/null; rm -r /app", "true"], [1.0, 0.0]),
+        (
+            f"cp work handed; {PAID}",
+            ["touch work; mkdir made; chattr +i made 2> /dev/null; rm -r /app", "true"],
+            [1.0, 0.0],
+        ),
     ],
     ids=["right", "nothing-was-done", "in-the-way", "directory-removed"],
 )
@@ -258,22 +262,24 @@ def test_a_set_up_that_needs_work_of_an_earlier_step_fails_by_the_work(
 
 @pytest.mark.slots
 @pytest.mark.timeout(300)
+def test_a_verifier_that_needs_a_handed_file_fails_by_the_work(
+    installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    """The second verifier gives no verdict without `handed`, so over the prepared workspace neither."""
+    needs = f"cat handed || exit 1; [ -d /app/made ] && exit 1; [ -f made ] && {PAID} || echo 0 > {TXT}"
+    task = steps_of(tmp_path, f"cp work handed; {PAID}", needs, solutions=["touch work", "touch made"])
+    (rollout,) = played(task, installed_pytest, tmp_path, ["touch work", "mkdir made"]).trajectories
+    assert rollout.detail.get("steps") is not None, rollout.error
+    assert [step["reward"] for step in rollout.detail["steps"]] == [1.0, 0.0], rollout.detail
+
+
+@pytest.mark.slots
+@pytest.mark.timeout(300)
 def test_a_set_up_that_always_fails_is_the_tasks_fault(installed_pytest: DependencyCache, tmp_path: Path) -> None:
     task = steps_of(tmp_path, PAID, PAID, solutions=["", ""], **SET_UP)
     (rollout,) = played(task, installed_pytest, tmp_path, ["true", "true"]).trajectories
     assert (rollout.reward, rollout.blame) == (None, Blame.TASK)
     assert "setup.sh of step s1 failed" in rollout.error
-
-
-@pytest.mark.slots
-@pytest.mark.timeout(300)
-def test_a_sandbox_that_the_agent_ends_ends_the_steps(installed_pytest: DependencyCache, tmp_path: Path) -> None:
-    """What it wrote up to then is verified in a copy."""
-    task = steps_of(tmp_path, PAID, f"cat n > {TXT}", PAID)
-    works = ["true", "echo 0.5 > n; kill -KILL 1; sleep 1", "true"]
-    (rollout,) = played(task, installed_pytest, tmp_path, works).trajectories
-    assert rollout.detail.get("steps") is not None, rollout.error
-    assert [step["reward"] for step in rollout.detail["steps"]] == [1.0, 0.5], rollout.detail
 
 
 SCRIPT = str(Path(__file__).parents[3] / "environments/terminalbench_2_env.py")

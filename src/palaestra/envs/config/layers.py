@@ -443,8 +443,8 @@ def _read_sequence(kinds: Sequence[Annotation], words: Sequence[str]) -> JSON:
 
 
 def _read_mapping(words: Sequence[str], *, texts: bool) -> JSON:
-    """Parse `k=v` words, a JSON list of them, or a JSON object. With `texts`, the values of `k=v` words stay strings, as
-    in `X=1`."""
+    """Parse `k=v` words, a JSON list of them, or a JSON object. With `texts`, the values of `k=v` words stay strings,
+    as in `X=1`."""
     if len(words) == 1 and words[0].lstrip().startswith(("{", "[")):
         try:
             read = json.loads(words[0])

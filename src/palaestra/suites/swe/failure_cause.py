@@ -55,6 +55,11 @@ _CAUSES: tuple[tuple[str, str], ...] = tuple(
              r"failed to (?:download|fetch) .*?registry", r"proxy\.golang\.org", r"download of config\.json failed"),
         ),
         (
+            "the root's Python belongs to its distribution, and pip may not install for it: remove the file "
+            "EXTERNALLY-MANAGED below usr/lib from a root that stands for a Python image",
+            (r"externally-managed-environment",),
+        ),
+        (
             "wrong Python: {}",
             (r"requires a different Python: ([^\n]+)", r"(Package .* requires a different Python[^\n]*)",
              r"because the current Python version \(([^)]+)\) does not satisfy",

@@ -27,8 +27,8 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import GroupAddress, Process, Slot, SlotSource, SlotSpec, Snapshot
 from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.images.as_user import acting_as, as_user
-from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
 from palaestra.suites.images.dockerfile import ImageRecipe
+from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
 from palaestra.suites.images.task_root import TaskRoot
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import Unsupported

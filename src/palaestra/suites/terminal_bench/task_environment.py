@@ -15,17 +15,17 @@ that the image brought to run programs.
 A verifier with an environment of its own runs once, in a fresh slot over that root, and gets only the artifacts that
 the task declares (`separate_verifier.py`). Its verdict is the official one and the reward.
 
-A task with several steps is one conversation in one workspace, with a verdict after every step. The order is that of
-Harbor's `MultiStepTrial` (0.25): a step's files are copied into the task's directory and its `setup.sh` runs, then the
-agent gets the instruction, then the verifier runs. An official reward below `min_reward` ends the rollout. After each
-step, the agent continues in a fork of the work as it was before the verifier ran. A task that is graded live, in the
-agent's slot, keeps a single slot, and the verifier's files are removed from it between steps. The conversation
-continues from step to step, which Harbor calls resuming; each step has the turns and the time of a rollout.
+A task with several steps is one conversation in one slot, with an official verdict after every step. The order is that
+of Harbor's `MultiStepTrial` (0.25): a step's files are copied into the task's directory and its `setup.sh` runs, then
+the agent gets the instruction, then the verifier runs. An official reward below `min_reward` ends the rollout. The next
+step begins with the files and processes that the verifier left; only the folders of verifiers and logs are emptied. The
+guarded views follow after the last step, over copies that were made before each verifier ran. A verifier with an
+environment of its own ends the agent's slot, which then continues without its processes. The conversation continues
+from step to step, which Harbor calls resuming; each step has the turns and the time of a rollout.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import math
 import random
@@ -33,7 +33,6 @@ import shlex
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from palaestra.agent.result import AgentResult
 from palaestra.contract.contract_environment import ContractEnvironment
@@ -45,7 +44,7 @@ from palaestra.envs.config.build import kit
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra.sandbox.slot import Slot, SlotSpec, View
 from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.images.agent_user import start_in, tools_of_user
 from palaestra.suites.images.as_user import UserSlot, is_root
@@ -193,8 +192,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return steps
 
     def solution_of(self, work: ResolvedTask, part: GradedPart, *, fresh: bool = True) -> Sequence[ToolStep] | None:
-        """Return the calls of the reference solution of a part, or None without one. If `fresh` is true, the files of an
-        earlier solution are removed first."""
+        """Return the calls of the reference solution of a part, or None without one. If `fresh` is true, the files of
+        an earlier solution are removed first."""
         return solution_steps(part.task, work.user, self._agent_s(part.task), fresh=fresh)
 
     async def cheat_steps(self, task: Task) -> Sequence[ToolStep] | None:
@@ -305,7 +304,9 @@ class TerminalBenchEnvironment(ContractEnvironment):
         work: ResolvedTask = rollout.task.data
         if work.task.steps:
             if "steps" not in rollout.meta:
-                raise GraderError("recorded work of several steps cannot be graded again, because only its end was kept")
+                raise GraderError(
+                    "recorded work of several steps cannot be graded again, because only its end was kept"
+                )
             return combine_scores(work.task, rollout.meta["steps"])
         return await self.verification(rollout, grading, work.parts[0]).score()
 
@@ -384,8 +385,8 @@ class _Steps:
                 self.scores.append(await check())
 
     async def _begin(self, step: TaskStep) -> None:
-        """Copy the files of a step into the agent's slot and run its set-up. Between steps, the folders are emptied that
-        Harbor's `MultiStepTrial` empties."""
+        """Copy the files of a step into the agent's slot and run its set-up. Between steps, the folders are emptied
+        that Harbor's `MultiStepTrial` empties."""
         slot = await self._rollout.sandbox()
         if self._gradings:
             await self._gradings[-1].restore_scratch(slot)
@@ -424,23 +425,24 @@ class _Steps:
             if "services" not in self._rollout.meta:
                 await self._rollout.seat.aclose()  # a rollout that holds one slot must not wait for a second
                 try:
-                    await self._replay(number, self._parts[:0])
+                    async with self._gradings[-1].prepared() as slot:
+                        await self._set_up(self._parts[number].step, slot)
                 except PrepareError:
-                    await self._replay(number, self._parts[:number])
+                    async with self._gradings[-1].prepared() as slot:
+                        await self._replay(slot, number)
             return str(error)[:2000]
         return ""
 
-    async def _replay(self, number: int, earlier: Sequence[GradedPart]) -> None:
-        """Set up the step `number` in a fresh workspace, after the reference solutions and the verifiers of `earlier`
-        steps. Raises `PrepareError`."""
-        grading, work = self._gradings[-1], self._rollout.task.data
-        async with grading.prepared() as slot:
-            for part in earlier:
-                await self._set_up(part.step, slot)
-                await run_solution(slot, self._environment.solution_of(work, part), work.workdir)
-                await self._environment.verification(self._rollout, grading, part).run_once(slot)
-                await _remove_verifier(slot)
-            await self._set_up(self._parts[number].step, slot)
+    async def _replay(self, slot: Slot, number: int) -> None:
+        """Set up the step `number` in a prepared workspace, after the reference solutions and the verifiers of the
+        earlier steps. Raises `PrepareError`."""
+        work = self._rollout.task.data
+        for part in self._parts[:number]:
+            await self._set_up(part.step, slot)
+            await run_solution(slot, self._environment.solution_of(work, part), work.workdir)
+            await self._environment.verification(self._rollout, self._gradings[-1], part).run_once(slot)
+            await _remove_verifier(slot)
+        await self._set_up(self._parts[number].step, slot)
 
     async def _verify(self, part: GradedPart, failure: GraderError | SlotEnded | None = None) -> bool:
         """Verify a step, unless the agent's sandbox has ended, which is the `failure`. Return whether the next step
@@ -454,6 +456,8 @@ class _Steps:
             if failure is not None:
                 error, failure = failure, None
                 raise error  # the check repeats it as any other
+            if shown.untouched:  # nothing was done in this step, but in those before it
+                await self._replay(await shown.slot(View(), scratch=False), self._parts.index(part))
             return await environment.verification(rollout, shown, part).score()
 
         async def check() -> Score:
@@ -476,7 +480,9 @@ class _Steps:
                 return False
             if rollout.seat.slot is None:  # it could not be copied while it ran
                 await grading.hand_back()
-            return not (official is None or official.verdict is None or falls_short(part.step, official.verdict.rewards))
+            return not (
+                official is None or official.verdict is None or falls_short(part.step, official.verdict.rewards)
+            )
 
 
 async def _known(score: Score) -> Score:
