@@ -63,17 +63,23 @@ class StepScripts(Policy):
         return [ToolStep("terminal", {"command": self._scripts[asked - 1], "timeout": 60})]
 
 
-def played(task: Path, packages: DependencyCache, tmp_path: Path, works: Sequence[str] | None = None) -> Group:
-    """One rollout of a task's own solution, or of a script for each step."""
+def played(
+    task: Path,
+    packages: DependencyCache,
+    tmp_path: Path,
+    policy: Policy | None = None,
+    begun: Callable[[], None] = lambda: None,
+) -> Group:
+    """One rollout of a task's own solution, or of another policy. `begun` is called once the pool has started."""
     config = TerminalBench2EvalConfig(dataset_name=str(task), base_image="host", cache_dir=str(tmp_path / "cache"))
 
     async def main() -> Group:
         async with make_pool(config) as pool:
+            begun()
             environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, packages)
             await environment.open()
             async with policy_runs(environment, pool) as runs:
-                policy = OraclePolicy() if works is None else StepScripts(works)
-                return await runs.play(policy, await anext(environment.tasks()))
+                return await runs.play(policy or OraclePolicy(), await anext(environment.tasks()))
 
     return asyncio.run(main())
 

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.types import Blame, Label, Score
+from palaestra.core.types import Blame, Label, Score, ToolStep
 from palaestra.envs.cheats.proof import check_environment
+from palaestra.inference.engines.scripted import Policy
 from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import harbor_task
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short, official_rewards
 from palaestra.suites.toolchain.toolchain import DependencyCache
-from suites.terminal_bench.conftest import Try, played
+from sandbox.processes import share_memory_with_inits
+from suites.terminal_bench.conftest import StepScripts, Try, played
 from suites.terminal_bench.mini import HARBOR, copied, written
 
 STEPS = HARBOR / "several-steps"
@@ -222,7 +224,7 @@ def test_the_next_step_begins_where_the_verifier_left_the_slot(
     name: str, installed_pytest: DependencyCache, tmp_path: Path
 ) -> None:
     scripts, works, official, reward, verified = HANDED[name]
-    (rollout,) = played(steps_of(tmp_path, *scripts), installed_pytest, tmp_path, works).trajectories
+    (rollout,) = played(steps_of(tmp_path, *scripts), installed_pytest, tmp_path, StepScripts(works)).trajectories
     if official is None:
         assert (rollout.reward, rollout.blame) == (None, Blame.GRADER), rollout.detail
         return
@@ -254,7 +256,7 @@ def test_a_set_up_that_needs_work_of_an_earlier_step_fails_by_the_work(
 ) -> None:
     """Over the prepared workspace it fails too, but not after the solution of the first step."""
     task = steps_of(tmp_path, hands, f"[ -f made ] && {PAID} || echo 0 > {TXT}", solutions=["touch work", ""], **SET_UP)
-    (rollout,) = played(task, installed_pytest, tmp_path, works).trajectories
+    (rollout,) = played(task, installed_pytest, tmp_path, StepScripts(works)).trajectories
     assert rollout.detail.get("steps") is not None, rollout.error
     assert [step["reward"] for step in rollout.detail["steps"]] == rewards, rollout.detail
     assert [label.name for label in rollout.labels] == ([] if rewards[1] else ["set_up_failed"])
@@ -268,7 +270,7 @@ def test_a_verifier_that_needs_a_handed_file_fails_by_the_work(
     """The second verifier gives no verdict without `handed`, so over the prepared workspace neither."""
     needs = f"cat handed || exit 1; [ -d /app/made ] && exit 1; [ -f made ] && {PAID} || echo 0 > {TXT}"
     task = steps_of(tmp_path, f"cp work handed; {PAID}", needs, solutions=["touch work", "touch made"])
-    (rollout,) = played(task, installed_pytest, tmp_path, ["touch work", "mkdir made"]).trajectories
+    (rollout,) = played(task, installed_pytest, tmp_path, StepScripts(["touch work", "mkdir made"])).trajectories
     assert rollout.detail.get("steps") is not None, rollout.error
     assert [step["reward"] for step in rollout.detail["steps"]] == [1.0, 0.0], rollout.detail
 
@@ -277,9 +279,39 @@ def test_a_verifier_that_needs_a_handed_file_fails_by_the_work(
 @pytest.mark.timeout(300)
 def test_a_set_up_that_always_fails_is_the_tasks_fault(installed_pytest: DependencyCache, tmp_path: Path) -> None:
     task = steps_of(tmp_path, PAID, PAID, solutions=["", ""], **SET_UP)
-    (rollout,) = played(task, installed_pytest, tmp_path, ["true", "true"]).trajectories
+    (rollout,) = played(task, installed_pytest, tmp_path, StepScripts(["true", "true"])).trajectories
     assert (rollout.reward, rollout.blame) == (None, Blame.TASK)
     assert "setup.sh of step s1 failed" in rollout.error
+
+
+FILL = "mkdir {0}; for d in /app /tmp /dev/shm; do cat /dev/zero > $d/fill{0}; : > $d/{0}/x; done"
+"""Uses up the memory that a slot's first process may share with its commands, if it is repeated."""
+
+
+class Greedy(Policy):
+    """Ends its slot in the second step, after it has written n."""
+
+    def __init__(self) -> None:
+        self._commands = ["echo 0.5 > n", *(FILL.format(number) for number in range(150))]
+
+    def act(self, context, messages):  # type: ignore[no-untyped-def]
+        asked = sum(message.get("role") == "user" for message in messages)
+        if asked == 1 or not self._commands or "sandbox has ended" in str(messages[-1].get("content")):
+            return "Done."
+        return [ToolStep("terminal", {"command": self._commands.pop(0), "timeout": 5})]
+
+
+@pytest.mark.slots
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_sandbox_that_the_agent_ends_ends_the_steps(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+    """What it wrote up to then is verified in a copy. A full disk makes the verifier fail in the agent's slot."""
+    task = steps_of(tmp_path, PAID, f"cat n > {TXT} || echo 0 > {TXT}", PAID)
+    toml = (task / "task.toml").read_text().replace("[[steps]]", "[environment]\nmemory_mb = 64\n[[steps]]", 1)
+    (task / "task.toml").write_text(toml.replace("memory_mb = 64", "memory_mb = 64\nstorage_mb = 40"))
+    (rollout,) = played(task, installed_pytest, tmp_path, policy=Greedy(), begun=share_memory_with_inits).trajectories
+    assert [step["reward"] for step in rollout.detail["steps"]] == [1.0, 0.5], rollout.error
+    assert "official_failed" in {label.name for label in rollout.labels}
 
 
 SCRIPT = str(Path(__file__).parents[3] / "environments/terminalbench_2_env.py")

@@ -40,6 +40,7 @@ from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import local_path
 from palaestra.core.errors import GraderError, InfraError, PrepareError, SandboxError, SlotEnded
 from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
+from palaestra.core.user_code import run_hook
 from palaestra.envs.config.build import kit
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.rollout import Rollout
@@ -340,7 +341,7 @@ class _Steps:
     def __init__(self, environment: TerminalBenchEnvironment, rollout: Rollout) -> None:
         self._environment = environment
         self._rollout = rollout
-        self._parts: Sequence[GradedPart] = rollout.task.data.parts
+        self._parts = rollout.task.data.parts
         self._gradings: list[Grading] = []
         self._checks: list[Callable[[], Awaitable[Score]]] = []
         self.scores: list[Score] = []
@@ -369,16 +370,18 @@ class _Steps:
                 break
             try:
                 result = await self._environment.converse(rollout, part, later=number > 0)
-            except SlotEnded as error:
-                await self._verify(part, error)
+            except SlotEnded:
+                await self._verify(number, ended=True)
                 raise
-            if not result.outcome.scored or not await self._verify(part) or result.outcome is Outcome.LENGTH:
+            if not result.outcome.scored or not await self._verify(number) or result.outcome is Outcome.LENGTH:
                 break
         return result
 
     async def _score(self) -> None:
         """Compute the scores of the steps, in order."""
         if self._gradings and not self._gradings[-1].live:
+            if not self._gradings[-1].begun:  # the slot has ended, but what the agent wrote is still there
+                await self._gradings[-1].seal()
             await self._rollout.seat.aclose()
         with self._rollout.stages.stage("grade"):
             for check in self._checks:
@@ -396,23 +399,18 @@ class _Steps:
         await self._set_up(step, await self._environment.agent_slot(self._rollout))
 
     async def _set_up(self, step: TaskStep, slot: Slot) -> None:
-        """Copy the files of a step into a slot, run its set-up and wait for its health check. Raises `PrepareError`."""
+        """Copy the files of a step into a slot, run its set-up and wait for its health check. Raises `PrepareError`,
+        and OSError if the files cannot be copied."""
         workdir = self._rollout.task.data.workdir
-        try:
-            if step.workdir is not None:
-                await upload_dir(slot, step.workdir, workdir)
-                if (step.workdir / "setup.sh").is_file():
-                    argv, problem = ["bash", f"{workdir}/setup.sh"], f"the setup.sh of step {step.name} failed"
-                    await check_execute(slot, argv, problem, cwd=workdir, timeout_s=_SETUP_S, shown=2000)
-            if step.health is None:
-                return
-            longest_s = min(step.health.longest_s, _SETUP_S)
-            said = await wait_healthy(slot, step.health, workdir, longest_s)
-        except InfraError:
-            raise
-        except OSError as error:  # for example because the agent removed the directory
-            raise PrepareError(f"step {step.name} cannot be set up: {error}") from error
-        if said is not None:
+        if step.workdir is not None:
+            await upload_dir(slot, step.workdir, workdir)
+            if (step.workdir / "setup.sh").is_file():
+                argv, problem = ["bash", f"{workdir}/setup.sh"], f"the setup.sh of step {step.name} failed"
+                await check_execute(slot, argv, problem, cwd=workdir, timeout_s=_SETUP_S, shown=2000)
+        if step.health is None:
+            return
+        longest_s = min(step.health.longest_s, _SETUP_S)
+        if (said := await wait_healthy(slot, step.health, workdir, longest_s)) is not None:
             raise PrepareError(f"the health check of step {step.name} fails for {longest_s:g} s: {said}")
 
     async def _work_breaks_set_up(self, number: int) -> str:
@@ -420,63 +418,72 @@ class _Steps:
         workspace or not after the reference solutions of the earlier steps; otherwise an empty string. With services,
         which a prepared workspace lacks, such an error is always that of the agent's work."""
         try:
-            await self._begin(self._parts[number].step)
+            await run_hook(PrepareError, self._begin(self._parts[number].step), "beginning a step")
         except (PrepareError, SlotEnded) as error:
             if "services" not in self._rollout.meta:
                 await self._rollout.seat.aclose()  # a rollout that holds one slot must not wait for a second
                 try:
-                    async with self._gradings[-1].prepared() as slot:
-                        await self._set_up(self._parts[number].step, slot)
+                    await self._set_up_afresh(number, number)
                 except PrepareError:
-                    async with self._gradings[-1].prepared() as slot:
-                        await self._replay(slot, number)
+                    await self._set_up_afresh(number, 0)
             return str(error)[:2000]
         return ""
 
-    async def _replay(self, slot: Slot, number: int) -> None:
+    async def _set_up_afresh(self, number: int, first: int) -> None:
+        async with self._gradings[-1].prepared() as slot:
+            await run_hook(PrepareError, self._replay(slot, number, first), "setting up a prepared workspace")
+
+    async def _replay(self, slot: Slot, number: int, first: int = 0) -> None:
         """Set up the step `number` in a prepared workspace, after the reference solutions and the verifiers of the
-        earlier steps. Raises `PrepareError`."""
+        steps before it, beginning with the step `first`. Raises `PrepareError` and OSError."""
         work = self._rollout.task.data
-        for part in self._parts[:number]:
+        for part in self._parts[first:number]:
             await self._set_up(part.step, slot)
             await run_solution(slot, self._environment.solution_of(work, part), work.workdir)
             await self._environment.verification(self._rollout, self._gradings[-1], part).run_once(slot)
             await _remove_verifier(slot)
         await self._set_up(self._parts[number].step, slot)
 
-    async def _verify(self, part: GradedPart, failure: GraderError | SlotEnded | None = None) -> bool:
-        """Verify a step, unless the agent's sandbox has ended, which is the `failure`. Return whether the next step
-        follows."""
-        rollout, environment = self._rollout, self._environment
+    async def _verify(self, number: int, *, ended: bool = False) -> bool:
+        """Verify a step, and return whether the next one follows. If the agent has `ended` its slot, only the guarded
+        view of what it wrote is left."""
+        rollout, environment, part = self._rollout, self._environment, self._parts[number]
         grading = Grading(rollout, environment.slot_spec(rollout.task, Phase.GRADE))
         self._gradings.append(grading)
+        failure: GraderError | None = None
 
         async def score(shown: Grading) -> Score:
             nonlocal failure
             if failure is not None:
                 error, failure = failure, None
                 raise error  # the check repeats it as any other
-            if shown.untouched:  # nothing was done in this step, but in those before it
-                await self._replay(await shown.slot(View(), scratch=False), self._parts.index(part))
+            if shown.untouched and "services" not in rollout.meta:  # nothing was done, but in the steps before
+                await self._replay(await shown.slot(View(), scratch=False), number)
             return await environment.verification(rollout, shown, part).score()
 
         async def check() -> Score:
             return await environment.check(rollout, grading, score)
 
         with rollout.stages.stage("grade"):
-            if failure is None and (grading.live or part.task.verifier.environment is not None):
+            if not ended and (grading.live or part.task.verifier.environment is not None):
                 found = await check()
                 await grading.hand_back()
                 self._checks.append(partial(_known, found))
                 return not falls_short(part.step, official_rewards(found))
             self._checks.append(check)
-            if failure is not None:
-                return False
+            verification = environment.verification(rollout, grading, part)
             try:
+                if ended:
+                    raise SlotEnded
                 await rollout.sandbox()  # an agent without one leaves nothing, but the verifier may
-                official = await environment.verification(rollout, grading, part).official()
-            except (GraderError, SlotEnded) as error:
+                doing = f"verifying {rollout.rollout_id}"
+                official = await run_hook(GraderError, verification.official(), doing)
+            except GraderError as error:
                 failure = error
+                return False
+            except SlotEnded:
+                verification.leave_out_official("the agent's commands ended the sandbox")
+                await grading.restart()
                 return False
             if rollout.seat.slot is None:  # it could not be copied while it ran
                 await grading.hand_back()

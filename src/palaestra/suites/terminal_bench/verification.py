@@ -197,13 +197,22 @@ class Verification:
     async def official(self) -> Checked | None:
         """Return the verdict by the benchmark's protocol, which is computed once; None if it is that of the guarded
         view. If another step follows, the agent's slot runs on with all that the verifier left."""
-        known: dict[str, Checked | None] = self._rollout.meta.setdefault("official", {})
-        step = self._part.step_name
+        known, step = self._known, self._part.step_name
         if step not in known:  # a repeated check has no running slot any more
             await self._run_hooks()
-            known[step] = _no_verdict("it timed out")  # stays if it does, and the check is repeated
+            self.leave_out_official("it timed out")  # stays if it does, and the check is repeated
             known[step] = await self._official()
         return known[step]
+
+    def leave_out_official(self, why: str) -> None:
+        """Let the guarded view decide, because the official verdict cannot be had."""
+        self._known[self._part.step_name] = _no_verdict(why)
+
+    @property
+    def _known(self) -> dict[str, Checked | None]:
+        """The official verdicts of the rollout, by step."""
+        found: dict[str, Checked | None] = self._rollout.meta.setdefault("official", {})
+        return found
 
     @property
     def _is_last(self) -> bool:
@@ -528,7 +537,7 @@ async def _solved(task: Task, grading: Grading) -> AsyncIterator[Slot]:
         yield slot
 
 
-async def run_solution(slot: Slot, steps: Sequence[ToolStep | Say] | None, workdir: str) -> None:
+async def run_solution(slot: Slot, steps: Sequence[ToolStep | Say | str] | None, workdir: str) -> None:
     """Run the commands of a reference solution."""
     for step in steps or ():
         if isinstance(step, ToolStep):
