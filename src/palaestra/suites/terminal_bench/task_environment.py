@@ -38,7 +38,7 @@ from palaestra.agent.result import AgentResult
 from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import local_path
-from palaestra.core.errors import GraderError, InfraError, PrepareError, SandboxError, SlotEnded
+from palaestra.core.errors import GraderError, PrepareError, SandboxError, SlotEnded
 from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
 from palaestra.core.user_code import run_hook
 from palaestra.envs.config.build import kit
