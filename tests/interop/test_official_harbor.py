@@ -86,6 +86,7 @@ def written(name: str, text: str, differs: str = "") -> Item:
 IF_YES = f"&& echo 1 > {TXT} || echo 0 > {TXT}"
 FINAL = 'multi_step_reward_strategy = "final"'
 NOTHING = ("true", "true")
+BEAT = "while :; do echo 0.5 > /app/new; mv /app/new /app/beat; sleep 0.1; done"
 PAID = f"echo 1 > {TXT}"
 CHECK = f"cmp -s /tests/expected.txt answer.txt && echo 1 > {TXT} || echo 0 > {TXT}"
 EXPECTED = {"tests__expected.txt": "right\n"}
@@ -222,6 +223,78 @@ ITEMS = [
         NOTHING,
     ),
     Item("steps-work-stays", steps(f"cat n > {TXT}", f"cat n > {TXT}"), ("echo 1 > n", "true")),
+    Item("steps-hand-a-file-on", steps(f"echo 0.5 > handed; {PAID}", f"cat handed > {TXT}"), NOTHING),
+    Item("steps-hand-a-file-on-in-tmp", steps(f"echo 0.5 > /tmp/handed; {PAID}", f"cat /tmp/handed > {TXT}"), NOTHING),
+    Item(
+        "steps-hand-a-file-to-the-agent",
+        steps(f"echo 0.5 > handed; {PAID}", f"cat made > {TXT}"),
+        ("true", "cp handed made"),
+    ),
+    Item(
+        "steps-hand-a-file-over-a-step",
+        steps(
+            f"mkdir -p kept && echo 0.5 > kept/x; {PAID}", f"echo 0.25 >> kept/x; {PAID}", f"tail -n 1 kept/x > {TXT}"
+        ),
+        ("true",) * 3,
+    ),
+    Item(
+        "steps-remove-work",
+        steps(f"rm -r work; {PAID}", f"[ ! -e work ] {IF_YES}"),
+        ("mkdir work; touch work/x", "[ ! -e work ] || touch again"),
+    ),
+    Item(
+        "steps-change-modes",
+        steps(f"chmod 640 work; chown nobody work; {PAID}", f"[ $(stat -c %a%U work) = 640nobody ] {IF_YES}"),
+        ("touch work; chmod 600 work", "true"),
+    ),
+    Item(
+        "steps-replace-a-link",
+        steps(f"rm link; echo 0.5 > link; {PAID}", f"cat link > {TXT}"),
+        ("ln -s /etc/passwd link", "[ ! -h link ] || rm link"),
+    ),
+    Item(
+        "steps-leave-a-process",
+        steps(
+            f"({BEAT}) > /dev/null 2>&1 & sleep 0.3; {PAID}",
+            f"rm -f beat; sleep 0.5; cat beat > {TXT} || echo 0 > {TXT}",
+        ),
+        NOTHING,
+    ),
+    Item(
+        "steps-process-of-the-agent-stays",
+        steps(PAID, f"rm -f beat; sleep 0.5; cat beat > {TXT} || echo 0 > {TXT}"),
+        (f"({BEAT}) > /dev/null 2>&1 & sleep 0.3", "true"),
+    ),
+    Item(
+        "steps-install-a-program",
+        steps(
+            f"printf '#!/bin/sh\\necho 0.5\\n' > /usr/local/bin/word; chmod 755 /usr/local/bin/word; {PAID}",
+            f"word > {TXT}",
+        ),
+        NOTHING,
+    ),
+    Item(
+        "steps-folders-of-the-verifier",
+        steps(f"touch /tests/x {LOGS}/x {LOGS}/.y; mkdir /tests/z; {PAID}", f"cat seen > {TXT}"),
+        ("true", f'[ -d /tests -a -d {LOGS} ] && [ -z "$(ls -A /tests {LOGS} | grep -v :)" ] && echo 0.5 > seen'),
+    ),
+    Item(
+        "steps-folder-of-tests-is-a-link",
+        steps(f"rm -r /tests; ln -s /app /tests; touch kept; {PAID}", f"[ -e kept ] {IF_YES}"),
+        ("true", "[ ! -h /tests ] || rm kept"),
+    ),
+    Item("steps-logs-of-the-agent", steps(f"touch /logs/agent/x; {PAID}", f"[ ! -e /logs/agent/x ] {IF_YES}"), NOTHING),
+    Item(
+        "steps-set-up-uses-a-handed-file",
+        {**steps(f"echo 0.5 > handed; {PAID}", f"cat made > {TXT}"), "steps/s1/workdir/setup.sh": "mv handed made\n"},
+        NOTHING,
+    ),
+    Item(
+        "steps-verifier-without-verdict-ends-them",
+        steps(PAID, "true", PAID),
+        ("true",) * 3,
+        FAILED_STEP,
+    ),
     Item("steps-first-without-reward", steps("true", PAID), NOTHING),
     Item("steps-second-without-reward", steps(PAID, "true"), NOTHING, FAILED_STEP),
     Item(

@@ -111,7 +111,13 @@ def test_mappings_in_every_spelling(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--env.install_env", "X=9.9", "Y=true"], ["--env.install_env.X", "9.9", "--env.install_env.Y=true"]]
+    "words",
+    [
+        ["--env.install_env", "X=9.9", "Y=true"],
+        ["--env.install_env.X", "9.9", "--env.install_env.Y=true"],
+        ["--env.install_env", '["X=9.9", "Y=true"]'],
+        ["--env.install_env", '{"X": "9.9", "Y": "true"}'],
+    ],
 )
 def test_the_values_of_a_mapping_of_texts_are_texts(words: list[str]) -> None:
     line = CommandLine("run", SweSmithOracleEnvConfig, APIServerConfig, command="process")

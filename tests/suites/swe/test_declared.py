@@ -109,6 +109,11 @@ def test_a_row_gets_an_interpreter_that_is_not_younger_than_the_row(requires: st
         ("ImportError: cannot import name 'escape' from 'jinja2' (/workspace/jinja2/__init__.py)", 1, ""),
         ("Killed", 137, "out of memory: raise the memory limit of the slots"),
         ("curl: (6) Could not resolve host: crates.io", 6, "no network: the tests or the installation need crates.io"),
+        ("error: externally-managed-environment\n\n× This environment is externally managed", 1,
+         "the root's Python belongs to its distribution, and pip may not install for it: remove the file "
+         "EXTERNALLY-MANAGED below usr/lib from a root that stands for a Python image"),
+        ("curl: (7) Failed to connect to 127.0.0.1 port 80\nsh: 1: served: not found", 7, "missing program: served"),
+        ("curl: (7) Failed to connect to localhost port 80 after 0 ms", 7, ""),
         ("Err:1 http://deb.example/debian trixie InRelease\n  Temporary failure resolving 'deb.example'", 100,
          "no network: the tests or the installation need deb.example"),
         ("wget: unable to resolve host address ‘data.example’", 4,

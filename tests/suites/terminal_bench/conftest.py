@@ -13,7 +13,7 @@ from palaestra.envs.cheats.cheat import Cheat
 from palaestra.envs.cheats.proof import CheatPolicy, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.chat_server import SessionContext
-from palaestra.inference.engines.scripted import Act, OraclePolicy, Policy, turns_taken
+from palaestra.inference.engines.scripted import Act, OraclePolicy, Policy
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
 from palaestra.suites.terminal_bench.import_tasks import TriedTask
@@ -51,31 +51,38 @@ def try_tasks(installed_pytest: DependencyCache, tmp_path: Path) -> Try:
     return run
 
 
-def played(task: Path, packages: DependencyCache, tmp_path: Path) -> Group:
-    """One rollout of a task's own solution."""
-    config = TerminalBench2EvalConfig(dataset_name=str(task), base_image="host", cache_dir=str(tmp_path / "cache"))
-
-    async def main() -> Group:
-        async with make_pool(config) as pool:
-            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, packages)
-            await environment.open()
-            async with policy_runs(environment, pool) as runs:
-                return await runs.play(OraclePolicy(), await anext(environment.tasks()))
-
-    return asyncio.run(main())
-
-
-class Works(Policy):
-    """An agent that runs these scripts, one in each step of its task, whose solution is left to be the reference."""
+class StepScripts(Policy):
+    """Runs one script in the terminal for each step."""
 
     def __init__(self, scripts: Sequence[str]) -> None:
         self._scripts = scripts
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
-        step, ended = divmod(turns_taken(context, messages), 2)
-        script = self._scripts[step] if step < len(self._scripts) else "true"
-        command = f"cat > /tmp/work.sh <<'END-OF-WORK'\n{script}\nEND-OF-WORK\nbash /tmp/work.sh; rm -f /tmp/work.sh"
-        return "Done." if ended else [ToolStep("terminal", {"command": command})]
+        if messages[-1].get("role") != "user":
+            return "Done."
+        asked = sum(message.get("role") == "user" for message in messages)
+        return [ToolStep("terminal", {"command": self._scripts[asked - 1], "timeout": 60})]
+
+
+def played(
+    task: Path,
+    packages: DependencyCache,
+    tmp_path: Path,
+    policy: Policy | None = None,
+    begun: Callable[[], None] = lambda: None,
+) -> Group:
+    """One rollout of a task's own solution, or of another policy. `begun` is called once the pool has started."""
+    config = TerminalBench2EvalConfig(dataset_name=str(task), base_image="host", cache_dir=str(tmp_path / "cache"))
+
+    async def main() -> Group:
+        async with make_pool(config) as pool:
+            begun()
+            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, packages)
+            await environment.open()
+            async with policy_runs(environment, pool) as runs:
+                return await runs.play(policy or OraclePolicy(), await anext(environment.tasks()))
+
+    return asyncio.run(main())
 
 
 def played_all(
@@ -94,7 +101,7 @@ def played_all(
         if works is None:
             return OraclePolicy()
         work = works[name]
-        return CheatPolicy(Cheat(name, name, work)) if isinstance(work, str) else Works(work)
+        return CheatPolicy(Cheat(name, name, work)) if isinstance(work, str) else StepScripts(work)
 
     async def main() -> dict[str, Trajectory]:
         async with make_pool(config) as pool:

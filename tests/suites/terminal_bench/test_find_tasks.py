@@ -54,7 +54,7 @@ def test_a_tree_of_both_formats_is_read_whole(tmp_path: Path) -> None:
     loaded = load_tasks(str(TASKS), tmp_path)
     assert {"greeting", "hello"} <= {task.name for task in loaded.tasks}
     left_out = {each.name: each.reason for each in loaded.left_out}
-    assert len(left_out) == 12
+    assert len(left_out) == 11
     assert left_out["needs-gpu"].startswith("it needs GPUs (environment.gpus)")
 
 

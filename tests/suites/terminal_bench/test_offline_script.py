@@ -52,6 +52,9 @@ def test_the_older_stock_scripts() -> None:
         ("pip install 'numpy>=2' pytest", "palaestra-needs-python 'numpy>=2'"),
         ("wget -qO- https://astral.sh/uv/install.sh | env UV_DIR=/x sh", ":"),
         ('. "$HOME/.local/bin/env"', ":"),
+        ("source $HOME/.cargo/env", "[ ! -e $HOME/.cargo/env ] || . $HOME/.cargo/env"),
+        ('. "$HOME/.cargo/env"', '[ ! -e "$HOME/.cargo/env" ] || . "$HOME/.cargo/env"'),
+        ("pip install pytest && source ~/.cargo/env", "[ ! -e ~/.cargo/env ] || . ~/.cargo/env"),
         ('export PATH="$HOME/.local/bin:$PATH"', ":"),
         ("source .venv/bin/activate", ":"),
         ("python3 -m pytest /tests -q", "pytest /tests -q"),
@@ -68,6 +71,7 @@ def test_a_judge_without_a_network() -> None:
     assert lacks_network(["python /tests/judge.py\n"], [judge], failed)
     assert not lacks_network(["python /tests/judge.py\n"], ["import calc\n"], failed)
     assert not lacks_network([], [judge], "0 of 3 facts\n")
+    assert not lacks_network([], [judge], "NewConnectionError: HTTPConnection(host='127.0.0.1', port=80): refused\n")
 
 
 def test_a_program_that_itself_runs_pytest_is_not_a_test_session() -> None:
@@ -121,6 +125,8 @@ def test_whether_a_script_starts_pytest(text: str, wanted: bool) -> None:
         ("git clone https://x.example/y\n", "fatal: Could not resolve host: x.example\n", True),
         ("git clone https://x.example/y\n", "1 failed\n", False),
         ("# curl\npytest /tests\n", "Temporary failure in name resolution\n", False),
+        ("curl http://127.0.0.1/x\n", "wget: unable to resolve host address localhost\n", False),
+        ("curl http://[::1]/x\n", "connect to ::1 port 80: Network is unreachable\n", False),
     ],
 )
 def test_a_script_that_fetches_is_told_from_work_that_does(text: str, output: str, wanted: bool) -> None:

@@ -28,7 +28,7 @@ from programs import killed_after, until
 from sandbox.backends.test_local_lifetime import assert_gone
 from sandbox.processes import descendants
 from suites.terminal_bench.conftest import Try, played_all
-from suites.terminal_bench.mini import LEGACY, copied
+from suites.terminal_bench.mini import LEGACY, copied, written
 from suites.terminal_bench.shop import COMPOSE, TOML, make_shop
 
 pytestmark = pytest.mark.slots
@@ -271,3 +271,33 @@ def test_recorded_work_is_not_graded_without_its_services(tmp_path: Path) -> Non
     assert "mean reward 1.000" in done.stdout + done.stderr
     graded = subprocess.run([*palaestra, "grade", "last"], cwd=tmp_path, capture_output=True, text=True)
     assert "1 -> ServicesEnded" in graded.stdout, graded.stderr
+
+
+ASKS = "for i in 1 2 3 4 5 6 7 8 9; do python3 /srv/ask.py > answer.txt && break; sleep 0.5; done\n"
+ASK = "import urllib.request as u\nprint(u.urlopen('http://127.0.0.1:8000/word').read().decode().strip())\n"
+
+
+@pytest.mark.parametrize("compose", ["", "services: {main: {build: .}}\n"], ids=["image", "compose"])
+def test_the_entry_point_of_the_image_runs_beside_the_agent(
+    compose: str, installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    """As in Docker, it gets the command that waits. The agent's word is the service's."""
+    started = (
+        '#!/bin/sh\n[ "$*" = "sh -c sleep infinity" ] || exit 1\ncd /srv\npython3 -m http.server 8000 &\nexec "$@"\n'
+    )
+    files = {
+        "task.toml": 'schema_version = "1.4"\n[environment]\nworkdir = "/app"\n',
+        "instruction.md": "Write what the server says to answer.txt.\n",
+        "environment/Dockerfile": "FROM debian\nWORKDIR /app\nCOPY . /srv/\nRUN chmod 755 /srv/start\n"
+        'ENTRYPOINT ["/srv/start"]\n',
+        "environment/start": started,
+        "environment/word": "right\n",
+        "environment/ask.py": ASK,
+        "solution/solve.sh": f"#!/bin/bash\n{ASKS}",
+        "tests/test.sh": '#!/bin/bash\n[ "$(cat answer.txt)" = right ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n',
+    }
+    if compose:
+        files["environment/docker-compose.yaml"] = compose
+    written(tmp_path / "tasks" / "entry", files)
+    done = played_all(tmp_path / "tasks", installed_pytest, tmp_path)["entry"]
+    assert (done.reward, done.official, done.error) == (1.0, 1.0, ""), done.detail

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.types import Label, Score
+from palaestra.core.types import Blame, Label, Score, ToolStep
 from palaestra.envs.cheats.proof import check_environment
+from palaestra.inference.engines.scripted import Policy
 from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import harbor_task
 from palaestra.suites.terminal_bench.import_tasks import Finding
-from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
+from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short, official_rewards
 from palaestra.suites.toolchain.toolchain import DependencyCache
-from suites.terminal_bench.conftest import Try, played, played_all
-from suites.terminal_bench.mini import HARBOR, copied
+from sandbox.processes import share_memory_with_inits
+from suites.terminal_bench.conftest import StepScripts, Try, played, played_all
+from suites.terminal_bench.mini import HARBOR, copied, written
 
 STEPS = HARBOR / "several-steps"
 
@@ -67,12 +70,12 @@ def test_the_rewards_of_steps_become_one() -> None:
     assert combine_scores(final, scores).reward == 0.5
     assert combine_scores(mean, scores[:1]).metrics["steps_verified"] == 1.0
     gate = final.steps[1]
-    assert not falls_short(gate, scored(reward=0.5))
-    assert falls_short(gate, scored(reward=0.4))
-    assert falls_short(gate, scored(tidy=1.0))
+    assert not falls_short(gate, official_rewards(scored(reward=0.5)))
+    assert falls_short(gate, official_rewards(scored(reward=0.4)))
+    assert falls_short(gate, official_rewards(scored(tidy=1.0)))
     forged = Label("falsified_test_passed", "test_a", certain=True)
     cheated = Score(1.0, {}, {"rewards": {"reward": 1.0}}, official=1.0, labels=[forged])
-    assert not falls_short(gate, cheated), "the official reward decides whether the next step follows"
+    assert not falls_short(gate, official_rewards(cheated)), "the official reward decides whether the next step follows"
     combined = combine_scores(mean, [cheated, scores[0]])
     assert (combined.reward, combined.official) == (0.5, 1.0)
     assert [label.evidence for label in combined.labels] == ["step count: test_a"]
@@ -147,7 +150,167 @@ def test_work_of_an_earlier_step_does_not_decide_a_later_one(
     brief = (STEPS / "task.toml").read_text().replace("timeout_sec = 30.0", "timeout_sec = 3.0")
     copied(STEPS, tmp_path / "tasks", {"task.toml": brief, **more})
     rollout = played_all(tmp_path / "tasks", installed_pytest, tmp_path, {STEPS.name: [left, "true"]})[STEPS.name]
-    assert (rollout.reward, [step["reward"] for step in rollout.detail["steps"]]) == (0.0, [0.0, 0.0]), rollout.error
+    verified = [0.0] if "hangs" in name else [0.0, 0.0]  # as in Harbor, a step without a verdict is the last one
+    assert (rollout.reward, [step["reward"] for step in rollout.detail["steps"]]) == (0.0, verified), rollout.error
+
+
+TXT = "/logs/verifier/reward.txt"
+PAID = f"echo 1 > {TXT}"
+BEAT = "while :; do echo 1 > /app/new; mv /app/new /app/beat; sleep 0.1; done"
+
+
+def steps_of(folder: Path, *scripts: str, solutions: Sequence[str] = (), **files: str) -> Path:
+    """A task with a step for each of these verifiers; paths of other files have `__` for `/`."""
+    tables = "".join(f'[[steps]]\nname = "s{number}"\n' for number in range(len(scripts)))
+    found = {"task.toml": f'schema_version = "1.4"\n{tables}'}
+    found |= {"environment/Dockerfile": "FROM palaestra-tests/base:1\nWORKDIR /app\n"}
+    found |= {name.replace("__", "/"): text for name, text in files.items()}
+    for number, script in enumerate(scripts):
+        found[f"steps/s{number}/instruction.md"] = "Go on.\n"
+        found[f"steps/s{number}/tests/test.sh"] = f"#!/bin/bash\n{script}\n"
+    for number, script in enumerate(solutions):
+        found[f"steps/s{number}/solution/solve.sh"] = f"#!/bin/bash\n{script}\n"
+    return written(folder / "task", found)
+
+
+HANDED: dict[str, tuple[Sequence[str], Sequence[str], float | None, float, int]] = {
+    "file": ([f"echo 0.5 > handed; {PAID}", f"cat handed > {TXT}"], ["true", "true"], 0.75, 0.75, 2),
+    "file-over-a-step": (
+        [f"echo 0.5 > handed; {PAID}", f"cat handed > {TXT}", f"cat handed made > sum; head -n 1 sum > {TXT}"],
+        ["true", "cp handed made", "[ -s made ] && echo 0.25 > handed"],
+        7 / 12,
+        7 / 12,
+        3,
+    ),
+    "removed-work": (
+        [f"rm work; {PAID}", f"[ -e work ]; echo $? > {TXT}"],
+        ["touch work", "[ ! -e work ] || touch work"],
+        1,
+        1,
+        2,
+    ),
+    "modes": (
+        [f"chmod 640 work; {PAID}", f"[ $(stat -c %a work) = 640 ] && {PAID} || echo 0 > {TXT}"],
+        ["touch work; chmod 600 work", "true"],
+        1,
+        1,
+        2,
+    ),
+    "process-of-the-verifier": (
+        [f"({BEAT}) > /dev/null 2>&1 & {PAID}", f"rm -f beat; sleep 1; cat beat > {TXT} || echo 0 > {TXT}"],
+        ["true", "true"],
+        1,
+        0.5,
+        2,
+    ),
+    "folders-of-the-verifier": (
+        [f"touch /tests/x /logs/verifier/x /logs/agent/x; {PAID}", f"cat seen > {TXT}"],
+        ["true", "ls -A /tests /logs/verifier /logs/agent | grep -c '^[^/]' > seen"],
+        0.5,
+        0.5,
+        2,
+    ),
+    "no-verdict": ([PAID, "true", PAID], ["true"] * 3, None, 0, 0),
+}
+"""The verifiers and works of the steps, the official and the guarded reward, and the number of verified steps. The
+official ones are those of Harbor (`interop/test_official_harbor.py`)."""
+
+
+@pytest.mark.slots
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", HANDED)
+def test_the_next_step_begins_where_the_verifier_left_the_slot(
+    name: str, installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    scripts, works, official, reward, verified = HANDED[name]
+    (rollout,) = played(steps_of(tmp_path, *scripts), installed_pytest, tmp_path, StepScripts(works)).trajectories
+    if official is None:
+        assert (rollout.reward, rollout.blame) == (None, Blame.GRADER), rollout.detail
+        return
+    assert (rollout.official, rollout.reward) == (pytest.approx(official), pytest.approx(reward)), rollout.detail
+    assert rollout.metrics["steps_verified"] == verified
+
+
+SET_UP = {"steps__s1__workdir__setup.sh": "mv handed made\n"}
+
+
+@pytest.mark.slots
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("hands", "works", "rewards"),
+    [
+        (f"cp work handed; {PAID}", ["touch work", "true"], [1.0, 1.0]),
+        (f"cp work handed && {PAID} || echo 0 > {TXT}", ["true", "true"], [0.0, 0.0]),
+        (f"cp work handed; {PAID}", ["touch work; mkdir -p made/handed", "true"], [1.0, 0.0]),
+        (
+            f"cp work handed; {PAID}",
+            ["touch work; mkdir made; chattr +i made 2> /dev/null; rm -r /app", "true"],
+            [1.0, 0.0],
+        ),
+    ],
+    ids=["right", "nothing-was-done", "in-the-way", "directory-removed"],
+)
+def test_a_set_up_that_needs_work_of_an_earlier_step_fails_by_the_work(
+    hands: str, works: Sequence[str], rewards: Sequence[float], installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    """Over the prepared workspace it fails too, but not after the solution of the first step."""
+    task = steps_of(tmp_path, hands, f"[ -f made ] && {PAID} || echo 0 > {TXT}", solutions=["touch work", ""], **SET_UP)
+    (rollout,) = played(task, installed_pytest, tmp_path, StepScripts(works)).trajectories
+    assert rollout.detail.get("steps") is not None, rollout.error
+    assert [step["reward"] for step in rollout.detail["steps"]] == rewards, rollout.detail
+    assert [label.name for label in rollout.labels] == ([] if rewards[1] else ["set_up_failed"])
+
+
+@pytest.mark.slots
+@pytest.mark.timeout(300)
+def test_a_verifier_that_needs_a_handed_file_fails_by_the_work(
+    installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    """The second verifier gives no verdict without `handed`, so over the prepared workspace neither."""
+    needs = f"cat handed || exit 1; [ -d /app/made ] && exit 1; [ -f made ] && {PAID} || echo 0 > {TXT}"
+    task = steps_of(tmp_path, f"cp work handed; {PAID}", needs, solutions=["touch work", "touch made"])
+    (rollout,) = played(task, installed_pytest, tmp_path, StepScripts(["touch work", "mkdir made"])).trajectories
+    assert rollout.detail.get("steps") is not None, rollout.error
+    assert [step["reward"] for step in rollout.detail["steps"]] == [1.0, 0.0], rollout.detail
+
+
+@pytest.mark.slots
+@pytest.mark.timeout(300)
+def test_a_set_up_that_always_fails_is_the_tasks_fault(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+    task = steps_of(tmp_path, PAID, PAID, solutions=["", ""], **SET_UP)
+    (rollout,) = played(task, installed_pytest, tmp_path, StepScripts(["true", "true"])).trajectories
+    assert (rollout.reward, rollout.blame) == (None, Blame.TASK)
+    assert "setup.sh of step s1 failed" in rollout.error
+
+
+FILL = "mkdir {0}; for d in /app /tmp /dev/shm; do cat /dev/zero > $d/fill{0}; : > $d/{0}/x; done"
+"""Uses up the memory that a slot's first process may share with its commands, if it is repeated."""
+
+
+class Greedy(Policy):
+    """Ends its slot in the second step, after it has written n."""
+
+    def __init__(self) -> None:
+        self._commands = ["echo 0.5 > n", *(FILL.format(number) for number in range(150))]
+
+    def act(self, context, messages):  # type: ignore[no-untyped-def]
+        asked = sum(message.get("role") == "user" for message in messages)
+        if asked == 1 or not self._commands or "sandbox has ended" in str(messages[-1].get("content")):
+            return "Done."
+        return [ToolStep("terminal", {"command": self._commands.pop(0), "timeout": 5})]
+
+
+@pytest.mark.slots
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_sandbox_that_the_agent_ends_ends_the_steps(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+    """What it wrote up to then is verified in a copy. A full disk makes the verifier fail in the agent's slot."""
+    task = steps_of(tmp_path, PAID, f"cat n > {TXT} || echo 0 > {TXT}", PAID)
+    toml = (task / "task.toml").read_text().replace("[[steps]]", "[environment]\nmemory_mb = 64\n[[steps]]", 1)
+    (task / "task.toml").write_text(toml.replace("memory_mb = 64", "memory_mb = 64\nstorage_mb = 40"))
+    (rollout,) = played(task, installed_pytest, tmp_path, policy=Greedy(), begun=share_memory_with_inits).trajectories
+    assert [step["reward"] for step in rollout.detail["steps"]] == [1.0, 0.5], rollout.error
+    assert "official_failed" in {label.name for label in rollout.labels}
 
 
 SCRIPT = str(Path(__file__).parents[3] / "environments/terminalbench_2_env.py")

@@ -370,13 +370,18 @@ def _read_sequence(kinds: Sequence[Annotation], words: Sequence[str]) -> JSON:
 
 
 def _read_mapping(words: Sequence[str], *, texts: bool) -> JSON:
-    """Parse `k=v` words or a JSON object. With `texts`, the values of `k=v` words stay strings, as in `X=1`."""
-    if len(words) == 1 and words[0].lstrip().startswith("{"):
+    """Parse `k=v` words, a JSON list of them, or a JSON object. With `texts`, the values of `k=v` words stay strings,
+    as in `X=1`."""
+    if len(words) == 1 and words[0].lstrip().startswith(("{", "[")):
         try:
-            return json.loads(words[0])
+            read = json.loads(words[0])
         except ValueError as error:
-            raise ValueError(f"{words[0]!r} is not a JSON object: {error}") from None
-    pairs = words[0].split(",") if len(words) == 1 else words
+            raise ValueError(f"{words[0]!r} is neither a JSON object nor a JSON list: {error}") from None
+        if not isinstance(read, list):
+            return read
+        pairs: Sequence[str] = list(map(str, read))
+    else:
+        pairs = words[0].split(",") if len(words) == 1 else words
     entries: dict[str, JSON] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

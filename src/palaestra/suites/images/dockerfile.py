@@ -107,7 +107,7 @@ class ImageRecipe:
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
     """The settings of the commands in an image: variables, directory, and user (empty means root). `entrypoint` and
-    `command` are what a container of the image runs; slots run it only for services."""
+    `command` are what a container of the image runs; slots run `command` only for services."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = "/"

@@ -56,6 +56,11 @@ _CAUSES: tuple[tuple[str, str], ...] = tuple(
              r"failed to (?:download|fetch) .*?registry", r"proxy\.golang\.org", r"download of config\.json failed"),
         ),
         (
+            "the root's Python belongs to its distribution, and pip may not install for it: remove the file "
+            "EXTERNALLY-MANAGED below usr/lib from a root that stands for a Python image",
+            (r"externally-managed-environment",),
+        ),
+        (
             "wrong Python: {}",
             (r"requires a different Python: ([^\n]+)", r"(Package .* requires a different Python[^\n]*)",
              r"because the current Python version \(([^)]+)\) does not satisfy",
@@ -93,6 +98,7 @@ _CAUSES: tuple[tuple[str, str], ...] = tuple(
     for pattern in patterns
 )  # fmt: skip
 _KILLED = 137
+_LOOPBACK = re.compile(r"localhost|127(?:\.\d+){3}|\[?::1\]?|0\.0\.0\.0")
 
 
 def cause_of(output: str, exit_code: int | None = None, *, exceeded: str = "") -> str:
@@ -107,6 +113,8 @@ def cause_of(output: str, exit_code: int | None = None, *, exceeded: str = "") -
                 return sentence
             names = [found for each in re.finditer(pattern, output, re.MULTILINE) for found in each.groups() if found]
             first = list(dict.fromkeys(name.strip().rstrip(".,;:") for name in names))[:5]
+            if first and all(map(_LOOPBACK.fullmatch, first)):
+                continue  # a service of the slot itself, which does not run
             return sentence.format(", ".join(first)[:300]) if first else sentence.partition(":")[0]
     return _OUT_OF_MEMORY if exit_code == _KILLED else ""
 

@@ -102,7 +102,7 @@ def _warn_of_ignored(tasks: Iterable[TerminalTask]) -> None:
     """Log a line for each key that tasks set although their format does not have it."""
     found = Counter(key for task in tasks for key in {re.sub(r"\[\d+\]", "", each) for each in task.ignored})
     for key, count in found.most_common(_MOST_WARNINGS):
-        _log.warning("%d tasks set %r, which Harbor's schema does not have, so it has no effect", count, key)
+        _log.warning("%d tasks set %s, which Harbor's schema does not have, so it has no effect", count, key)
 
 
 def read_folder(folder: Path, variables: Mapping[str, str] | None = None) -> TerminalTask:

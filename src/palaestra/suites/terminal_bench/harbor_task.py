@@ -11,9 +11,9 @@ A step's tests are copied over the task's tests. A step without its own `test.sh
 Format: `TaskConfig`, `StepConfig`, `MultiStepTrial` and the path rules of Harbor 0.25, with the older spellings of
 published tasks (`version`, `memory = "2G"`, `allow_internet`).
 
-`_KEYS` lists every key of the format. A key that could change a score and that slots do not honour rejects the task,
-and so does a key that looks like a misspelt one. Any other key that the format does not have is ignored, as by Harbor,
-and is named in `TerminalTask.ignored`.
+`_KEYS` lists every key of the format. A key that could change a score and that slots do not honour rejects the task.
+A key that the format does not have is ignored, as by Harbor, and so is the number of an unknown version; both are named
+in `TerminalTask.ignored`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         # Verifiers have no network; a script whose download fails gives no score.
         **dict.fromkeys(("network_mode", "allowed_hosts"), _NO_EFFECT),
         **dict.fromkeys(("environment_mode", "environment", "collect"), _HONOURED),
-        "restart_environment": "its verifier needs a restarted environment",  # only in the earliest tasks
     },
     "verifier.collect": dict.fromkeys(("command", "service", "timeout_sec", "user"), _HONOURED),
     "artifacts": {
@@ -109,8 +108,7 @@ def read_task(folder: Path, variables: Mapping[str, str] | None = None) -> Termi
     """Return the task of a folder. `variables` are the values of the host's variables to which its tables may refer.
     Raises `TaskError`, and `Unsupported` for a task that slots cannot run."""
     config = TypedFields(read_toml_file(folder / CONFIG_NAME), known=variables)
-    _check_version(config)
-    ignored = _check_supported(config)
+    ignored = (*_unknown_version(config), *_check_supported(config))
     steps = _steps(config, folder)
     if steps and any(step.solution is None for step in steps):
         steps = tuple(replace(step, solution=None) for step in steps)
@@ -165,15 +163,16 @@ def read_cheat(task: TerminalTask, variables: Mapping[str, str] | None = None) -
     return _solution(task.path / "cheat", config.section("solution"))
 
 
-def _check_version(config: TypedFields) -> None:
-    version = config.values.get("schema_version", config.values.get("version", _VERSIONS[-1]))
-    if str(version) not in _VERSIONS:
-        raise Unsupported(f"schema_version {version} is unknown; this version reads {_VERSIONS[0]} to {_VERSIONS[-1]}")
+def _unknown_version(config: TypedFields) -> list[str]:
+    """Return the version if the format does not have it. Harbor reads no version's files in another way."""
+    name = "schema_version" if "schema_version" in config.values else "version"
+    version = str(config.values.get(name, _VERSIONS[-1]))
+    return [] if version in _VERSIONS else [f"{name} = {version:.40}"]
 
 
 def _check_supported(config: TypedFields) -> tuple[str, ...]:
-    """Return the keys that the format does not have. Raises `Unsupported` for the first key that slots do not honour,
-    or that looks like another one."""
+    """Return the keys that the format does not have. Raises `Unsupported` for the first key that slots do not
+    honour."""
     environment = config.section("environment")
     found = _check_keys(config, "")
     for name in ("environment", "agent", "solution"):
@@ -218,13 +217,9 @@ def _check_keys(section: TypedFields, table: str) -> list[str]:
             continue
         if use is not None:
             raise Unsupported(f"{use} ({section.key(name)}). Remove the key if the task's score does not depend on it")
-        if close := difflib.get_close_matches(str(name), _KEYS[table], 1, cutoff=0.76):
-            raise Unsupported(
-                f"task.toml sets {section.key(str(name))!r:.200}, which is not a key of Harbor's schema "
-                f"{_VERSIONS[0]} to {_VERSIONS[-1]}. Did you mean {section.key(close[0])}? Otherwise remove the key, "
-                "or move it to [metadata]"
-            )
-        ignored.append(section.key(str(name))[:200])
+        close = difflib.get_close_matches(str(name), _KEYS[table], 1, cutoff=0.76)
+        meant = f" (did you mean {section.key(close[0])}?)" if close else ""
+        ignored.append(f"{section.key(str(name)):.200}{meant}")
     return ignored
 
 

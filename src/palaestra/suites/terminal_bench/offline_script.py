@@ -39,6 +39,8 @@ _BOOTSTRAP = (
     re.compile(r"export\s+PATH=\S*\.local/bin\S*"),
     re.compile(r"(?:source|\.|bash|sh)\s+\S*setup-uv-pytest\.sh\S*"),
 )
+_CARGO_ENV = re.compile(r"(?:source|\.)\s+(\S*\.cargo/env\S*)")
+"""The file by which older versions of uv put themselves into PATH. Rust's installer writes one too."""
 _RUN_STOCK = re.compile(r"(?:source|\.|bash|sh)\s+\S*run-uv-pytest\.sh\S*")
 _MODULE = re.compile(r"\bpython3?\s+-m\s+pytest\b")
 _WITH = re.compile(r"(?:--with|-w)[= ]\s*(['\"]?)([^\s'\"]+)\1")
@@ -56,6 +58,8 @@ _CANNOT_REACH = re.compile(
     r"Could not resolve host|Temporary failure (?:in name resolution|resolving)|Network is unreachable"
     r"|unable to resolve host address|EAI_AGAIN|ENOTFOUND|Failed to fetch"
 )
+_OF_LOOPBACK = re.compile(r"^.*(?:\blocalhost\b|\b127(?:\.\d+){3}\b|(?<![\w:])::1\b).*$", re.MULTILINE)
+"""Lines about a service of the slot itself, which is no part of the network that slots lack."""
 _JUDGE = re.compile(r"\b(?:anthropic|openai|litellm|genai|[A-Z]+_API_KEY)\b")
 _NO_JUDGE = re.compile(
     rf"{_CANNOT_REACH.pattern}|APIConnectionError|ConnectError|NewConnectionError|NameResolutionError"
@@ -129,10 +133,11 @@ def offline(text: str) -> OfflineScript:
 def lacks_network(scripts: Iterable[str], helpers: Iterable[str], output: str) -> bool:
     """Return whether the output of a verifier has the words of a failed connection, and its scripts download something
     or its files ask a model. Work can print such words too, so they only raise a doubt."""
+    failed = _OF_LOOPBACK.sub("", output)
     lines = [line for text in scripts for line in text.splitlines() if not line.lstrip().startswith("#")]
-    if _CANNOT_REACH.search(output) and any(map(_REACHES_OUT.search, lines)):
+    if _CANNOT_REACH.search(failed) and any(map(_REACHES_OUT.search, lines)):
         return True
-    return _NO_JUDGE.search(output) is not None and any(map(_JUDGE.search, [*lines, *helpers]))
+    return _NO_JUDGE.search(failed) is not None and any(map(_JUDGE.search, [*lines, *helpers]))
 
 
 def with_others(script: OfflineScript, others: Mapping[str, str]) -> OfflineScript:
@@ -201,6 +206,8 @@ def _instead(command: str, python_check: str) -> str | None:
         return ""
     if any(pattern.fullmatch(command) for pattern in _BOOTSTRAP):
         return ""
+    if (match := _CARGO_ENV.fullmatch(command)) is not None:
+        return f"[ ! -e {match[1]} ] || . {match[1]}"
     if "|" in command:
         return None
     if _PIP.fullmatch(command):

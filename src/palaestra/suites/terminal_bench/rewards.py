@@ -47,9 +47,8 @@ def official_rewards(score: Score) -> Mapping[str, float]:
     return {REWARD: score.reward} if rewards is None else rewards
 
 
-def falls_short(step: TaskStep, score: Score) -> bool:
+def falls_short(step: TaskStep, rewards: Mapping[str, float]) -> bool:
     """Return whether an official reward for which the step sets a minimum is missing or below this minimum."""
-    rewards = official_rewards(score)
     return any(rewards.get(name, float("-inf")) < minimum for name, minimum in step.min_reward.items())
 
 

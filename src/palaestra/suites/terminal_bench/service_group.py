@@ -22,11 +22,12 @@ from pathlib import Path
 
 from palaestra.core.errors import InfraError, PrepareError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
-from palaestra.core.types import JSON, AllowList, Network
+from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import GroupAddress, Process, Slot, SlotSource, SlotSpec, Snapshot
 from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.images.as_user import acting_as, as_user
+from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
 from palaestra.suites.images.task_root import TaskRoot
 from palaestra.suites.slot_commands import check_execute
@@ -41,6 +42,7 @@ LOG_BYTES = 8 << 10
 _FIRST_NUMBER = 2
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 _IDLE = (("sleep", "infinity"), ("tail", "-f", "/dev/null"))
+_WAITS = ("sh", "-c", "sleep infinity")
 _RESTART = """\
 policy=$1 most=$2 count=0; shift 2
 while :; do
@@ -78,18 +80,24 @@ class ResolvedService:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The program that it runs; empty for none, as in a `main` that only waits."""
+        """The program that it runs; empty for none, as in a `main` that only waits. As in Harbor's compose files, the
+        command of `main` waits if nothing else is set, and its image's ENTRYPOINT gets this command."""
         service, config = self.service, self.root.config
         own = service.name != MAIN
-        entrypoint = service.entrypoint if service.entrypoint is not None else config.entrypoint if own else ()
+        entrypoint = config.entrypoint if service.entrypoint is None else service.entrypoint
         command = service.command
         if command is None:
-            command = config.command if own and service.entrypoint is None else ()
+            command = _WAITS if not own else config.command if service.entrypoint is None else ()
         argv = (*entrypoint, *command)
         plain = (
             tuple(shlex.split(argv[2])) if argv[:2] in (("sh", "-c"), ("/bin/sh", "-c")) and len(argv) == 3 else argv
         )
         return () if not own and plain in _IDLE else argv
+
+
+def started_by_image(recipe: ImageRecipe, root: TaskRoot, limits: Limits) -> list[Service]:
+    """Return the service `main` of a task without a compose file, if its image has an ENTRYPOINT, otherwise none."""
+    return [Service(MAIN, recipe, names=(MAIN,), limits=limits)] if root.config.entrypoint else []
 
 
 class ServicePlan:

@@ -15,12 +15,13 @@ that the image brought to run programs.
 A verifier with an environment of its own runs once, in a fresh slot over that root, and gets only the artifacts that
 the task declares (`separate_verifier.py`). Its verdict is the official one and the reward.
 
-A task with several steps is one conversation in one workspace, with a verdict after every step. The order is that of
-Harbor's `MultiStepTrial` (0.25): a step's files are copied into the task's directory and its `setup.sh` runs, then the
-agent gets the instruction, then the verifier runs. An official reward below `min_reward` ends the rollout. After each
-step, the agent continues in a fork of the work as it was before the verifier ran. A task that is graded live, in the
-agent's slot, keeps a single slot, and the verifier's files are removed from it between steps. The conversation
-continues from step to step, which Harbor calls resuming; each step has the turns and the time of a rollout.
+A task with several steps is one conversation in one slot, with an official verdict after every step. The order is that
+of Harbor's `MultiStepTrial` (0.25): a step's files are copied into the task's directory and its `setup.sh` runs, then
+the agent gets the instruction, then the verifier runs. An official reward below `min_reward` ends the rollout. The next
+step begins with the files and processes that the verifier left; only the folders of verifiers and logs are emptied. The
+guarded views follow after the last step, over copies that were made before each verifier ran. A verifier with an
+environment of its own ends the agent's slot, which then continues without its processes. The conversation continues
+from step to step, which Harbor calls resuming; each step has the turns and the time of a rollout.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ import base64
 import math
 import random
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult
 from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import local_path
-from palaestra.core.errors import InfraError, PrepareError, SandboxError, SlotEnded, SlotLost
+from palaestra.core.errors import GraderError, PrepareError, SandboxError, SlotEnded, SlotLost
 from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
+from palaestra.core.user_code import run_hook
 from palaestra.envs.config.build import kit
 from palaestra.rollouts.environment import broken
 from palaestra.rollouts.grading.blame import blame
@@ -64,8 +67,8 @@ from palaestra.suites.task_paths import scope_of
 from palaestra.suites.terminal_bench import terminal_bench_1
 from palaestra.suites.terminal_bench.harbor_task import read_cheat
 from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
-from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
-from palaestra.suites.terminal_bench.service import MAIN
+from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short, official_rewards
+from palaestra.suites.terminal_bench.service import MAIN, Service
 from palaestra.suites.terminal_bench.service_group import (
     GroupLead,
     ResolvedService,
@@ -74,6 +77,7 @@ from palaestra.suites.terminal_bench.service_group import (
     drop_lost,
     prepared_files,
     set_up,
+    started_by_image,
     wait_healthy,
 )
 from palaestra.suites.terminal_bench.task_tools import task_tools
@@ -150,7 +154,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         tools = await find_test_tools(self.packages, wanted) if started else TestTools()
         home = terminal.env.get("HOME", "/root")
         roots = {part.step_name: await self._root_of(part, root) for part in parts if part.task.verifier.environment}
-        plan = await self._plan(terminal, root) if terminal.services else None
+        services = terminal.services or started_by_image(terminal.recipe, root, terminal.limits)
+        plan = await self._plan(terminal, services, root) if services else None
         work = ResolvedTask(terminal, root, roots, parts, tools, scope_of(_texts(parts), home), plan)
         serves = terminal.live or terminal.is_named(self.settings.live_tasks) or (plan is not None and plan.is_group)
         live = serves and (not roots or _runs_on(terminal, plan))
@@ -173,15 +178,15 @@ class TerminalBenchEnvironment(ContractEnvironment):
         name = ".".join(filter(None, [part.task.name, part.step_name, "verifier"]))
         return await self.roots.of(name, environment.recipe)
 
-    async def _plan(self, task: TerminalTask, own: TaskRoot) -> ServicePlan:
+    async def _plan(self, task: TerminalTask, services: Sequence[Service], own: TaskRoot) -> ServicePlan:
         """Return the services of a task with their root file systems; `own` is that of `main`. Those of the other
         services have the names `NAME.SERVICE`."""
         roots = {MAIN: own}
-        for each in task.services:
+        for each in services:
             if each.name != MAIN:
                 same = each.recipe == task.recipe
                 roots[each.name] = own if same else await self.roots.of(f"{task.name}.{each.name}", each.recipe)
-        return ServicePlan({each.name: ResolvedService(each, roots[each.name]) for each in task.services})
+        return ServicePlan({each.name: ResolvedService(each, roots[each.name]) for each in services})
 
     def _solution(self, work: ResolvedTask) -> Sequence[ToolStep | Say] | None:
         """Return the calls of the reference solutions of all parts in order, or None if a part has no solution."""
@@ -300,6 +305,10 @@ class TerminalBenchEnvironment(ContractEnvironment):
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         work: ResolvedTask = rollout.task.data
         if work.task.steps:
+            if "steps" not in rollout.meta:
+                raise SandboxError(
+                    "recorded work of several steps cannot be graded again, because only its end was kept"
+                )
             return combine_scores(work.task, rollout.meta["steps"])
         return await self.verification(rollout, grading, work.parts[0]).score()
 
@@ -324,62 +333,84 @@ def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
 
 
 class _Steps:
-    """Runs one rollout through the steps of its task. `scores` are the scores of the verified steps. Services run from
-    the first step to the last one."""
+    """Plays one rollout through the steps of its task. `scores` are the scores of the verified steps.
+
+    A verifier that shares the agent's environment gives its official verdict when its step ends. The next step begins
+    in the same slot, as the verifier left it. What the verdict pays is checked in the guarded view after the last step,
+    because a rollout that holds one slot must not wait for a second.
+    """
 
     def __init__(self, environment: TerminalBenchEnvironment, rollout: Rollout) -> None:
         self._environment = environment
         self._rollout = rollout
+        self._parts = rollout.task.data.parts
         self._gradings: list[Grading] = []
-        self._part: GradedPart | None = None
+        self._checks: list[Callable[[], Awaitable[Score]]] = []
         self.scores: list[Score] = []
 
     async def run(self) -> AgentResult:
-        """Let the agent work step by step, and verify each step. A step that ended at a limit is verified too. The next
-        step follows unless the step failed in a way that gives no score, the context is full, or a reward is too low.
-        If earlier work makes a step's set-up fail, that step scores 0 and is the last; for Harbor it has no reward."""
-        rollout, work = self._rollout, self._rollout.task.data
+        """Let the agent work step by step, and score each step. A step that ended at a limit is verified too, and so is
+        one whose sandbox the agent ended. The next step follows unless the step failed in a way that gives no score,
+        the context is full, the verifier gave no verdict, or a reward is too low. If earlier work makes a step's set-up
+        fail, that step scores 0 and is the last; for Harbor it has no reward."""
         try:
-            for number, part in enumerate(work.parts):
-                try:
-                    await self._begin(part.step)
-                except (PrepareError, SlotEnded) as error:
-                    if not number:
-                        raise
-                    await self._close()
-                    await rollout.release()
-                    await blame(rollout, error)
-                    score = broken(error)
-                    label = Label("set_up_failed", str(error)[-300:])
-                    self.scores.append(replace(score, detail={**score.detail, "official_rewards": {}}, labels=[label]))
-                    break
-                self._part = part
+            result = await self._play()
+        except SlotEnded:
+            await self._score()
+            raise
+        if result.outcome.scored:
+            await self._score()
+        return result
+
+    async def _play(self) -> AgentResult:
+        rollout = self._rollout
+        for number, part in enumerate(self._parts):
+            try:
+                await run_hook(PrepareError, self._begin(part.step), "beginning a step")
+            except (PrepareError, SlotEnded) as error:
+                if not number:
+                    raise
+                self._checks.append(partial(self._broken_set_up, error))
+                break
+            try:
                 result = await self._environment.converse(rollout, part, later=number > 0)
-                if not result.outcome.scored:
-                    return result
-                self.scores.append(await self._verify(part))
-                if result.outcome is Outcome.LENGTH or falls_short(part.step, self.scores[-1]):
-                    break
-            return result
-        finally:
-            await asyncio.shield(self._close())
+            except SlotEnded:
+                await self._verify(number, ended=True)
+                raise
+            if not result.outcome.scored or not await self._verify(number) or result.outcome is Outcome.LENGTH:
+                break
+        return result
+
+    async def _score(self) -> None:
+        """Compute the scores of the steps, in order."""
+        if self._gradings and not self._gradings[-1].live:
+            if not self._gradings[-1].begun:  # the slot has ended, but what the agent wrote is still there
+                await self._gradings[-1].seal()
+            await self._rollout.seat.aclose()
+        with self._rollout.stages.stage("grade"):
+            for check in self._checks:
+                self.scores.append(await check())
 
     async def _begin(self, step: TaskStep) -> None:
-        """Copy the files of a step into the agent's slot and run its set-up."""
+        """Copy the files of a step into the agent's slot and run its set-up. Between steps, the folders are emptied
+        that Harbor's `MultiStepTrial` empties."""
+        slot = await self._rollout.sandbox()
         if self._gradings:
-            slot = await self._rollout.sandbox()
-            if self._gradings[-1].live:
-                if self._part is not None and self._part.task.verifier.environment is None:
-                    await _remove_verifier(slot)
-            else:
-                await self._gradings[-1].restore_scratch(slot)
+            await self._gradings[-1].restore_scratch(slot)
+            if self._parts[len(self._gradings) - 1].task.verifier.environment is None:
+                await _remove_verifier(slot)
+            await _empty(slot, AGENT_LOGS)
         await self._set_up(step, await self._environment.agent_slot(self._rollout))
 
     async def _set_up(self, step: TaskStep, slot: Slot) -> None:
-        """Copy the files of a step into a slot, run its set-up and wait for its health check. Raises `PrepareError`."""
+        """Copy the files of a step into a slot, run its set-up and wait for its health check. Raises `PrepareError`,
+        and OSError if the files cannot be copied."""
         workdir = self._rollout.task.data.workdir
         if step.workdir is not None:
-            await self._run_set_up(step, step.workdir, slot)
+            await upload_dir(slot, step.workdir, workdir)
+            if (step.workdir / "setup.sh").is_file():
+                argv, problem = ["bash", f"{workdir}/setup.sh"], f"the setup.sh of step {step.name} failed"
+                await check_execute(slot, argv, problem, cwd=workdir, timeout_s=_SETUP_S, shown=2000)
         if step.health is None:
             return
         longest_s = min(step.health.longest_s, _SETUP_S)
@@ -392,42 +423,79 @@ class _Steps:
         if said is not None:
             raise PrepareError(f"the health check of step {step.name} fails for {longest_s:g} s: {said}")
 
-    async def _run_set_up(self, step: TaskStep, files: Path, slot: Slot) -> None:
-        workdir = self._rollout.task.data.workdir
-        try:
-            await upload_dir(slot, files, workdir)
-        except InfraError:
-            raise
-        except OSError as error:
-            raise PrepareError(f"the files of step {step.name} cannot be copied: {error}") from error
-        if (files / "setup.sh").is_file():
-            argv, problem = ["bash", f"{workdir}/setup.sh"], f"the setup.sh of step {step.name} failed"
-            await check_execute(slot, argv, problem, cwd=workdir, timeout_s=_SETUP_S, shown=2000)
+    async def _broken_set_up(self, error: PrepareError | SlotEnded) -> Score:
+        """Return the score of a step that could not begin. Raises the error if the reference solution cannot begin it
+        either."""
+        await self._rollout.release()
+        await blame(self._rollout, error)
+        score, label = broken(error), Label("set_up_failed", str(error)[-300:])
+        return replace(score, detail={**score.detail, "official_rewards": {}}, labels=[label])
 
-    async def _verify(self, part: GradedPart) -> Score:
-        rollout = self._rollout
-        grading = Grading(rollout, self._environment.slot_spec(rollout.task, Phase.GRADE))
+    async def _verify(self, number: int, *, ended: bool = False) -> bool:
+        """Verify a step, and return whether the next one follows. If the agent has `ended` its slot, only the guarded
+        view of what it wrote is left."""
+        rollout, environment, part = self._rollout, self._environment, self._parts[number]
+        grading = Grading(rollout, environment.slot_spec(rollout.task, Phase.GRADE))
         self._gradings.append(grading)
-        with rollout.stages.stage("grade"):
-            verification = self._environment.verification
-            score = await self._environment.check(
-                rollout, grading, lambda shown: verification(rollout, shown, part).score()
-            )
-            await grading.hand_back()
-        return score
+        failure: GraderError | None = None
 
-    async def _close(self) -> None:
-        """Close the agent's slot first and then the gradings, because the slot uses the snapshots of the gradings."""
-        if self._gradings and not self._gradings[-1].live:
-            await self._rollout.seat.aclose()
-        for grading in reversed(self._gradings):
-            await grading.aclose()
+        async def score(shown: Grading) -> Score:
+            nonlocal failure
+            if failure is not None:
+                error, failure = failure, None
+                raise error  # the check repeats it as any other
+            return await environment.verification(rollout, shown, part).score()
+
+        async def check() -> Score:
+            return await environment.check(rollout, grading, score)
+
+        with rollout.stages.stage("grade"):
+            if not ended and (grading.live or part.task.verifier.environment is not None):
+                found = await check()
+                await grading.hand_back()
+                self._checks.append(partial(_known, found))
+                return not falls_short(part.step, official_rewards(found))
+            self._checks.append(check)
+            verification = environment.verification(rollout, grading, part)
+            try:
+                if ended:
+                    raise SlotEnded
+                await rollout.sandbox()  # an agent without one leaves nothing, but the verifier may
+                doing = f"verifying {rollout.rollout_id}"
+                official = await run_hook(GraderError, verification.official(), doing)
+            except GraderError as error:
+                failure = error
+                return False
+            except SlotEnded:
+                verification.leave_out_official("the agent's commands ended the sandbox")
+                await grading.restart()
+                return False
+            if rollout.seat.slot is None:  # it could not be copied while it ran
+                await grading.hand_back()
+            return not (
+                official is None or official.verdict is None or falls_short(part.step, official.verdict.rewards)
+            )
+
+
+async def _known(score: Score) -> Score:
+    return score
 
 
 async def _remove_verifier(slot: Slot) -> None:
-    """Remove the files of a verifier from the agent's own slot."""
-    command = f"rm -rf {HARNESS_DIR} {TESTS_DIR} && find {VERIFIER_LOGS} -mindepth 1 -delete"
-    await slot.execute(["/bin/sh", "-c", command], cwd="/", timeout_s=60)
+    """Remove the files of a verifier from the agent's own slot, and leave its folders empty."""
+    await slot.remove(HARNESS_DIR)
+    for folder in (TESTS_DIR, VERIFIER_LOGS):
+        await _empty(slot, folder)
+
+
+async def _empty(slot: Slot, folder: str) -> None:
+    """Empty a directory, which keeps its mode, or make one in place of anything else."""
+    entry = await slot.stat(folder)
+    if entry is None or entry.kind != "dir":
+        await slot.remove(folder)
+        await slot.make_dir(folder)
+    for each in await slot.list_dir(folder):
+        await slot.remove(each.path)
 
 
 def _runs_on(task: TerminalTask, plan: ServicePlan | None) -> bool:

@@ -189,12 +189,12 @@ class Verification:
         group: ServiceGroup | None = self._rollout.meta.get("services")
         if group is not None and self._rollout.seat.slot is None and not self._grading.begun:
             raise ServicesEnded("work of several services cannot be graded again, because the services have ended")
-        problems = await self._run_hooks()
         if self._part.task.verifier.environment is not None:
-            return await self._verified_apart(problems)
-        if group is not None:
-            await group.collect(self._part.step_name, self._part.task.verifier.collect, ())
+            return await self._verified_apart(await self._run_hooks())
         if self._grading.live:
+            await self._run_hooks()
+            if group is not None:
+                await group.collect(self._part.step_name, self._part.task.verifier.collect, ())
             slot = await self._grading.slot()
             setup = self._setup()
             before = (
@@ -204,12 +204,7 @@ class Verification:
             checked = replace(checked, processes=self._grading.processes_at_end)
             score = self._score(checked, checked)
             return score if group is None else replace(score, detail={**score.detail, "services": await group.report()})
-        known: dict[str, Checked | None] = self._rollout.meta.setdefault("official", {})
-        step = self._part.step_name
-        if step not in known:  # a repeated check has no running slot any more
-            known[step] = _no_verdict("it timed out")  # stays if it does, and the check is repeated
-            known[step] = await self._official()
-        official = known[step]
+        official, step = await self.official(), self._part.step_name
         if official is not None and official.reward <= 0:
             return self._score(official, official)
         if official is None or not official.processes:
@@ -253,6 +248,31 @@ class Verification:
     @property
     def _key(self) -> str:
         return f"{self._rollout.task.id}:{self._part.step_name}"
+
+    async def official(self) -> Checked | None:
+        """Return the verdict by the benchmark's protocol, which is computed once; None if it is that of the guarded
+        view. If another step follows, the agent's slot runs on with all that the verifier left."""
+        known, step = self._known, self._part.step_name
+        if step not in known:  # a repeated check has no running slot any more
+            await self._run_hooks()
+            self.leave_out_official("it timed out")  # stays if it does, and the check is repeated
+            known[step] = await self._official()
+        return known[step]
+
+    def leave_out_official(self, why: str) -> None:
+        """Let the guarded view decide, because the official verdict cannot be had."""
+        self._known[self._part.step_name] = _no_verdict(why)
+
+    @property
+    def _known(self) -> dict[str, Checked | None]:
+        """The official verdicts of the rollout, by step."""
+        found: dict[str, Checked | None] = self._rollout.meta.setdefault("official", {})
+        return found
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the part ends the task, so that nothing depends on the agent's slot any more."""
+        return self._part.step in (None, *self._work.task.steps[-1:])
 
     async def _run_hooks(self) -> list[str]:
         """Run the collect hooks of a part in the agent's slot, and return their problems."""
@@ -330,8 +350,6 @@ class Verification:
         return self._setup_in(root, self._prepared[key], env, workdir, keeps=environment.has_tests)
 
     async def _official(self) -> Checked | None:
-        """Return the verdict by the benchmark's protocol; None if it is that of the guarded view or cannot be had. The
-        agent's own slot ends with it."""
         own = await self._grading.checkpoint()
         if own is None and await self._grading.seal() is None:
             return None  # the agent never had a slot, so nothing differs
@@ -347,7 +365,10 @@ class Verification:
         except GraderError as error:
             return _no_verdict(str(error))
         finally:
-            await (self._grading.restart() if own is None else self._rollout.seat.aclose())
+            if own is None:
+                await self._grading.restart()
+            elif self._is_last:
+                await self._rollout.seat.aclose()
         if own is None:
             evidence = "the agent's own sandbox has ended or cannot be copied, so its files were verified in a copy"
             label = Label("official_on_copy", evidence)
@@ -388,17 +409,18 @@ class Verification:
         prepared: GradedViews | None = None,
     ) -> Checked:
         """Run the verifier in one of the views and, if it is `watched` and pays, once more with falsified tests.
-        `prepared` opens the slot of a separate verifier without work; the reference solution cannot run there."""
+        `prepared` opens the slot of a separate verifier without work; the reference solution cannot run there. Between
+        steps, the agent's slot is left as a single run of the verifier leaves it."""
         setup = replace(setup, timeout_s=self._grading.limit_s(setup.timeout_s))
         async with views() as slot:
             started = time.monotonic()
             verdict = await verify(slot, self._part.task, self._part.script, setup, alone=alone, watched=watched)
             self._grading.took(time.monotonic() - started)
-        self._doubts = self._doubts or verdict.doubts
         labels: Sequence[Label] = verdict.labels
         uncontrolled: Sequence[str] = ()
         certain = any(label.certain for label in labels)
-        if verdict.reward > 0 and verdict.run is not None and watched and self._settings.controls and not certain:
+        controlled = self._settings.controls and watched and (alone or self._is_last)
+        if verdict.reward > 0 and verdict.run is not None and controlled and not certain:
             solved = self._part.step is None and prepared is None and self._rollout.task.solution
             reference = partial(_solved, self._rollout.task, self._grading) if solved else None
             before = prepared or self._grading.prepared
@@ -419,6 +441,7 @@ class Verification:
             "uncontrolled": list(guarded.uncontrolled[:50]),
         }
         rewards, reward, own = verdict.rewards, verdict.reward, None if official is None else official.verdict
+        self._doubts = verdict.doubts or ("" if own is None else own.doubts)
         if guarded is official and guarded.processes and guarded.reward > 0:
             evidence = f"{guarded.processes} processes of the agent ran during the check"
             labels.append(Label("graded_where_it_runs", evidence))

@@ -43,6 +43,7 @@ from palaestra.suites.terminal_bench.service_group import (
     ServicePlan,
     service_spec,
     set_up,
+    started_by_image,
 )
 
 _LONGEST_END_S = 120.0
@@ -146,6 +147,7 @@ class TaskSandboxes:
             raise ConfigError(f"{spec.folder.name}/Dockerfile is missing, and the task names no image")
         root = await roots.of(spec.name, own)
         plan = None
+        services = services or {each.name: each for each in started_by_image(own, root, spec.limits)}
         if services:
             resolved = {MAIN: ResolvedService(services[MAIN], root)}
             for name, each in services.items():
