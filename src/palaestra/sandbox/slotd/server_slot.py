@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import math
 import os
@@ -39,7 +40,8 @@ _log = logging.getLogger("slotd")
 MAX_ANSWER_BYTES = 4 << 20
 
 _GONE_EVERY_S = 0.002
-_OOM_LASTS_S = 1.0
+_OOM_LASTS_S, _OOM_COUNTED_EVERY_S = 1.0, 10.0
+_IF_DEAD = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _MAX_ARGUMENTS_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 10
 
@@ -75,8 +77,8 @@ class ServerSlot:
         self._loop, self._init, self._on_ready, self._on_end = loop, new.init, on_ready, on_end
         self._channel: socket.socket
         self._oom_kills, self._oom_seen_s = 0, -math.inf
-        self._killed = self._stopped = False  # whether this process has killed the init, which a command had stopped
-        self._host_kills = _host_oom_kills() if new.init.exposed else 0
+        self._hung = False  # whether the init was killed because it did not respond
+        self._host_kills = _host_oom_kills_in(int(time.monotonic() / _OOM_COUNTED_EVERY_S))
 
     def start(
         self, environment: EnvBlock, shelf: Shelf, send: SendFrame, open_requests: dict[int, OpenRequest],
@@ -126,8 +128,8 @@ class ServerSlot:
         return self.supervisor.open_line() if self._init.takes_lines else None
 
     def end_hung(self) -> None:
-        if self.state is LifeStage.LIVE:
-            self._stopped = self._init.exposed and _is_stopped(self.pid)
+        if self.state is LifeStage.LIVE and os.waitid(os.P_PIDFD, self.process, _IF_DEAD) is None:
+            self._hung = True
             self._kill_init()
 
     def make_socket(self, make: Callable[[], socket.socket]) -> socket.socket:
@@ -157,7 +159,6 @@ class ServerSlot:
         self.root = -1
 
     def _kill_init(self) -> None:
-        self._killed = True
         with contextlib.suppress(ProcessLookupError):  # the init is dead, and only processes that it left still live
             signal.pidfd_send_signal(self.process, signal.SIGKILL)
 
@@ -184,22 +185,24 @@ class ServerSlot:
         self._loop.unwatch(self.process)
         with contextlib.suppress(ChildProcessError):
             _, status = os.waitpid(self.pid, 0)
-            if self._ended_by_commands(status):
+            if self.ending is None and self._ended_by_commands(status):
                 self.loss = "ended"
         self._bury()
 
     def _ended_by_commands(self, status: int) -> bool:
-        """Return whether the slot's own commands have ended the init: by a signal, or by using up the memory that they
-        share with it. Another process may have sent the signal, so it does not count if the kernel has meanwhile killed
-        any process of this machine for lack of memory."""
-        if self._killed:
-            return self._stopped
-        if self._init.exposed:
-            return os.WIFSIGNALED(status) and _host_oom_kills() == self._host_kills
-        if not self._init.shares_memory:
-            return False
-        # The kernel may have killed a command just before the init, and this may have been asked about already.
-        return self.ran_out_of_memory() or time.monotonic() - self._oom_seen_s < _OOM_LASTS_S
+        """Return whether the slot's own commands have ended the init, or have made it hang.
+
+        They have, unless the machine is at fault. This does not depend on how they did it, so an agent cannot avoid its
+        score by a way that is not known here. The machine is at fault if a signal that no command can send has killed
+        the init, or if the kernel has meanwhile killed processes outside the slot for lack of memory.
+        """
+        if os.waitstatus_to_exitcode(status) == -signal.SIGKILL and not (self._hung or self._init.exposed):
+            if not self._init.shares_memory:
+                return False
+            # The kernel may have killed a command just before the init, and this may have been asked about already.
+            return self.ran_out_of_memory() or time.monotonic() - self._oom_seen_s < _OOM_LASTS_S
+        own = cgroups.oom_kills(list(self.groups)) if self.groups else 0
+        return _host_oom_kills() - self._host_kills <= own
 
     def _bury(self) -> None:
         """Handle the death of the init. The slot is dead once the processes that the init has left are dead."""
@@ -229,10 +232,11 @@ def _host_oom_kills() -> int:
     return 0
 
 
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b") ")[2][:1] == b"T"
-    return False
+@functools.lru_cache(maxsize=1)
+def _host_oom_kills_in(period: int) -> int:
+    """Return the number in the period, when it was first asked for: reading the file takes as long as a short
+    command."""
+    return _host_oom_kills()
 
 
 # The requests that parts of a slot serve, by name.
