@@ -397,9 +397,7 @@ class GroupRun:
             why = f"{reason}: {recorded.evidence}" if recorded.evidence else reason
             events.note(f"{rollout_id} starts over and discards {plural(turns, 'turn')}: {why}")
 
-    def _write(
-        self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout
-    ) -> RolloutEnded | AttemptDiscarded:
+    def _write(self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout) -> RolloutEnded | AttemptDiscarded:
         """Write the record of an attempt, without any data from the environment that the journal refuses, and return
         the written event."""
         while True:

@@ -231,12 +231,39 @@ def test_a_slot_whose_first_process_dies_for_its_commands_memory_can_still_be_se
     asyncio.run(main())
 
 
+def inits() -> set[int]:
+    """The first processes of the slots that this process has made."""
+    ours = {process.pid for process in descendants(os.getpid())}
+    return {process.pid for process in table() if process.name == "slot-init"} & ours
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS, Rung.CONFINED], ids=lambda rung: rung.label)
+def test_a_slot_that_hangs_while_its_server_lives_was_ended_by_its_commands(rung: Rung) -> None:
+    """However they did it: here, a signal from outside stands for a way that nobody knows yet."""
+
+    async def main() -> None:
+        backend = LocalBackend(rung=rung)
+        try:
+            await backend.start()
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+        async with backend:
+            before = inits()
+            slot = await backend.create(SlotSpec(), "hung")
+            await slot.execute("echo kept > answer.txt")
+            (own,) = inits() - before
+            os.kill(own, signal.SIGSTOP)
+            with pytest.raises(SlotEnded, match="stopped its first process"):
+                await slot.execute(":", timeout_s=0.1)
+            after = await backend.create(SlotSpec(), "after", await backend.seal(slot))
+            assert await after.read_text("answer.txt") == "kept\n"
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS, Rung.CONFINED], ids=lambda rung: rung.label)
 def test_a_slot_whose_first_process_is_killed_from_outside_is_lost_with_its_files(rung: Rung) -> None:
-    def inits() -> set[int]:
-        ours = {process.pid for process in descendants(os.getpid())}
-        return {process.pid for process in table() if process.name == "slot-init"} & ours
-
     async def main() -> None:
         backend = LocalBackend(rung=rung)
         try:

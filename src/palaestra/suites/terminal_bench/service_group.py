@@ -347,9 +347,9 @@ async def wait_healthy(
     slot: Slot, check: HealthCheck, workdir: str, longest_s: float, runs: Callable[[], Awaitable[None]] | None = None
 ) -> str | None:
     """Try a check until it succeeds, at most `longest_s` seconds. Return what it said last if it never did, else None.
-    A check that cannot start, for example because the work has removed its directory, has not succeeded either. `runs` is called after each failure and raises an exception if there is nothing more to wait for. Raises
-    `SandboxError` if a check that timed out could be ended only with everything in its slot, as on a machine that is
-    far too busy."""
+    A check that cannot start, for example because its directory is gone, has not succeeded. `runs` is called after each
+    failure and raises an exception if there is nothing more to wait for. Raises `SandboxError` if a check that timed
+    out could be ended only with everything in its slot, as on a machine that is far too busy."""
     limit_s = min(check.timeout_s, longest_s)
     deadline, pause = time.monotonic() + longest_s, _POLL_S
     while True:
@@ -363,7 +363,9 @@ async def wait_healthy(
             if done.success:
                 return None
             if done.metadata.get("swept"):
-                raise SandboxError(f"a check took more than {limit_s:g} s and ended with all programs of {slot.slot_id}")
+                raise SandboxError(
+                    f"a check took more than {limit_s:g} s and ended with all programs of {slot.slot_id}"
+                )
             said = done.output[-300:].strip() or done.error
         if runs is not None:
             await runs()

@@ -200,8 +200,8 @@ def _start(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -
 
 
 def _await_start(pid: int, reader: int) -> None:
-    """Wait until the child reports, executes its program, or ends. Another process of the slot may stop the child before
-    that. The child is then continued, and killed if it is stopped again and again."""
+    """Wait until the child reports, executes its program, or ends. Another process of the slot may stop the child
+    before that. The child is then continued, and killed if it is stopped again and again."""
     poll, deadline = select.poll(), time.monotonic() + _STOP_PATIENCE_S
     poll.register(reader, select.POLLIN)
     while not poll.poll(_CHECK_MS):
