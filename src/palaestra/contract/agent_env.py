@@ -220,7 +220,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return self.build_task(item)
 
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
-        return await called_with_sync(self.score_trajectory, item, result.final_response)
+        score: float = await called_with_sync(self.score_trajectory, item, result.final_response)
+        return score
 
     def tool_kit(self, rng: random.Random) -> Kit:
         if self.config.distribution is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import math
 import os
@@ -40,7 +39,7 @@ _log = logging.getLogger("slotd")
 MAX_ANSWER_BYTES = 4 << 20
 
 _GONE_EVERY_S = 0.002
-_OOM_LASTS_S, _OOM_COUNTED_EVERY_S = 1.0, 10.0
+_OOM_LASTS_S = 1.0
 _IF_DEAD = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _MAX_ARGUMENTS_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 10
@@ -78,7 +77,7 @@ class ServerSlot:
         self._channel: socket.socket
         self._oom_kills, self._oom_seen_s = 0, -math.inf
         self._hung = False  # whether the init was killed because it did not respond
-        self._host_kills = _host_oom_kills_in(int(time.monotonic() / _OOM_COUNTED_EVERY_S))
+        self._host_kills = _host_oom_kills() if new.init.exposed else 0
 
     def start(
         self, environment: EnvBlock, shelf: Shelf, send: SendFrame, open_requests: dict[int, OpenRequest],
@@ -192,17 +191,18 @@ class ServerSlot:
     def _ended_by_commands(self, status: int) -> bool:
         """Return whether the slot's own commands have ended the init, or have made it hang.
 
-        They have, unless the machine is at fault. This does not depend on how they did it, so an agent cannot avoid its
-        score by a way that is not known here. The machine is at fault if a signal that no command can send has killed
-        the init, or if the kernel has meanwhile killed processes outside the slot for lack of memory.
+        They have, unless SIGKILL from outside has: from a process of the machine, or from the kernel for want of memory
+        that is not the slot's own. This does not depend on how they did it, so an agent cannot avoid its score by a way
+        that is not known here.
         """
-        if os.waitstatus_to_exitcode(status) == -signal.SIGKILL and not (self._hung or self._init.exposed):
-            if not self._init.shares_memory:
-                return False
-            # The kernel may have killed a command just before the init, and this may have been asked about already.
-            return self.ran_out_of_memory() or time.monotonic() - self._oom_seen_s < _OOM_LASTS_S
-        own = cgroups.oom_kills(list(self.groups)) if self.groups else 0
-        return _host_oom_kills() - self._host_kills <= own
+        if self._hung or os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+            return True
+        if self._init.exposed:
+            return _host_oom_kills() == self._host_kills
+        if not self._init.shares_memory:
+            return False
+        # The kernel may have killed a command just before the init, and this may have been asked about already.
+        return self.ran_out_of_memory() or time.monotonic() - self._oom_seen_s < _OOM_LASTS_S
 
     def _bury(self) -> None:
         """Handle the death of the init. The slot is dead once the processes that the init has left are dead."""
@@ -230,13 +230,6 @@ def _host_oom_kills() -> int:
     with contextlib.suppress(OSError), open("/proc/vmstat") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
     return 0
-
-
-@functools.lru_cache(maxsize=1)
-def _host_oom_kills_in(period: int) -> int:
-    """Return the number in the period, when it was first asked for: reading the file takes as long as a short
-    command."""
-    return _host_oom_kills()
 
 
 # The requests that parts of a slot serve, by name.
