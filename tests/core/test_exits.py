@@ -1,6 +1,10 @@
 """Every failure has one exit code and one message; bugs keep their traceback."""
 
 import asyncio
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -70,3 +74,29 @@ def test_an_error_without_a_message_is_still_named() -> None:
     failure = read_failure(PalaestraError())
     assert failure is not None
     assert failure.message == "PalaestraError"
+
+
+_BLOCKED = """
+import asyncio, sys, threading
+from palaestra.core.exits import ended_by_second_interrupt
+
+async def work():
+    print("blocked", flush=True)
+    while True:
+        try: {hook}
+        except BaseException: pass
+
+asyncio.run(ended_by_second_interrupt(work(), 0.1))
+"""
+
+
+@pytest.mark.parametrize("hook", ["threading.Event().wait()", "sum(range(1000))", "await asyncio.sleep(60)"])
+def test_the_second_interrupt_ends_a_process_whose_hook_does_not_return(hook: str) -> None:
+    argv = [sys.executable, "-c", _BLOCKED.format(hook=hook)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        assert process.wait(20) == 130

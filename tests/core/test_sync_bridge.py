@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from palaestra.core.sync_bridge import bridged, wait_for_sync
+from palaestra.core.sync_bridge import bridged, called_with_sync, wait_for_sync
 
 Sync = Callable[[int], int]
 
@@ -153,3 +154,34 @@ def test_a_foreign_task_is_told_which_method_to_await(wrap: Callable[..., Awaita
 
     with pytest.raises(RuntimeError, match="await double_async"):
         asyncio.run(main())
+
+
+def in_two_threads(double: Sync) -> list[int]:
+    """Call a function in threads of its own, and wait for them without awaiting."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(double, [1, 2]))
+
+
+def test_a_plain_hook_may_wait_for_its_own_threads() -> None:
+    async def main() -> None:
+        double = doubling()
+        assert await called_with_sync(in_two_threads, double) == [2, 4]
+        assert await called_with_sync(lambda: double(double(1))) == 4
+        assert await called_with_sync(lambda: asyncio.run(inner(double))) == 6
+
+    async def inner(double: Sync) -> int:
+        return double(3)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_an_async_hook_that_waits_for_its_own_threads_fails() -> None:
+    async def hook(double: Sync) -> list[int]:
+        return in_two_threads(double)
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match=r"has blocked the event loop.*double_async"):
+            await called_with_sync(hook, doubling())
+
+    asyncio.run(main())

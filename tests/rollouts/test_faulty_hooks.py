@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -16,8 +16,10 @@ import pytest
 from toy import ADD, Sums, changed, services, sum_task
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import SlotLost
+from palaestra.core.errors import ConfigError, SlotLost
 from palaestra.core.types import JSON, Blame, Outcome, Score, Task
+from palaestra.core.user_code import leaves
+from palaestra.rollouts.environment import GroupCollection
 from palaestra.rollouts.events import TurnTaken
 from palaestra.rollouts.export.atropos import encode_line, group_line
 from palaestra.rollouts.grading.grader import Grading
@@ -27,7 +29,8 @@ from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, TokenRow
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.spec import Projection
+from palaestra.rollouts.spec import Phase, Projection
+from palaestra.sandbox.slot import SlotSpec
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool
 
@@ -347,3 +350,120 @@ def test_the_worlds_failure_in_a_group_of_errors_is_the_worlds(tmp_path: Path, e
     (group,) = run(env, tmp_path)
     ended = {(each.reward, each.blame, each.error) for each in group.trajectories}
     assert ended == {(None, Blame.SANDBOX, "SlotLost: the slot died")}
+
+
+ERRORS: list[Callable[[], BaseException]] = [
+    lambda: OSError(2, "no such directory", "/app"),
+    lambda: RuntimeError("broken"),
+    lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    lambda: RecursionError("too deep"),
+    lambda: MemoryError(),
+    lambda: ExceptionGroup("several", [OSError("one"), ValueError("two")]),
+    lambda: BaseExceptionGroup("several", [SystemExit(1)]),
+    lambda: SystemExit(0),
+    lambda: GeneratorExit(),
+    lambda: asyncio.CancelledError(),
+]
+
+
+class Raising(Sums):
+    """Raises an error in one hook for its first task."""
+
+    def __init__(self, hook: str, error: Callable[[], BaseException]) -> None:
+        super().__init__(2)
+        self._hook, self._error = hook, error
+
+    def _reach(self, hook: str, task: Task) -> None:
+        if hook == self._hook and task.id == "sum-0":
+            raise self._error()
+
+    def kit(self, task: Task, rng: Random) -> Kit:
+        self._reach("kit", task)
+        return super().kit(task, rng)
+
+    def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
+        self._reach("slot_spec", task)
+        return super().slot_spec(task, phase)
+
+    async def resolve(self, task: Task) -> Task:
+        self._reach("resolve", task)
+        return task
+
+    async def collect(self, task: Task, group: GroupCollection) -> int:
+        self._reach("collect", task)
+        return group.wanted
+
+    async def begin(self, rollout: Rollout) -> None:
+        self._reach("begin", rollout.task)
+
+        async def close() -> None:
+            self._reach("close", rollout.task)
+
+        rollout.workspace.closers.append(close)
+
+    async def act(self, rollout: Rollout) -> AgentResult:
+        self._reach("act", rollout.task)
+        result = await rollout.run_agent()
+        self._reach("end of act", rollout.task)
+        return result
+
+    async def grade(self, rollout: Rollout) -> Score:
+        self._reach("grade", rollout.task)
+        return await super().grade(rollout)
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        self._reach("score", rollout.task)
+        return await super().score(rollout, grading)
+
+    def project(self, rollout: Rollout, score: Score | None) -> Projection:
+        self._reach("project", rollout.task)
+        return Projection()
+
+    async def ended(self, task: Task, group: Group) -> None:
+        self._reach("ended", task)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error()).__name__)
+@pytest.mark.parametrize(
+    "hook",
+    ["kit", "slot_spec", "resolve", "collect", "begin", "act", "end of act", "grade", "score", "project"],
+)
+def test_no_error_of_a_hook_leaves_its_group(tmp_path: Path, hook: str, error: Callable[[], BaseException]) -> None:
+    broken, fine = sorted(run(Raising(hook, error), tmp_path), key=lambda group: group.number)
+    assert [each.reward for each in fine.trajectories] == [1.0, 1.0]
+    assert [each.reward for each in broken.trajectories if each.scored] == []
+    assert broken.error or len(broken.trajectories) == 2
+    said = broken.error or broken.trajectories[0].error
+    assert any(type(leaf).__name__ in said for leaf in leaves(error()))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error()).__name__)
+@pytest.mark.parametrize("hook", ["close", "ended"])
+def test_no_error_after_the_score_takes_the_score(
+    tmp_path: Path, hook: str, error: Callable[[], BaseException]
+) -> None:
+    groups = run(Raising(hook, error), tmp_path)
+    assert [[each.reward for each in group.trajectories] for group in groups] == [[1.0, 1.0]] * 2
+
+
+def test_a_result_without_an_outcome_costs_its_rollout_alone(tmp_path: Path) -> None:
+    class Odd(Sums):
+        async def act(self, rollout: Rollout) -> AgentResult:
+            result = await rollout.run_agent()
+            return result if rollout.task.id == "sum-1" else replace(result, outcome="natural", turns=None)  # type: ignore[arg-type]
+
+    broken, fine = run(Odd(2), tmp_path)
+    assert [each.reward for each in fine.trajectories] == [1.0, 1.0]
+    assert {(each.reward, each.blame) for each in broken.trajectories} == {(None, Blame.TASK)}
+
+
+def test_a_source_of_tasks_that_fails_ends_the_run_with_one_error(tmp_path: Path) -> None:
+    class Ending(Sums):
+        async def tasks(self) -> AsyncIterator[Task]:
+            yield sum_task(0)
+            raise OSError(5, "input/output error", "tasks.jsonl")
+
+    with pytest.raises(ConfigError, match=r"sums failed to give a task: OSError: .*tasks\.jsonl"):
+        run(Ending(), tmp_path)
+    (group,) = Recording(tmp_path / "journal.jsonl")
+    assert [each.reward for each in group.trajectories] == [1.0, 1.0]

@@ -54,6 +54,27 @@ try:
         except BlockingIOError: pass
 except OSError as error: print(error)
 END"""
+# For three seconds, acts on the process that starts next, such as the child of the init that is about to run a command.
+_NEXT = """cat > next.py <<'END'
+import ctypes, os, resource, signal, time
+end, libc = time.monotonic() + 3, ctypes.CDLL(None)
+while time.monotonic() < end:
+    last = int(open("/proc/loadavg").read().split()[-1])
+    for _ in range(300):
+        for pid in range(last + 1, last + 4):
+            try: %s; last = pid
+            except OSError: pass
+END
+setsid python3 next.py < /dev/null > /dev/null 2>&1 & sleep 0.3"""
+_ON_NEXT = {
+    "stop": "os.kill(pid, signal.SIGSTOP)",
+    "kill": "os.kill(pid, signal.SIGKILL)",
+    "trace": "libc.ptrace(0x4206, pid, 0, 0)",
+    "no memory for": "resource.prlimit(pid, resource.RLIMIT_AS, (0, 0))",
+    "no stack for": "resource.prlimit(pid, resource.RLIMIT_STACK, (0, 0))",
+    "no files for": "resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, 0))",
+    "no time for": "os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))",
+}
 # Each of the two file systems fits into the memory, both together do not.
 _FILL = "mkdir {0}; for d in /workspace /tmp /dev/shm; do cat /dev/zero > $d/fill{0}; : > $d/{0}/x; done"
 _NO_SPACE, _TOO_MUCH, _OUT = "No space left", "File size limit", "more memory than the sandbox allows"
@@ -165,6 +186,46 @@ def test_a_rollout_that_hits_a_limit_is_scored_on_its_work(name: str, level: str
 def test_files_can_use_up_the_memory_at_full(folder: str) -> None:
     rollout = rollout_of("full", folder, "memory of files")
     assert sum(_OUT in str(message["content"]) for message in rollout.messages) > 10
+
+
+ATTACKS = {f"{what} each next process": (_NEXT % code, ":", ":", ":") for what, code in _ON_NEXT.items()}
+ATTACKS |= {
+    "stop every process": ("setsid sh -c 'for i in $(seq 300); do kill -STOP -1; done' & sleep 0.2", ":", ":"),
+    "kill every process": ("setsid sh -c 'for i in $(seq 300); do kill -9 -1; done' & sleep 0.2", ":", ":"),
+    "no shell": ("rm -f /bin/sh /bin/bash /usr/bin/sh /usr/bin/bash /usr/bin/dash", ":"),
+    "no libraries": ("rm -rf /lib64/* /usr/lib/*", ":"),
+    "no rights": ("chmod 0 . / /tmp", ":"),
+    "control groups": ("for f in /sys/fs/cgroup/*/* /sys/fs/cgroup/*; do echo 0 > $f; done", ":"),
+}
+"""Commands of agents that keep further commands of their own slots from starting."""
+
+
+@environment(toolsets=["terminal"])
+def attacks():
+    for name, commands in ATTACKS.items():
+        for answer in ("kept", "wrong"):
+            calls = [
+                ToolStep("terminal", {"command": each, "timeout": 2})
+                for each in (f"echo {answer} > answer.txt", *commands)
+            ]
+            yield Task(id=f"{name}, {answer}", prompt="Write kept.", limits=LIMITS, solution=[*calls, Say("Done.")])
+
+
+attacks.score(correct)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_agent_that_keeps_commands_from_starting_is_scored_on_its_work(level: str, folder: str) -> None:
+    try:
+        run = rolled_out(attacks, level, folder)
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    rollouts = {group.task_id: group.trajectories[0] for group in run.groups}
+    assert {name: (each.reward, each.error) for name, each in rollouts.items()} == {
+        f"{name}, {answer}": (reward, "") for name in ATTACKS for answer, reward in (("kept", 1.0), ("wrong", 0.0))
+    }
 
 
 @environment(toolsets=["terminal"])

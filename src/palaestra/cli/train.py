@@ -135,6 +135,7 @@ def command(
     words: tuple[str, ...],
     **given: Any,
 ) -> None:
+    from palaestra.core.exits import ended_by_second_interrupt
     from palaestra.envs.config.command_line import Answer
     from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
     from palaestra.envs.discovery import load_environment
@@ -191,7 +192,8 @@ def command(
         chosen = make_trainer(cast("TrainerName", trainer or "trl"), parsed, config, tinker_url, Path(RUNS))
         if resume is None and not {environment, form.name} & set(unchecked):
             _check(form, environment)
-        report = asyncio.run(train_line(form, parsed, chosen, config, folder=out, tinker_url=tinker_url))
+        training = train_line(form, parsed, chosen, config, folder=out, tinker_url=tinker_url)
+        report = asyncio.run(ended_by_second_interrupt(training))
     result = report.result
     if result.before is not None and result.after is not None:
         click.echo(

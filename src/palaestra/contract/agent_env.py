@@ -31,6 +31,7 @@ from palaestra.contract.scored_data import ScoredDataGroup, ScoredDataItem, grou
 from palaestra.contract.tool_context import ToolContext
 from palaestra.core.config import later, setting
 from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.sync_bridge import called_with_sync
 from palaestra.core.types import JSON, Message
 from palaestra.core.user_code import called, run_hook, settled
 from palaestra.envs.config.build import system_prompt, tools_with
@@ -150,7 +151,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         omit the parameter `workspace_meta`, the result of `setup_trajectory_workspace`. The hook also runs for rollouts
         that ended at a limit; `agent_result.success` is then False.
         """
-        return await settled(self.score_trajectory(item, final_response)), {}
+        return await called_with_sync(self.score_trajectory, item, final_response), {}
 
     def build_tools(self) -> ToolRegistry:
         """Return the tools of all rollouts, unless `distribution` is set. Raises `ConfigError` for unknown toolsets."""
@@ -219,7 +220,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return self.build_task(item)
 
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
-        return await settled(self.score_trajectory(item, result.final_response))
+        score: float = await called_with_sync(self.score_trajectory, item, result.final_response)
+        return score
 
     def tool_kit(self, rng: random.Random) -> Kit:
         if self.config.distribution is not None:
@@ -341,13 +343,12 @@ class AgentEnvironment(ContractEnvironment):
 
     async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool, meta: JSON) -> JSON:
         named = {"workspace_meta": meta} if self._takes_meta else {}
-        return await settled(
-            self.inner.verify_and_score_trajectory(
-                rollout.task.data,
-                result.final_response,
-                trajectory_id=rollout.rollout_id,
-                exec_tool=exec_tool,
-                agent_result=result,
-                **named,
-            )
+        return await called_with_sync(
+            self.inner.verify_and_score_trajectory,
+            rollout.task.data,
+            result.final_response,
+            trajectory_id=rollout.rollout_id,
+            exec_tool=exec_tool,
+            agent_result=result,
+            **named,
         )

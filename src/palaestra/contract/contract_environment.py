@@ -33,7 +33,7 @@ from palaestra.contract.rollout_parts import offered_kit, tools_of
 from palaestra.contract.scored_data import Row, ScoredDataItem, checked_row, row_and_backlog
 from palaestra.contract.tool_context import ToolContext
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
-from palaestra.core.sync_bridge import bridged
+from palaestra.core.sync_bridge import bridged, called_with_sync
 from palaestra.core.types import JSON, Message, Score, Task, numbers
 from palaestra.core.user_code import call_hook, called, run_hook, score_of, settled
 from palaestra.envs import cache_key
@@ -305,10 +305,10 @@ class ContractEnvironment(CollectedEnvironment):
         with commands.explained():
             if self._verifies and self._hooks(rollout):
                 with assigned(GRADING, context):
-                    answer = await bridged(self.verify(rollout, rollout.result, exec_tool, meta))
+                    answer = await self.verify(rollout, rollout.result, exec_tool, meta)
                 said = f"{self.name}.verify_and_score_trajectory"
             else:
-                answer = await bridged(called(self.inner.compute_reward, rollout.task.data, rollout.result, context))
+                answer = await called_with_sync(self.inner.compute_reward, rollout.task.data, rollout.result, context)
                 said = f"{self.name}.compute_reward"
         score = score_of(answer, said)
         detail = score.detail if isinstance(answer, Score) else score.metrics  # the detail may hold more than numbers
@@ -318,14 +318,13 @@ class ContractEnvironment(CollectedEnvironment):
 
     async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool, meta: JSON) -> JSON:
         """Call the verification hook with the arguments that this kind of class expects."""
-        return await settled(
-            self.inner.verify_and_score_trajectory(
-                rollout.task.data,
-                result,
-                trajectory_id=rollout.rollout_id,
-                exec_tool=exec_tool,
-                workspace_meta=meta,
-            )
+        return await called_with_sync(
+            self.inner.verify_and_score_trajectory,
+            rollout.task.data,
+            result,
+            trajectory_id=rollout.rollout_id,
+            exec_tool=exec_tool,
+            workspace_meta=meta,
         )
 
     async def grade(self, rollout: Rollout) -> Score:

@@ -106,12 +106,12 @@ class IsolationUnavailable(SandboxError):
 
 
 class SlotLost(SandboxError, ConnectionError):
-    """The slot's first process, the slot's server, or the connection to that server ended."""
+    """The slot's server or the connection to it ended, or a fault of the machine ended the slot's first process."""
 
 
 class SlotEnded(SlotLost):
-    """The slot's own commands ended it: they used up the memory that its first process shares with them, or killed that
-    process. During a rollout, this counts as the agent's failure. The slot can still be sealed."""
+    """The slot's own commands ended it: they used up the memory that its first process shares with them, or killed or
+    stopped that process. During a rollout, this counts as the agent's failure. The slot can still be sealed."""
 
 
 class StaleLease(SandboxError, PermissionError):

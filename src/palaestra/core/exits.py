@@ -15,15 +15,19 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from types import FrameType
+from typing import TextIO, TypeVar
 
 from palaestra.core.errors import PalaestraError
 from palaestra.core.printable import guard_terminals
 from palaestra.core.redaction import redacted
 from palaestra.core.user_code import leaves
+
+T = TypeVar("T")
 
 DONE = 0
 FAILED = 1
@@ -170,6 +174,30 @@ def told_to_stop() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     return stop
+
+
+async def ended_by_second_interrupt(work: Awaitable[T], patience_s: float = 5.0) -> T:
+    """Await the work of a command. The second Ctrl-C ends the process after `patience_s` seconds if it still runs then,
+    for example because a hook blocks the event loop's thread."""
+    if threading.current_thread() is not threading.main_thread():  # which alone receives signals
+        return await work
+    before, count = signal.getsignal(signal.SIGINT), 0
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            end = threading.Timer(patience_s, os._exit, [INTERRUPTED])
+            end.daemon = True
+            end.start()
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        return await work
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def plural(count: int, noun: str) -> str:

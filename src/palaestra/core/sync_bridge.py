@@ -10,14 +10,24 @@ Cancellation reaches the waiting call; context variables are shared.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import sys
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import wait
+from functools import partial
 from typing import Any, TypeVar
 
 from greenlet import getcurrent, greenlet
 
-from palaestra.core.io.threads import running_loop
+from palaestra.core.io.threads import in_own_thread, running_loop
+from palaestra.core.types import JSON
+from palaestra.core.user_code import called, settled
 
 T = TypeVar("T")
+
+BLOCKED_S = 5.0
+"""Seconds after which a loop that runs no callback counts as blocked."""
 
 
 class _Yield:
@@ -94,6 +104,18 @@ async def bridged(coroutine: Coroutine[Any, Any, T]) -> T:
     return await _Bridged(coroutine)
 
 
+async def called_with_sync(hook: Callable[..., object], *args: object, **named: object) -> JSON:
+    """Call a hook that may make synchronous tool calls, and return its answer.
+
+    A plain function runs in a thread of its own. On the loop's thread, it would block the loop, and would deadlock if
+    it waited for threads of its own that make such calls.
+    """
+    call = partial(hook, *args, **named)
+    if inspect.iscoroutinefunction(hook):
+        return await bridged(called(call))
+    return await bridged(settled(await in_own_thread(call)))
+
+
 def is_bridged() -> bool:
     """Return whether this code runs inside `bridged`."""
     return isinstance(getcurrent(), _Driver)
@@ -103,20 +125,41 @@ def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEv
     """Wait for `coroutine` from synchronous code and return its result, without blocking `loop`. This works inside
     `bridged`, or from another thread.
 
-    On the loop's own thread outside the bridge, waiting would deadlock, so the call raises `RuntimeError`, which names
-    the async method to await instead (`twin`).
+    Where waiting would deadlock, the call raises `RuntimeError`, which names the async method to await instead
+    (`twin`): on the loop's own thread outside the bridge, and in a thread for which the loop's thread waits.
     """
     current = getcurrent()
     if isinstance(current, _Driver):
         answer: T = current.hand_over(_Wait(coroutine))  # type: ignore[assignment]
         return answer
-    if running_loop() is not None:
+    if running_loop() is loop:
         coroutine.close()
         raise RuntimeError(
             f"a synchronous tool call was made in an event loop's task that Palaestra does not drive; "
             f"await {twin} there instead"
         )
-    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    while not wait([future], timeout=BLOCKED_S).done:
+        if not _turns(loop) and _joins(loop):
+            future.cancel()
+            raise RuntimeError(
+                f"a hook has blocked the event loop, for which the synchronous tool call of this thread waits. Make "
+                f"the hook a plain function (def), which runs in a thread of its own, or await {twin} in it"
+            )
+    return future.result()
+
+
+def _turns(loop: asyncio.AbstractEventLoop) -> bool:
+    """Return whether a loop of another thread runs its callbacks."""
+    turned = threading.Event()
+    loop.call_soon_threadsafe(turned.set)
+    return turned.wait(BLOCKED_S)
+
+
+def _joins(loop: asyncio.AbstractEventLoop) -> bool:
+    """Return whether the thread of a loop waits for another thread. It may also compute, which ends by itself."""
+    frame = sys._current_frames().get(getattr(loop, "_thread_id", 0))
+    return frame is not None and frame.f_code.co_filename == threading.__file__
 
 
 def wait_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]], twin: str) -> T:

@@ -112,7 +112,7 @@ def call_hook(kind: type[PalaestraError], hook: Callable[[], T], doing: str) -> 
         return hook()
     except ConfigError as error:
         _raise_as(kind, error, doing)
-    except (PalaestraError, KeyboardInterrupt, GeneratorExit):
+    except (PalaestraError, KeyboardInterrupt):
         raise
     except BaseException as error:  # sys.exit() included
         failed = ForeignError(told(error))
@@ -149,7 +149,7 @@ async def _ended(work: Awaitable[T]) -> T | _Raised:
     values."""
     try:
         return await work
-    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+    except (asyncio.CancelledError, KeyboardInterrupt):
         raise
     except BaseException as error:  # such as pytest.fail, which is not an Exception
         return _Raised(error)

@@ -110,7 +110,10 @@ class GroupRun:
         """Return the finished group, already in the journal, after telling the environment. Raises only on
         cancellation, for bugs, and for errors that end the run, such as `ConfigError` and `DiskError`."""
         group = await self.play()
-        await self.env.ended(self.task, group)
+        try:
+            await run_hook(TaskError, self.env.ended(self.task, group), f"reacting to the end of {group.group_id}")
+        except TaskError as error:  # the group is in the journal
+            self.run_context.events.note(str(error))
         return group
 
     async def play(self) -> Group:
@@ -124,6 +127,8 @@ class GroupRun:
             self.task = _checked(self.task)
             changed = self._prompt_changed(asked)
             self._kit = call_hook(TaskError, self._choose_tools, f"choosing tools for task {self.task.id}")
+            for phase in Phase:  # reports an error of the environment once, and not in every rollout
+                call_hook(TaskError, partial(self.env.slot_spec, self.task, phase), f"the sandbox of {self.task.id}")
             incomplete = not changed and self._is_incomplete
             if incomplete:
                 await self._preparation.make(self.task)
@@ -220,7 +225,8 @@ class GroupRun:
         wanted, failure = self.run_context.settings.group_size, None
         try:
             collection = GroupCollection(self.group.group_id, wanted, self._kit, self._play)
-            count = await self.env.collect(self.task, collection)
+            collecting = self.env.collect(self.task, collection)
+            count = await run_hook(TaskError, collecting, f"collecting {self.group.group_id}")
         except (InfraError, TaskError) as error:  # rollouts that have been played are still recorded
             failure, count = error, 0
             for rollout in self._played.values():
@@ -279,7 +285,7 @@ class GroupRun:
         return rollout
 
     async def _record_played(self, rollout: Rollout) -> None:
-        await self._end(self._write(RolloutEnded, rollout, rollout.trajectory()))
+        await self._end(self._write(RolloutEnded, rollout))
 
     async def _end(self, event: RolloutEnded | AttemptDiscarded) -> None:
         """Add a rollout to the group, wait until its record is on the disk, and announce it."""
@@ -318,11 +324,10 @@ class GroupRun:
                     why = f"{recorded.failed}: {recorded.evidence}" if recorded.evidence else str(recorded.failed)
                     rollout.fail(TaskError(f"the recorded turns cannot be repeated here: {why}"), Blame.TASK)
                     restarts = False
-                trajectory = rollout.trajectory()
                 if not restarts:
-                    retried = self._retries(trajectory, tried)
+                    retried = self._retries(_record_of(rollout), tried)
                     if retried or not recorded_later:
-                        event = self._write(AttemptDiscarded if retried else RolloutEnded, rollout, trajectory)
+                        event = self._write(AttemptDiscarded if retried else RolloutEnded, rollout)
             if restarts:
                 assert recorded is not None
                 if begins is not None and recorded.failed is Mismatch.SETUP:
@@ -392,19 +397,17 @@ class GroupRun:
             why = f"{reason}: {recorded.evidence}" if recorded.evidence else reason
             events.note(f"{rollout_id} starts over and discards {plural(turns, 'turn')}: {why}")
 
-    def _write(
-        self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout, trajectory: Trajectory
-    ) -> RolloutEnded | AttemptDiscarded:
+    def _write(self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout) -> RolloutEnded | AttemptDiscarded:
         """Write the record of an attempt, without any data from the environment that the journal refuses, and return
         the written event."""
         while True:
             try:
                 check = _check_own if rollout.has_own_record else None
-                return self.run_context.events.journal.append(kind(at=time.time(), trajectory=trajectory), check)
+                event = kind(at=time.time(), trajectory=_record_of(rollout))
+                return self.run_context.events.journal.append(event, check)
             except ValueError as error:
                 if not rollout.drop_unrecordable(error):
                     raise
-                trajectory = rollout.trajectory()
 
     def _retries(self, trajectory: Trajectory, tried: int) -> bool:
         """Return whether the attempt is followed by another one: a retry of the rollout, or one of the group's
@@ -557,6 +560,16 @@ class Preparation:
                     f"the setup script of {task.id} failed ({done.error}):\n{without_middle(done.output, 2000)}"
                 )
         await self._env.prepare(task, slot)
+
+
+def _record_of(rollout: Rollout) -> Trajectory:
+    """Return the rollout's record. An environment's own result that makes no record is dropped."""
+    try:
+        return rollout.trajectory()
+    except Exception as error:
+        if not rollout.drop_unrecordable(error):
+            raise
+        return _record_of(rollout)
 
 
 def _check_own(event: RolloutEnded | AttemptDiscarded) -> None:

@@ -21,10 +21,18 @@ from palaestra.agent.middleware import MiddlewareServer, freezing
 from palaestra.agent.result import AgentResult
 from palaestra.agent.seat import Seat
 from palaestra.agent.subagents import Agent
-from palaestra.core.errors import EngineError, InfraError, PalaestraError, PrepareError, SlotEnded, TaskError
+from palaestra.core.errors import (
+    EngineError,
+    GraderError,
+    InfraError,
+    PalaestraError,
+    PrepareError,
+    SlotEnded,
+    TaskError,
+)
 from palaestra.core.redaction import redacted
 from palaestra.core.types import JSON, Blame, Label, Message, Outcome, Score, Task
-from palaestra.core.user_code import call_hook, checked_score, run_hook, told
+from palaestra.core.user_code import ForeignError, call_hook, checked_score, foreign, run_hook, told
 from palaestra.inference.chat_server import ChatServer, SessionContext, chat_server
 from palaestra.inference.finish_reasons import ending_of
 from palaestra.inference.ledger import Ledger
@@ -173,19 +181,20 @@ class Rollout:
             await run_hook(PrepareError, hooks.begin(self), f"setting up {self.rollout_id}")
         with self.stages.stage("agent", shown="model"):
             try:
-                result = await hooks.act(self)
+                result = await run_hook(TaskError, hooks.act(self), f"playing {self.rollout_id}")
             except SlotEnded:  # by the agent itself, and its conversation up to then counts
                 if self.result is None:
                     raise
                 self.calls.end_slot()
                 result = self.result
-        if not isinstance(result, AgentResult):  # a subclass's own method may return anything
+        if not isinstance(result, AgentResult) or not isinstance(result.outcome, Outcome):
+            # a subclass's own method may return anything
             raise TaskError(f"playing {self.rollout_id} returned {result!r:.100}, not an AgentResult")
         self._foreign_result = result is not self.result
         self.result = result
         if result.outcome.scored:
             with self.stages.stage("grade"):
-                self.score = self._decided(await hooks.grade(self))
+                self.score = await self._graded()
                 self.run_context.events.announce(Graded(self.rollout_id, self.score.reward))
         self.ending = _ending_of(result)
         self.projection = call_hook(
@@ -202,12 +211,13 @@ class Rollout:
                 await self.seat.aclose()
                 self.result = result
                 self.workspace.restore(sealed)
-                return self._decided(await self.hooks.grade(self))
+                return await self._graded()
         finally:
             await self.release()
 
-    def _decided(self, score: object) -> Score:
-        checked = checked_score(score, f"scoring {self.rollout_id}")
+    async def _graded(self) -> Score:
+        doing = f"scoring {self.rollout_id}"
+        checked = checked_score(await run_hook(GraderError, self.hooks.grade(self), doing), doing)
         if self.calls.slot_ended:
             checked = replace(checked, detail={**checked.detail, "slot_ended": SLOT_ENDED})
         if checked.official is None and not checked.labels:
@@ -234,19 +244,23 @@ class Rollout:
         cannot hang the run. Idempotent."""
 
         async def close_all() -> None:
+            while self.workspace.closers:
+                await close(self.workspace.closers.pop())
+            await close(self.seat.aclose)
+
+        async def close(what: Callable[[], Awaitable[None]]) -> None:
             try:
-                while self.workspace.closers:
-                    await self.workspace.closers.pop()()
-            finally:
-                await self.seat.aclose()
+                await foreign(what())
+            except (PalaestraError, ForeignError) as error:
+                logger.warning("releasing the slot of %s failed: %s", self.rollout_id, error)
 
         try:
             async with asyncio.timeout(CLEAN_UP_S):
                 await asyncio.shield(close_all())
-        except (PalaestraError, TimeoutError) as error:
-            logger.warning("releasing the slot of %s failed: %s", self.rollout_id, error)
+        except TimeoutError:
+            logger.warning("releasing the slot of %s took more than %g s", self.rollout_id, CLEAN_UP_S)
 
-    def drop_unrecordable(self, reason: ValueError) -> bool:
+    def drop_unrecordable(self, reason: Exception) -> bool:
         """Drop environment-made data that the journal refused, and fail the rollout. A call drops the projection or, if
         there is none, the agent's conversation. Returns False if nothing is left to drop."""
         if self.projection == Projection() and self.result is None:
@@ -254,7 +268,7 @@ class Rollout:
         if self.projection == Projection():
             self.result = None
         self.projection = Projection()
-        self.fail(TaskError(f"the result of {self.rollout_id} cannot be recorded: {reason}"), Blame.TASK)
+        self.fail(TaskError(f"the result of {self.rollout_id} cannot be recorded: {told(reason)}"), Blame.TASK)
         return True
 
     @property

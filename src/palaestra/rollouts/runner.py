@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
 from palaestra.core.types import Task
+from palaestra.core.user_code import place, told
 from palaestra.rollouts.environment import MISSING, Environment
 from palaestra.rollouts.events import GroupFinished, GroupsPlanned
 from palaestra.rollouts.group import GroupRun, failed_for_the_engine, prompt_checksum
@@ -210,7 +211,9 @@ class Runner:
             return await anext(self._tasks, None)
         except PalaestraError as error:  # no more tasks follow; the groups in flight finish
             self._no_task = error
-            return None
+        except Exception as error:
+            self._no_task = ConfigError(f"{self.env.name} failed to give a task: {told(error)}{place(error)}")
+        return None
 
     def _is_finished(self, number: int, task: Task) -> bool:
         """Return whether an earlier part of the run finished the task. Raises `ConfigError` if a different task had its

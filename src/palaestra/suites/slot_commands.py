@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from palaestra.core.errors import PalaestraError, PrepareError
+from palaestra.core.errors import InfraError, PalaestraError, PrepareError
 from palaestra.sandbox.slot import ExecutionResult, Slot
 
 
@@ -20,9 +20,14 @@ async def check_execute(
     error: type[PalaestraError] = PrepareError,
     shown: int = 500,
 ) -> ExecutionResult:
-    """Run `slot.execute`; a failed command raises `error` with `problem`, the reason and the last `shown` characters
-    of the output."""
-    result = await slot.execute(command, cwd=cwd, env=env, stdin=stdin, timeout_s=timeout_s)
+    """Run `slot.execute`; a command that fails or cannot start raises `error` with `problem`, the reason and the last
+    `shown` characters of the output."""
+    try:
+        result = await slot.execute(command, cwd=cwd, env=env, stdin=stdin, timeout_s=timeout_s)
+    except InfraError:
+        raise
+    except OSError as failure:  # the work may have removed the directory
+        raise error(f"{problem}: {failure}") from failure
     if not result.success:
         raise error(f"{problem}: {result.error}\n{result.output[-shown:].strip()}")
     return result

@@ -231,12 +231,80 @@ def test_a_slot_whose_first_process_dies_for_its_commands_memory_can_still_be_se
     asyncio.run(main())
 
 
+def inits() -> set[int]:
+    """The first processes of the slots that this process has made."""
+    ours = {process.pid for process in descendants(os.getpid())}
+    return {process.pid for process in table() if process.name == "slot-init"} & ours
+
+
+FLOOD = """
+import os, signal, sys
+number = getattr(signal, sys.argv[1])
+while True:
+    last = int(open('/proc/loadavg').read().split()[-1])
+    for _ in range(300):
+        for pid in range(last + 1, last + 4):
+            try: os.kill(pid, number); last = pid
+            except OSError: pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGSTOP", "SIGTSTP", "SIGKILL"])
+@pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS, Rung.CONFINED], ids=lambda rung: rung.label)
+def test_signals_to_each_next_process_hold_no_command_beyond_its_limit(rung: Rung, name: str) -> None:
+    """They hit the children of the first process before these execute the programs of commands."""
+
+    async def main() -> None:
+        backend = LocalBackend(rung=rung)
+        try:
+            await backend.start()
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+        async with backend:
+            slot, other = [await backend.create(SlotSpec(), name) for name in ("flooded", "other")]
+            await slot.write_text("flood.py", FLOOD)
+            begin = f"for i in 1 2; do setsid python3 flood.py {name} </dev/null >/dev/null 2>&1 & done; sleep 0.3"
+            await slot.execute(begin)
+            for _ in range(12):
+                begun = time.monotonic()
+                assert (await slot.execute(":", timeout_s=0.5)).exit_code in {0, 124, 137}
+                assert time.monotonic() - begun < 8
+            assert (await other.execute("echo on")).output == "on\n"
+            await backend.seal(slot)
+
+    if rung is Rung.CONFINED and os.geteuid() != 0:
+        pytest.skip("the commands run as the user of the first process, and stop it")
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS, Rung.CONFINED], ids=lambda rung: rung.label)
+def test_a_slot_that_hangs_while_its_server_lives_was_ended_by_its_commands(rung: Rung) -> None:
+    """However they did it: here, a signal from outside stands for a way that nobody knows yet."""
+
+    async def main() -> None:
+        backend = LocalBackend(rung=rung)
+        try:
+            await backend.start()
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+        async with backend:
+            before = inits()
+            slot = await backend.create(SlotSpec(), "hung")
+            await slot.execute("echo kept > answer.txt")
+            (own,) = inits() - before
+            os.kill(own, signal.SIGSTOP)
+            with pytest.raises(SlotEnded, match="stopped its first process"):
+                await slot.execute(":", timeout_s=0.1)
+            after = await backend.create(SlotSpec(), "after", await backend.seal(slot))
+            assert await after.read_text("answer.txt") == "kept\n"
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS, Rung.CONFINED], ids=lambda rung: rung.label)
 def test_a_slot_whose_first_process_is_killed_from_outside_is_lost_with_its_files(rung: Rung) -> None:
-    def inits() -> set[int]:
-        ours = {process.pid for process in descendants(os.getpid())}
-        return {process.pid for process in table() if process.name == "slot-init"} & ours
-
     async def main() -> None:
         backend = LocalBackend(rung=rung)
         try:

@@ -12,11 +12,17 @@ from typing import Any
 
 import pytest
 
+from palaestra.core.errors import PrepareError
 from palaestra.core.types import Blame
 from palaestra.envs.cheats.proof import policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.slot import SlotSpec
+from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.terminal_bench.import_tasks import Finding
+from palaestra.suites.terminal_bench.service import HealthCheck
+from palaestra.suites.terminal_bench.service_group import wait_healthy
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
@@ -97,6 +103,23 @@ def test_a_health_check_of_the_first_step_that_fails_is_the_tasks_fault(
     done = played_all(tmp_path / "tasks", installed_pytest, tmp_path)["ledger"]
     assert (done.reward, done.blame) == (None, Blame.TASK)
     assert "the health check of step first fails" in done.error
+
+
+def test_a_check_whose_directory_is_gone_has_not_succeeded() -> None:
+    check = HealthCheck(("true",), interval_s=0.01, timeout_s=10.0, start_s=0.0, retries=1)
+
+    async def main() -> None:
+        async with LocalBackend() as backend:
+            slot = await backend.create(SlotSpec(), "healthy")
+            assert await wait_healthy(slot, check, "/workspace", 10.0) is None
+            for spoil in ("rmdir /workspace", "touch /workspace"):
+                await slot.execute(spoil, cwd="/")
+                said = await wait_healthy(slot, check, "/workspace", 0.5)
+                assert "cannot start a command in the directory" in (said or "")
+                with pytest.raises(PrepareError, match=r"the set-up failed: .*cannot start a command"):
+                    await check_execute(slot, "true", "the set-up failed", cwd="/workspace")
+
+    asyncio.run(main())
 
 
 def test_a_killed_run_goes_on_and_leaves_nothing(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from palaestra.core.exits import Program
+from palaestra.core.exits import Program, ended_by_second_interrupt
 from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
@@ -69,7 +69,8 @@ def run_command(
             return 0
         from palaestra.envs.run.run import run
 
-        report = asyncio.run(run(form, parsed, root=root, folder=folder, begins=begins))
+        running = run(form, parsed, root=root, folder=folder, begins=begins)
+        report = asyncio.run(ended_by_second_interrupt(running))
     sys.stdout.write(f"{json.dumps(report.to_json()) if parsed.as_json else report.folder}\n")
     return report.exit_code
 

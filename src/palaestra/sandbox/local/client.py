@@ -493,7 +493,9 @@ def error_of(fields: Fields) -> Exception:
         case "lost":
             return SlotLost(message)
         case "ended":
-            return SlotEnded(f"{message}, because its own commands used up its memory or killed its first process")
+            return SlotEnded(
+                f"{message}, because its own commands used up its memory, or killed or stopped its first process"
+            )
         case "isolation":
             return IsolationUnavailable(message)
     return SandboxError(message)

@@ -40,6 +40,7 @@ MAX_ANSWER_BYTES = 4 << 20
 
 _GONE_EVERY_S = 0.002
 _OOM_LASTS_S = 1.0
+_IF_DEAD = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _MAX_ARGUMENTS_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 10
 
@@ -75,7 +76,7 @@ class ServerSlot:
         self._loop, self._init, self._on_ready, self._on_end = loop, new.init, on_ready, on_end
         self._channel: socket.socket
         self._oom_kills, self._oom_seen_s = 0, -math.inf
-        self._killed = self._stopped = False  # whether this process has killed the init, which a command had stopped
+        self._hung = False  # whether the init was killed because it did not respond
         self._host_kills = _host_oom_kills() if new.init.exposed else 0
 
     def start(
@@ -126,8 +127,8 @@ class ServerSlot:
         return self.supervisor.open_line() if self._init.takes_lines else None
 
     def end_hung(self) -> None:
-        if self.state is LifeStage.LIVE:
-            self._stopped = self._init.exposed and _is_stopped(self.pid)
+        if self.state is LifeStage.LIVE and os.waitid(os.P_PIDFD, self.process, _IF_DEAD) is None:
+            self._hung = True
             self._kill_init()
 
     def make_socket(self, make: Callable[[], socket.socket]) -> socket.socket:
@@ -157,7 +158,6 @@ class ServerSlot:
         self.root = -1
 
     def _kill_init(self) -> None:
-        self._killed = True
         with contextlib.suppress(ProcessLookupError):  # the init is dead, and only processes that it left still live
             signal.pidfd_send_signal(self.process, signal.SIGKILL)
 
@@ -184,18 +184,21 @@ class ServerSlot:
         self._loop.unwatch(self.process)
         with contextlib.suppress(ChildProcessError):
             _, status = os.waitpid(self.pid, 0)
-            if self._ended_by_commands(status):
+            if self.ending is None and self._ended_by_commands(status):
                 self.loss = "ended"
         self._bury()
 
     def _ended_by_commands(self, status: int) -> bool:
-        """Return whether the slot's own commands have ended the init: by a signal, or by using up the memory that they
-        share with it. Another process may have sent the signal, so it does not count if the kernel has meanwhile killed
-        any process of this machine for lack of memory."""
-        if self._killed:
-            return self._stopped
+        """Return whether the slot's own commands have ended the init, or have made it hang.
+
+        They have, unless SIGKILL from outside has: from a process of the machine, or from the kernel for want of memory
+        that is not the slot's own. This does not depend on how they did it, so an agent cannot avoid its score by a way
+        that is not known here.
+        """
+        if self._hung or os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+            return True
         if self._init.exposed:
-            return os.WIFSIGNALED(status) and _host_oom_kills() == self._host_kills
+            return _host_oom_kills() == self._host_kills
         if not self._init.shares_memory:
             return False
         # The kernel may have killed a command just before the init, and this may have been asked about already.
@@ -227,12 +230,6 @@ def _host_oom_kills() -> int:
     with contextlib.suppress(OSError), open("/proc/vmstat") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
     return 0
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b") ")[2][:1] == b"T"
-    return False
 
 
 # The requests that parts of a slot serve, by name.

@@ -353,21 +353,30 @@ async def wait_healthy(
     slot: Slot, check: HealthCheck, workdir: str, longest_s: float, runs: Callable[[], Awaitable[None]] | None = None
 ) -> str | None:
     """Try a check until it succeeds, at most `longest_s` seconds. Return what it said last if it never did, else None.
-    `runs` is called after each failure and raises an exception if there is nothing more to wait for. Raises
-    `SandboxError` if a check that timed out could be ended only with everything in its slot, as on a machine that is
-    far too busy."""
+    A check that cannot start, for example because its directory is gone, has not succeeded. `runs` is called after each
+    failure and raises an exception if there is nothing more to wait for. Raises `SandboxError` if a check that timed
+    out could be ended only with everything in its slot, as on a machine that is far too busy."""
     limit_s = min(check.timeout_s, longest_s)
     deadline, pause = time.monotonic() + longest_s, _POLL_S
     while True:
-        done = await slot.execute(check.command, cwd=workdir, timeout_s=limit_s, spill=False)
-        if done.success:
-            return None
-        if done.metadata.get("swept"):
-            raise SandboxError(f"a check took more than {limit_s:g} s and ended with all programs of {slot.slot_id}")
+        try:
+            done = await slot.execute(check.command, cwd=workdir, timeout_s=limit_s, spill=False)
+        except InfraError:
+            raise
+        except OSError as error:
+            said = str(error)
+        else:
+            if done.success:
+                return None
+            if done.metadata.get("swept"):
+                raise SandboxError(
+                    f"a check took more than {limit_s:g} s and ended with all programs of {slot.slot_id}"
+                )
+            said = done.output[-300:].strip() or done.error
         if runs is not None:
             await runs()
         if time.monotonic() > deadline:
-            return done.output[-300:].strip() or done.error
+            return said
         await asyncio.sleep(pause)
         pause = min(2 * pause, check.interval_s, _LONGEST_POLL_S)
 

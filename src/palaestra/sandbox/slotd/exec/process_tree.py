@@ -25,6 +25,7 @@ PATIENCE_S = 2.0
 
 Moment = tuple[int, int]  # a time in clock ticks since boot, and the last process id that had been assigned by then
 ALWAYS: Moment = (0, 0)
+_STOPPED = (b"T", b"t")
 
 # A moment, quick to record: the seconds since boot, and the content of `/proc/loadavg`, which ends with the last pid.
 Noted = tuple[float, bytes]
@@ -182,8 +183,41 @@ def descendants(pid: int, table: Sequence[ProcessStat]) -> list[ProcessStat]:
     return found
 
 
-def _read(pid: int) -> ProcessStat:
+def is_stopped(pid: int) -> bool:
+    """Return whether a child of this process is stopped by a signal or a tracer."""
+    return _fields(pid)[0] in _STOPPED
+
+
+def held_children(init: int) -> list[int]:
+    """Return the children of a slot's init that are stopped before they have executed their programs. The init waits in
+    the kernel for such a child, which shares its memory until then (vfork)."""
+    try:
+        if _fields(init)[0] != b"D":
+            return []
+        with open(f"/proc/{init}/task/{init}/children", "rb") as file:
+            children = [int(child) for child in file.read().split()]
+    except OSError:
+        return []
+    return [child for child in children if _is_held(child, _comm(init))]
+
+
+def _is_held(pid: int, name: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        return _comm(pid) == name and is_stopped(pid)
+    return False
+
+
+def _comm(pid: int) -> bytes:
+    with open(f"/proc/{pid}/comm", "rb") as file:
+        return file.read()
+
+
+def _fields(pid: int) -> list[bytes]:
     with open(f"/proc/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b") ")[2].split()
+        return file.read().rpartition(b") ")[2].split()
+
+
+def _read(pid: int) -> ProcessStat:
+    fields = _fields(pid)
     ended = fields[0] in (b"Z", b"X") and int(fields[17]) < 2  # with more threads, only the main thread has ended
     return ProcessStat(pid, int(fields[1]), int(fields[3]), int(fields[19]), ended)

@@ -12,9 +12,11 @@ started it.
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import functools
 import os
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -31,6 +33,8 @@ from .pipes import Shelf
 FIRST_CHILD = 1 << 31  # the first name of a shell or background process; lower numbers are those of `exec` requests
 
 _KILL_PATIENCE_S = 10.0
+# When to look for a child that another process of the slot holds, how often to continue it, and how often at most.
+_HELD_AFTER_S, _HELD_EVERY_S, _HELD_TIMES = 0.5, 0.1, 20
 
 _STANDARD: init_messages.Places = ((0, 0), (1, 1), (1, 2))  # input, output, errors with the output
 _APART: init_messages.Places = ((0, 0), (1, 1), (2, 2))  # errors in a pipe of their own
@@ -90,6 +94,7 @@ class Supervisor:
         self._dying: dict[int, object] = {}  # the last kill order for each child
         self._leftovers = LeftoverPipes(loop)
         self._unsent: list[tuple[bytes, list[int]]] = []
+        self._ordered = self._looking = False  # an order was sent since the last look; a look at the init is planned
         self._has_bash = True  # whether to try bash without a check; false once it was missing
 
     # Commands
@@ -296,6 +301,10 @@ class Supervisor:
     def _send_order(self, order: bytes, fds: Sequence[int]) -> bool:
         """Return whether the socket has accepted the order. Also returns True if the init is gone, since the slot's end
         will be reported."""
+        self._ordered = True
+        if not self._looking:
+            self._looking = True
+            self.loop.later(_HELD_AFTER_S, self._look)
         try:
             self._channel.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
         except BlockingIOError:
@@ -303,6 +312,21 @@ class Supervisor:
         except OSError:
             self.owner.end_hung()
         return True
+
+    def _look(self, times: int = 0) -> None:
+        """Continue a child that another process of the slot has stopped before it has executed its program, because the
+        init waits for it. Kill the child if it is stopped again and again."""
+        held = process_tree.held_children(self.owner.pid) if self.live else []
+        for pid in held:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGCONT if times < _HELD_TIMES else signal.SIGKILL)
+        if held:
+            self.loop.later(_HELD_EVERY_S, lambda: self._look(times + 1))
+        elif self._ordered:
+            self._ordered = False
+            self.loop.later(_HELD_AFTER_S, self._look)
+        else:
+            self._looking = False
 
     def _send_unsent(self) -> None:
         while self._unsent and self._send_order(*self._unsent[0]):

@@ -43,6 +43,7 @@ READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/o
 _SETTINGS = (*host.PUBLIC_SETTINGS, "bash.bashrc", "inputrc", "nsswitch.conf", "profile", "profile.d")
 _SETTINGS_WITH_NETWORK = ("hosts", "resolv.conf")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts")
+_CHECK_MS, _STOP_PATIENCE_S = 50, 2.0
 _BECOME_USERS = 1 << 5 | 1 << 6 | 1 << 7  # KILL, SETGID, SETUID
 
 
@@ -189,12 +190,23 @@ def _start(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -
         _become(plan, spawn, fds, writer)
     os.close(writer)
     with open(reader, "rb") as file:
+        _await_start(pid, reader)
         report = file.read()
     if not report:
         return pid
     os.waitpid(pid, 0)
     number, in_directory = struct.unpack("=i?", report)
     raise (NoDirectory if in_directory else OSError)(number, os.strerror(number))
+
+
+def _await_start(pid: int, reader: int) -> None:
+    """Wait until the child reports, executes its program, or ends. Another process of the slot may stop the child
+    before that. The child is then continued, and killed if it is stopped again and again."""
+    poll, deadline = select.poll(), time.monotonic() + _STOP_PATIENCE_S
+    poll.register(reader, select.POLLIN)
+    while not poll.poll(_CHECK_MS):
+        if process_tree.is_stopped(pid):
+            os.kill(pid, signal.SIGCONT if time.monotonic() < deadline else signal.SIGKILL)
 
 
 def _become(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int], writer: int) -> NoReturn:
