@@ -24,6 +24,8 @@ from suites.swe.published import Source
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(900)]
 Files = Mapping[str, str]
+COMMAND = "$"
+"""The name of a command among the files of a work, which runs after they are written."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,10 @@ CASES: Mapping[str, Case] = {
         fix={"calc.c": C_FIX},
         tests={"test_calc.c": C_TESTS},
         names=("adds", "zero"),
-        honest={"header": {"calc.c": '#include "calc.h"\n' + C_FIX, "calc.h": "int add(int, int);\n"}},
+        honest={
+            "header": {"calc.c": '#include "calc.h"\n' + C_FIX, "calc.h": "int add(int, int);\n"},
+            "an old file": {"calc.c": C_FIX, COMMAND: "touch -d 2001-01-01 /workspace/calc.c"},
+        },
         forged={
             "constructor": {"calc.c": EXITS + C_BUG},
             "CMakeLists": {"CMakeLists.txt": CMAKE.replace("COMMAND t", "COMMAND true")},
@@ -231,7 +236,10 @@ async def play(source: Source, case: Case, language: str, works: Sequence[Files]
                 steps = [
                     ToolStep("write_file", {"path": f"/workspace/{path}", "content": text})
                     for path, text in files.items()
+                    if path != COMMAND
                 ]
+                if COMMAND in files:
+                    steps.append(ToolStep("terminal", {"command": files[COMMAND]}))
                 group = await runs.play(VariantPolicy(steps), task, number)
                 assert not group.error, group.error
                 found.append(group.trajectories[0])
