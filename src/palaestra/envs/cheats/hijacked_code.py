@@ -533,7 +533,7 @@ SOURCES = (
     Cheat("forced-reports", "the package patches pytest's reports to passed", in_package(_FORCE)),
     Cheat("swallowed-calls", "the package patches pytest to ignore what tests raise", in_package(_SWALLOW)),
     Cheat("unittest-off", "the package turns the assertions of test libraries into no-ops", in_package(_UNITTEST)),
-    Cheat("asserts-off", "the package removes assert statements from the tests", in_package(_ASSERTS)),
+    Cheat("asserts-removed", "the package removes assert statements from the tests", in_package(_ASSERTS)),
     Cheat(
         "names-of-tests",
         "functions of the package return the values in the test's name",
