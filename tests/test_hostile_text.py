@@ -19,7 +19,7 @@ from palaestra.rollouts.observe.failures import _VARIES
 from palaestra.sandbox.terminal.screen import plain
 from palaestra.suites.grading.log_parsers import PARSERS, counted, has_run, without_duration
 from palaestra.suites.swe.failure_cause import cause_of, exceeds_limit_of_runner
-from palaestra.suites.terminal_bench.verifier import _MISSING_MODULE, _NOT_STARTED, _NOT_WRITTEN
+from palaestra.suites.terminal_bench.offline_script import lacks_network
 from palaestra.tools.human.approval import dangers
 from suites.grading.hostile_text import MOST_CPU_S, slowest
 
@@ -40,9 +40,7 @@ READERS: Mapping[str, Read] = {
     "without_duration": without_duration,
     "exceeds_limit_of_runner": exceeds_limit_of_runner,
     "cause_of": cause_of,
-    "not started": _NOT_STARTED.search,
-    "not written": _NOT_WRITTEN.search,
-    "missing module": _MISSING_MODULE.findall,
+    "lacks_network": lambda text: lacks_network(["curl x"], ["import openai"], text),
     "redacted": lambda text: redacted(text[:_LONG]),
     "one_line": lambda text: one_line(text, 200),
     "printable": printable,

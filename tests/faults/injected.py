@@ -111,6 +111,9 @@ class BrokenWorld(Environment):
         return Kit(build_tool_registry(enabled_toolsets=["terminal"]))
 
     async def begin(self, rollout: Rollout) -> None:
+        if rollout.spec.replays:  # the world is as broken for the reference solution
+            rollout.meta["fault"] = self.injected[rollout.rollout_id.replace(":reference", "")][-1]
+            return
         left = self._plan.get(rollout.rollout_id)
         fault = left.pop(0) if left else ""
         self.injected[rollout.rollout_id].append(fault)

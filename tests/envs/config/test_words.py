@@ -71,7 +71,7 @@ def test_words_are_read_by_the_type(annotation: Annotation, words: list[str], va
         (int, ["1", "2"], "takes one value, got 2"),
         (bool, ["maybe"], "neither true nor false"),
         (list[str], ['["a"'], "not a JSON list"),
-        (dict[str, Any], ["{"], "not a JSON object"),
+        (dict[str, Any], ["{"], "neither a JSON object"),
         (dict[str, Any], ["novalue"], "neither JSON nor key=value"),
         (dict[str, Any], ["=1"], "neither JSON nor key=value"),
     ],

@@ -135,7 +135,7 @@ def test_kept_work_with_replaced_programs_is_graded_as_in_the_run(isolation: str
     assert {name: (each.reward, each.official) for name, each in found.items()} == {
         "cheats": (0.0, 1.0), "works": (1.0, 1.0), "none": (0.0, 0.0),
     }  # fmt: skip
-    assert {f"{place}/bin/tool", f"{place}/lib/tools"} <= set(found["works"].detail["left_out"])
+    assert {f"{place}/bin/tool", f"{place}/lib/tools/a"} <= set(found["works"].detail["left_out"])
     before = fingerprint(run.path)
     graded = CliRunner().invoke(cli, ["grade", "last", "--json"])
     assert graded.exit_code == 0, graded.output

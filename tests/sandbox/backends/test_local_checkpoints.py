@@ -72,7 +72,7 @@ def test_a_checkpoint_of_a_fork_stands_on_what_the_fork_stood_on(on_each_rung: W
         snapshot = await backend.checkpoint(fork)
         assert await shown(backend, snapshot, "find . -type f") == "./d/new\n"
         changes = {change.path: change.kind for change in await backend.changes(snapshot)}
-        assert changes == {"/workspace/d": "dir", "/workspace/d/new": "file", "/workspace/gone": "deleted"}
+        assert changes == {"/workspace/d/base": "deleted", "/workspace/d/new": "file", "/workspace/gone": "deleted"}
 
     on_each_rung(body)
 

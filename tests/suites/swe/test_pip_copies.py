@@ -12,7 +12,7 @@ from palaestra.core.types import Task
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import SlotSpec
-from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.swe_row import parse_row
 from palaestra.suites.swe.swe_smith_oracle import (
     ResolvedRow,
@@ -31,7 +31,7 @@ FINDS = f"find {PLACES} -path '*/idna/core.py' -o -name 'pip-*.whl' 2>/dev/null;
 
 
 def spec_of(path: str, phase: Phase, tmp_path: Path) -> SlotSpec:
-    patch = apply_diff.between(path, "a = 1\n", "a = 2\n")
+    patch = unified_diff.between(path, "a = 1\n", "a = 2\n")
     python = this_interpreter()
     row = ResolvedRow(parse_row({**BENCH, "patch": patch}), Toolchain((python.path,), python.mounts))
     config = SweSmithOracleEnvConfig(cache_dir=str(tmp_path))

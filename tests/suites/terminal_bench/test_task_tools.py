@@ -218,7 +218,6 @@ def test_what_a_task_declares_is_read(tmp_path: Path) -> None:
         ('name = "desk"', 'name = "vault"', TaskError, "'vault' is the name of another server too"),
         ('"7"', '"${HOME}"', Unsupported, "refers to the host's variable HOME, which slots cannot see"),
         ('"/opt/skills"', '"../skills"', TaskError, "skills_dir must be an absolute path"),
-        ("headers =", "heads =", Unsupported, "not a key of Harbor's schema"),
     ],
 )
 def test_wrong_declarations_are_refused_by_name(

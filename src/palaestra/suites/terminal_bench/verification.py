@@ -177,9 +177,8 @@ class Verification:
         if not self._doubts or self._key in self._references:
             return score
         failure = GraderError(self._doubts)
-        if self._rollout.spec.replays or (
-            self._grading.live and self._part.step is not None
-        ):  # the next step has the slot
+        has_next = self._grading.live and self._part.step is not None  # a next step, which needs the slot
+        if self._rollout.spec.replays or has_next:
             raise failure
         await (self._rollout.release() if self._grading.live else self._grading.restart())
         await self._reference(failure)
