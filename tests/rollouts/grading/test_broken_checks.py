@@ -127,6 +127,22 @@ def test_work_that_breaks_a_live_check_scores_nothing(tmp_path: Path, monkeypatc
     assert set(map(tuple, scores.values())) == {(0.0,)}
 
 
+@pytest.mark.slots
+@pytest.mark.parametrize("grading", ["sealed", "live"])
+def test_the_reference_is_played_in_the_place_of_the_work(
+    grading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollouts whose checks fail at the same time do not wait for each other's slots."""
+    monkeypatch.chdir(tmp_path)
+    Path("faulty_env.py").write_text(
+        FAULTY.replace("nowhere", "answer").replace('prompt="?"', f'prompt="?", grading="{grading}"')
+    )
+    policy = acting(tmp_path / "works.jsonl", {"one": "echo many > answer.txt"}, group_size=3)
+    assert main(["run", "faulty_env.py", "--policy", policy, "--group", "3", "--slots", "1"]) == 0
+    (line,) = (json.loads(line) for line in groups_file().read_text().splitlines())
+    assert line["scores"] == [0.0, 0.0, 0.0]
+
+
 EXHAUSTING_WORKS = {
     "honest": "echo 4 > answer.txt",
     "deep": 'echo \'import os\nfor _ in range(3000): os.mkdir("d"); os.chdir("d")\' > deep.py; python3 deep.py',
