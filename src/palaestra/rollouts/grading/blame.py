@@ -19,6 +19,10 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Middleware
 
 
+_REPLAYED = ":reference"
+"""The end of a replay's group id, under which its slots are leased."""
+
+
 class _Unrecorded(EventStream):
     """The events of a replay. None is recorded, and each is a sign of life of the rollout that waits for the replay."""
 
@@ -43,7 +47,9 @@ async def blame(rollout: Rollout, failure: PalaestraError) -> Rollout:
         raise failure
     reference = await replay(rollout)
     if reference.score is None:
-        failure.add_note(f"the reference solution fails too: {reference.ending.error}"[:2000])
+        what = "the reference solution" if rollout.task.solution is not None else "doing nothing"
+        error = reference.ending.error.replace(_REPLAYED, "")
+        failure.add_note(f"{what} fails too" if str(failure) in error else f"{what} fails too: {error:.2000}")
         raise failure
     return reference
 
@@ -72,7 +78,7 @@ async def replay(rollout: Rollout) -> Rollout:
         counterfactual=None,
         program=None,
     )
-    again = Rollout(rollout.hooks, context, replace(spec, group_id=f"{spec.group_id}:reference", replays=True))
+    again = Rollout(rollout.hooks, context, replace(spec, group_id=spec.group_id + _REPLAYED, replays=True))
     again.workspace.begin()  # a run that stops lets its rollouts end
     await again.run()
     return again
