@@ -103,7 +103,7 @@ def test_a_grader_failure_is_tried_again_and_the_discarded_attempt_is_kept(tmp_p
     async def flaky(rollout: Rollout) -> float:
         nonlocal attempts
         attempts += 1
-        if attempts <= 2:  # the first attempt, and the replay by doing nothing
+        if attempts <= 2:  # the first attempt, and the replay of the reference
             raise GraderError("the tests did not start")
         return 1.0
 
@@ -113,7 +113,7 @@ def test_a_grader_failure_is_tried_again_and_the_discarded_attempt_is_kept(tmp_p
     assert groups[0].trajectories[0].reward == 1.0
     events = [each for each in read_journal(shared.events.journal.path) if hasattr(each, "trajectory")]
     failed, scored = (each.trajectory.error for each in events)
-    assert failed == "GraderError: the tests did not start; doing nothing fails too"
+    assert failed == "GraderError: the tests did not start; the reference solution fails too"
     assert scored == ""
 
 

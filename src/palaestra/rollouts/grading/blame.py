@@ -18,7 +18,6 @@ from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Middleware
 
-
 _REPLAYED = ":reference"
 """The end of a replay's group id, under which its slots are leased."""
 
