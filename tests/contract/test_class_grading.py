@@ -44,7 +44,7 @@ WORKS = {
         "python3 -m pip install -q --no-index --target /opt/checks /tmp/four-1.0-py3-none-any.whl && "
         "echo 'import four, calc' > test_all.py && "
         "echo 'def test_four(): assert calc.double(2) == four.FOUR' >> test_all.py && "
-        "PYTHONPATH=/opt/checks python3 -m pytest -q test_all.py test_calc.py",
+        "PYTHONPATH=/opt/checks python3 -c 'import test_all, test_calc; test_all.test_four(); test_calc.test_it()'",
     ),
     "the network": ("cat /proc/net/dev | wc -l > ~/devices", "test $(cat /proc/net/dev | wc -l) = $(cat ~/devices)"),
 }
