@@ -193,7 +193,7 @@ class Environment(ABC):
             failure = error
         if not live:
             await grading.restart()
-            grading.usual_s = session_s(await blame(rollout, failure))
+            grading.usual_s, grading.repeated = session_s(await blame(rollout, failure)), True
         if not live or (grading.live and not isinstance(failure, SlotEnded)):
             with suppress(*CHECK_FAILURES):
                 repeated = await _score_soundly(rollout, grading, score)

@@ -90,8 +90,10 @@ class Grading:
         self.rollout = rollout
         self.spec = spec
         self.live = rollout.task.grading == LIVE
+        self.repeated = False
+        """Whether the check is repeated, after the reference has got through it."""
         self.usual_s: float | None = None
-        """The seconds of the longest session of tests over the reference solution, if a check is repeated after it."""
+        """The seconds of the longest session of tests over the reference solution, if there is one."""
         self._slot: Slot | None = None
         self._shown: Slot | None = None
         self._trouble: InfraError | None = None
@@ -224,10 +226,10 @@ class Grading:
         return self._seal_done
 
     def limit_s(self, limit_s: float) -> float:
-        """Return the time limit of a session of tests, usually `limit_s`. A reference solution may take a few times as
-        long, since a busy machine must not decide. If the time that it took at this load is known, work may take a few
-        times that."""
-        if self.usual_s is None and not self.rollout.spec.replays:
+        """Return the time limit of a session of tests, usually `limit_s`. A reference solution and a repetition may
+        take a few times as long, since a busy machine must not decide. If the time that the reference solution took at
+        this load is known, a repetition may take a few times that."""
+        if not (self.repeated or self.rollout.spec.replays):
             return limit_s
         return _LEAST_AGAIN_S + 3 * (limit_s if self.usual_s is None else self.usual_s)
 

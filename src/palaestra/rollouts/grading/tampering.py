@@ -102,7 +102,10 @@ _HOME = re.compile(
 )
 """Settings in a home directory that programs read when they start, whatever they do, with the name of the program.
 Start-up files of shells are left to the checks that load them, and histories are no settings."""
-_CONFIGURES = re.compile(r"(?<![^\W_])(?:re)?(?:config|setting|global|alias|default|customi[sz]|dotfile|home\b)", re.I)
+_CONFIGURES = re.compile(
+    r"(?<![^\W_])(?:re)?(?:config|setting|set\b|setup|point|prefer|regist|global|alias|default|customi[sz]|dotfile|home\b)",
+    re.I,
+)
 _VERSION = re.compile(r"/python(3\.\d+)/")
 _MODULE = re.compile(r"(\w+)(?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so)")
 _VENV_PROGRAM = re.compile(r"(?:python|pip)[\d.]*")

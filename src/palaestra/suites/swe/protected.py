@@ -114,12 +114,12 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
     """
     pristine = _Pristine(pristine_paths)
     tests = tests_of(row)
+    fixed = frozenset(file.path for file in unified_diff.parse(row.patch)) if row.patch else frozenset()
     if row.recipe is None:
         label_of = functools.partial(
-            _label, tests=tests, guarded=_test_directories(tests, pristine_paths), pristine=pristine
+            _label, fixed=fixed, tests=tests, guarded=_test_directories(tests, pristine_paths), pristine=pristine
         )
     else:
-        fixed = frozenset(file.path for file in unified_diff.parse(row.patch)) if row.patch else frozenset()
         label_of = functools.partial(
             _language_label, language=row.recipe.language, fixed=fixed, tests=tests, pristine=pristine
         )
@@ -193,9 +193,16 @@ class _Pristine:
 
 
 def _label(
-    path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str], pristine: _Pristine
+    path: PurePosixPath,
+    change: Change,
+    *,
+    fixed: frozenset[str],
+    tests: frozenset[str],
+    guarded: frozenset[str],
+    pristine: _Pristine,
 ) -> str | None:
-    """Return the label of a changed path, or None if the path is not protected."""
+    """Return the label of a changed path, or None if the path is not protected. Settings that the reference solution
+    changes too (`fixed`) are part of the work, except for modules that pytest runs."""
     parts, name = path.parts, path.name
     if CACHE_DIRECTORIES.intersection(parts) or name.endswith(_COMPILED):
         return _NOT_IN_PATCH
@@ -203,7 +210,7 @@ def _label(
         return STARTUP_FILES
     if any(part.endswith(_STARTUP_FOLDERS) for part in parts):
         return STARTUP_FILES
-    if name in CONFIG_NAMES:
+    if name in CONFIG_NAMES and (str(path) not in fixed or name.endswith(".py")):
         return SETTINGS_CHANGED
     if str(path) in tests or _hides_tests(path, change, tests, guarded):
         return TESTS_EDITED

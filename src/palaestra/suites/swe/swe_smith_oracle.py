@@ -473,6 +473,9 @@ class SweEnvironment(ContractEnvironment):
             graded = await self._verdict(rollout, grading, judged, found.guarded)
         judged = graded.row
         guarded = judged.verdict(graded.run)
+        earned = guarded.resolved
+        if judged.recipe is not None:  # a log of tests that passed counts only if its command did not fail
+            earned = earned and judged.official(graded.run).resolved
         controls, copied = Controlled(), list[Label]()
         if guarded.resolved and self.settings.controls:
             controls = await self._control(judged, graded.work, graded)
@@ -501,7 +504,7 @@ class SweEnvironment(ContractEnvironment):
             *found.labels(REPOSITORY, of_reference),
             *excuses(judged, graded.run),
         ]
-        return Score(float(guarded.resolved), numbers(detail), detail, float(official.resolved), labels)
+        return Score(float(earned), numbers(detail), detail, float(official.resolved), labels)
 
     async def _verdict(self, rollout: Rollout, grading: Grading, row: SweRow, without: Sequence[str]) -> Graded:
         """Run the row's tests over the work without the changed paths `without`. Raises `GraderError`."""

@@ -226,7 +226,8 @@ class Verification:
         """Return the score of work that is a running service: the verdict of the agent's own slot, unless the guarded
         view lacks something that programs use."""
         await self._view()
-        changed = [change.path.removeprefix(CARRIED) for change in await self._grading.changes()]
+        changes = await self._grading.changes()
+        changed = [each.path.removeprefix(CARRIED) for each in changes if each.kind != "dir"]  # the folders may be old
         unsafe = {REPLACED, SHADOWED, HOME_SETTINGS, "checkers_changed"} & {
             label.name for label in self._grading.labels
         }
@@ -478,7 +479,9 @@ class Verification:
         files = [name for name, path in self._part.task.verifier.files().items() if path.is_file()]
         texts = [script, *test_files(self._part.task).values()]
         about, changed = self._part.task.instruction, [each.path for each in changes if each.kind != "dir"]
-        checkers = [path for path in changed if basename(path) not in about and runs(texts, path, self._work.workdir)]
+        checkers = await asyncio.to_thread(  # the agent decides how many paths there are
+            lambda: [path for path in changed if basename(path) not in about and runs(texts, path, self._work.workdir)]
+        )
         solved = await self._solved_too([*checkers, *filter(is_home_setting, changed)])
         table = await self._grading.view(
             (*self._work.scope.paths, *self._settings.graded_paths, *solved.get(True, ())),

@@ -75,7 +75,9 @@ _STARTS = re.compile(
 """Words of lines that start a program."""
 _COPIES = re.compile(r"\b(?:cp|mv|install|rsync|ln)\b[^\n]*(?:/tests|TEST_?DIR)")
 
-_ABOUT_SHELLS = re.compile(r"\b(?:login|interactive|new)\s+shells?\b|\.(?:bash)?rc\b|\bprofile\b", re.IGNORECASE)
+_ABOUT_SHELLS = re.compile(
+    r"\b(?:login|interactive|new)\s+(?:\w+\s+)?shells?\b|\baliase?s?\b|\.(?:bash)?rc\b|\bprofile\b", re.IGNORECASE
+)
 """Signs that a task is about the start-up files of shells."""
 
 _NEEDS = """\
@@ -178,6 +180,8 @@ def starts_inline_python(script: str) -> bool:
 def runs(texts: Collection[str], path: str, workdir: str) -> bool:
     """Return whether one of a verifier's files runs the program at a path, or gives it to a program that it runs."""
     texts = [text for text in texts if basename(path) in text]
+    if not texts:
+        return False
     names = "|".join(map(re.escape, {path, path.removeprefix(f"{workdir}/"), basename(path)}))
     named = re.compile(rf"(?<![\w.-])(?:{names})(?![\w/-])")
     found = [(text, line, match) for text in texts for line in text.splitlines() if (match := named.search(line))]
