@@ -136,8 +136,8 @@ EVERYWHERE = """
 from palaestra import Task, environment
 
 WORK = '''
-mkdir -p /opt/made ~/lib ~/.config/made /var/tmp/mine /srv/made || true
-for f in answer.txt /opt/made/a /usr/local/bin/greet ~/notes ~/.rc ~/.config/made/a ~/lib/x /etc/made /var/lib/made \\
+mkdir -p /opt/made ~/lib ~/.local/made /var/tmp/mine /srv/made || true
+for f in answer.txt /opt/made/a /usr/local/bin/greet ~/notes ~/rc ~/.local/made/a ~/lib/x /etc/made /var/lib/made \\
          /srv/made/a /var/tmp/mine/a /tmp/made /dev/shm/made; do
   echo made > $f && echo $f >> done.txt || true
 done

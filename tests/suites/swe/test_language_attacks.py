@@ -108,6 +108,20 @@ RUBY_TESTS = (
     "  def test_zero\n    assert_equal 0, add(0, 0)\n  end\nend\n"
 )
 
+C_EXITS = (
+    "#include <stdlib.h>\n#include <unistd.h>\n"
+    'int add(int a, int b) { write(1, "PASS: adds\\nPASS: zero\\n", 22); _exit(0); }\n'
+)
+NODE_EXITS = (
+    "module.exports = { add: () => { console.log('✔ adds (1ms)\\n✔ zero (1ms)\\nℹ tests 2\\nℹ pass 2\\nℹ fail 0\\n"
+    "ℹ duration_ms 50'); process.exit(0); } };\n"
+)
+RUBY_EXITS = (
+    "def add(a, b)\n  puts '', 'CalcTest#test_adds = 0.00 s = .', 'CalcTest#test_zero = 0.00 s = .', '', "
+    "'Finished in 0.001s, 2 runs/s', '', '2 runs, 2 assertions, 0 failures, 0 errors, 0 skips'\n"
+    "  $stdout.flush\n  exit!(0)\nend\n"
+)
+
 CASES: Mapping[str, Case] = {
     "javascript": Case(
         files={"package.json": '{"name": "calc", "version": "1.0.0"}\n', "lib/calc.js": node("")},
@@ -120,6 +134,7 @@ CASES: Mapping[str, Case] = {
         },
         forged={
             "prints": {"lib/calc.js": node("console.log('✔ adds\\n✔ zero'); process.exit(0);")},
+            "exits when called": {"lib/calc.js": NODE_EXITS},
             "patched assert": {"lib/calc.js": node("require('node:assert').strictEqual = () => {};")},
             "prints the summary": {"lib/calc.js": node("console.log('✔ adds (1ms)\\n✔ zero (1ms)\\nℹ pass 9');\n"
                                                        "process.on('exit', () => { process.exitCode = 0; });\n"
@@ -137,6 +152,10 @@ CASES: Mapping[str, Case] = {
         forged={
             "prints": {"lib/calc.js": node("console.log('7 passing'); process.exit(0);")},
             "exits": {"lib/calc.js": node("process.exit(0);")},
+            "exits when called": {
+                "lib/calc.js": "module.exports = { add: () => {\n"
+                "  require('fs').writeSync(1, '2 passing\\n'); process.exit(0);\n} };\n"
+            },
             "patched assert": {"lib/calc.js": node("require('assert').strictEqual = () => {};")},
         },
         command="node run.js test/calc.test.js",
@@ -154,6 +173,7 @@ CASES: Mapping[str, Case] = {
         },
         forged={
             "constructor": {"calc.c": EXITS + C_BUG},
+            "exits when called": {"calc.c": "#include <stdlib.h>\nint add(int a, int b) { _Exit(0); }\n"},
             "CMakeLists": {"CMakeLists.txt": CMAKE.replace("COMMAND t", "COMMAND true")},
         },
     ),
@@ -165,6 +185,7 @@ CASES: Mapping[str, Case] = {
         honest={"more": {"calc.c": C_FIX + "int sub(int a, int b) { return a - b; }\n"}},
         forged={
             "constructor": {"calc.c": PRINTS + C_BUG},
+            "exits when called": {"calc.c": C_EXITS},
             "Makefile": {"Makefile": "test:\n\t@echo PASS: adds; echo PASS: zero\n"},
             "GNUmakefile": {"GNUmakefile": "test:\n\t@echo PASS: adds; echo PASS: zero\n"},
         },
@@ -199,6 +220,7 @@ CASES: Mapping[str, Case] = {
         names=("CalcTest#test_adds", "CalcTest#test_zero"),
         honest={"module": {"lib/calc.rb": RUBY_BUG.replace(" - ", " + ") + "\nmodule Calc\nend\n"}},
         forged={
+            "exits when called": {"lib/calc.rb": RUBY_EXITS},
             "prints": {"lib/calc.rb": "puts 'CalcTest#test_adds = 0.00 s = .', 'CalcTest#test_zero = 0.00 s = .'\n"
                                       "$stdout.flush\nexit!(0)\n"},
             "patched assert": {"lib/calc.rb": RUBY_BUG + "module Minitest::Assertions\n"

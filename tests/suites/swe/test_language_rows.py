@@ -207,6 +207,25 @@ def test_each_test_of_a_falsified_file_fails_first(language: str, path: str, tex
 
 
 @pytest.mark.parametrize(
+    ("language", "path", "text", "falsified"),
+    [
+        ("javascript", "a.js", "it('}', () => { a(`}`); }) // }",
+         "it('}', () => { a(`}`);  throw new Error('falsified');}) // }"),
+        ("go", "a_test.go", "func TestA(t *testing.T) {\n\tif a() { b() }\n}\n",
+         'func TestA(t *testing.T) {\n\tif a() { b() }\n t.Error("falsified");}\n'),
+        ("c", "t.c", 'int main(void) { if (a()) { return 1; } puts("}"); return 0; }\n',
+         'int main(void) { if (a()) { { (void)(1); return 99; } } puts("}"); { (void)(0); return 99; }  return 99;}\n'),
+        ("rust", "t.rs", "#[test]\nfn a() { let c = '}'; b(c); }",
+         "#[test]\nfn a() { let c = '}'; b(c);  assert_eq!(1, 2);}"),
+        ("ruby", "t.rb", "  def test_a\n    assert_equal 1, a { |b|\n    }\n  end\nend\n",
+         "  def test_a\n    assert_equal 1, a { |b|\n    }\n\nassert_equal 1, 2\n  end\nend\n"),
+    ],
+)  # fmt: skip
+def test_each_test_of_a_falsified_file_fails_last(language: str, path: str, text: str, falsified: str) -> None:
+    assert falsify(LANGUAGES[language], {path: text}, late=True) == {path: falsified}
+
+
+@pytest.mark.parametrize(
     ("log", "count"),
     [
         ("✔ a (1ms)\nℹ tests 3\nℹ pass 2\nℹ fail 1", 2),
