@@ -334,6 +334,9 @@ def test_the_table(path: str, label: str | None) -> None:
         ("/root/.sqliterc", "Let sqlite show headers by default."),
         ("/home/user/.ssh/config", "Add the host a.example to ~/.ssh/config."),
         ("/root/.npmrc", "Use another registry: write /root/.npmrc."),
+        ("/root/.config/git/config", "Set up git for Ada Lovelace."),
+        ("/root/.npmrc", "Point npm at our registry."),
+        ("/root/.ssh/config", "Set up my SSH client accordingly."),
     ],
 )
 def test_settings_that_the_task_asks_for_are_seen(path: str, text: str) -> None:

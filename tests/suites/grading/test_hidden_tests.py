@@ -122,6 +122,41 @@ def test_answers_that_the_work_contains_are_paid_and_labelled():
     played(body)
 
 
+DECORATED = """
+import functools, unittest
+from unittest import mock
+import calc
+
+def given(value):
+    def decorate(test):
+        @functools.wraps(test)
+        def run(*args):
+            return test(*args, value)
+        return run
+    return decorate
+
+class Means(unittest.TestCase):
+    @mock.patch("calc.mean")
+    def test_patched(self, mean):
+        mean.return_value = 7
+        self.assertEqual(calc.mean([1]), 7)
+
+@given([1, 2, 3])
+def test_given(numbers):
+    assert calc.mean(numbers) == 2
+"""
+
+
+def test_decorators_give_arguments_to_tests():
+    async def body(slot: Slot) -> None:
+        for text, share in ((RIGHT, 1.0), ("def mean(numbers):\n    return 0\n", 0.5)):
+            await slot.write_text("calc.py", text)
+            found = await run_tests(slot, DECORATED)
+            assert (found.share, [label for label in found.labels if label.certain]) == (share, []), found
+
+    played(body)
+
+
 @pytest.mark.parametrize(
     ("tests", "message"),
     [

@@ -141,6 +141,14 @@ def test_the_tests_that_a_row_brings_are_protected_too() -> None:
     assert dropped("checks/extra.py", task=task) == {"checks/extra.py"}
 
 
+def test_settings_that_the_fix_changes_too_are_work() -> None:
+    """A module that pytest runs is not, because the work could decide its own verdict there."""
+    for path, kept in (("pyproject.toml", True), ("setup.cfg", True), ("tox.ini", True), ("conftest.py", False)):
+        fixed = row(patch=unified_diff.between(path, "a\n", "b\n"))
+        assert dropped(path, task=fixed) == (set() if kept else {path})
+        assert dropped(path) == {path}
+
+
 def test_a_named_test_beside_sources_protects_itself_alone() -> None:
     task = row(FAIL_TO_PASS=["src/pkg/core.py::doctest"])
     assert dropped("src/pkg/core.py", "src/pkg/fresh.py", task=task) == {"src/pkg/core.py"}
