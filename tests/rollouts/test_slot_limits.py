@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 import palaestra
+from envs.scripts import acting
 from palaestra import Run, Say, Task, environment
 from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.types import Limits, Outcome, ToolStep
@@ -133,13 +134,19 @@ def limits():
     # an agent that ends its slot without an answer: its 0 stays a 0
     nothing = [ToolStep("terminal", {"command": "kill -9 -1; kill -9 $PPID", "timeout": 1}), Say("Done.")]
     yield Task(id="nothing", prompt="Write kept.", limits=LIMITS, solution=nothing)
-    live = [*commands_of("kill the parent"), Say("Done.")]
-    yield Task(id="live", prompt="Write kept.", limits=LIMITS, solution=live, grading="live")
+
+
+@environment(toolsets=["terminal"])
+def graded_live():
+    yield Task(id="live", prompt="Write kept.", limits=LIMITS, solution="echo kept > answer.txt", grading="live")
 
 
 @limits.score
 async def correct(task: Task, sandbox: Slot) -> bool:
     return (await sandbox.read_text("answer.txt", missing="")).strip() == "kept"
+
+
+graded_live.score(correct)
 
 
 @functools.cache
@@ -152,12 +159,14 @@ def played(level: str, folder: str) -> dict[str, Trajectory] | str:
     return {group.task_id: group.trajectories[0] for group in run.groups}
 
 
-def rolled_out(environment: FunctionEnvironment, level: str, folder: str, turns: int = 70) -> Run:
-    """Play the solutions of an environment."""
+def rolled_out(
+    environment: FunctionEnvironment, level: str, folder: str, turns: int = 70, policy: str = "oracle"
+) -> Run:
+    """Play the solutions of an environment, or another policy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", folder)  # a user without a home directory has no other place
         return palaestra.run_sync(
-            environment, policy="oracle", isolation=level, group_size=1, folder=folder, max_agent_turns=turns
+            environment, policy=policy, isolation=level, group_size=1, folder=folder, max_agent_turns=turns
         )
 
 
@@ -261,7 +270,14 @@ def test_an_agent_that_ends_its_slot_keeps_its_zero(level: str, folder: str) -> 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_agent_that_ends_the_slot_in_which_it_is_graded_scores_zero(level: str, folder: str) -> None:
-    rollout = rollout_of(level, folder, "live")
+    policy = acting(
+        Path(folder, f"live-{level}.jsonl"), {"live": ["echo kept > answer.txt", *CASES["kill the parent"].commands]}
+    )
+    try:
+        run = rolled_out(graded_live, level, folder, policy=policy)
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    (rollout,) = run.groups[0].trajectories
     assert (rollout.outcome, rollout.error) == (Outcome.NATURAL, "")
     if level == "confined" and os.geteuid() != 0:  # commands and the init have the same user
         assert rollout.reward == 0.0
@@ -272,4 +288,4 @@ def test_an_agent_that_ends_the_slot_in_which_it_is_graded_scores_zero(level: st
 
 @pytest.mark.slow
 def test_without_root() -> None:
-    run_suite(Path(__file__), "not without_root")
+    run_suite(Path(__file__), "not without_root and not keeps_commands_from_starting")

@@ -193,7 +193,8 @@ class Environment(ABC):
             failure = error
         if not live:
             await grading.restart()
-            grading.usual_s, grading.repeated = session_s(await blame(rollout, failure)), True
+            reference = await blame(rollout, failure)
+            grading.usual_s, grading.repeated = session_s(reference), True
         if not live or (grading.live and not isinstance(failure, SlotEnded)):
             with suppress(*CHECK_FAILURES):
                 repeated = await _score_soundly(rollout, grading, score)
@@ -201,8 +202,8 @@ class Environment(ABC):
                 return replace(repeated, detail={**repeated.detail, **first})
         if live:  # the agent's processes end with its slot, so the reference comes last
             await rollout.release()
-            await blame(rollout, failure)
-        return broken(failure)
+            reference = await blame(rollout, failure)
+        return broken(failure, reference)
 
     @abstractmethod
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
@@ -229,9 +230,10 @@ def _network_of(task: Task, phase: Phase) -> Network | AllowList:
     return {Phase.PREPARE: policy.prepare, Phase.AGENT: policy.agent, Phase.GRADE: policy.grade}[phase]
 
 
-def broken(failure: Exception) -> Score:
-    """Return the score of work that is to blame for the failure of its check."""
-    return Score(0.0, {WORK_BREAKS_CHECK: 1.0}, {WORK_BREAKS_CHECK: without_middle(str(failure), 2000)})
+def broken(failure: Exception, reference: Rollout) -> Score:
+    """Return the score of work that is to blame for the failure of its check, through which the reference got."""
+    official = None if reference.score is None or reference.score.official is None else 0.0
+    return Score(0.0, {WORK_BREAKS_CHECK: 1.0}, {WORK_BREAKS_CHECK: without_middle(str(failure), 2000)}, official)
 
 
 async def _score_soundly(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> Score:

@@ -427,8 +427,8 @@ class _Steps:
         """Return the score of a step that could not begin. Raises the error if the reference solution cannot begin it
         either."""
         await self._rollout.release()
-        await blame(self._rollout, error)
-        score, label = broken(error), Label("set_up_failed", str(error)[-300:])
+        reference = await blame(self._rollout, error)
+        score, label = broken(error, reference), Label("set_up_failed", str(error)[-300:])
         return replace(score, detail={**score.detail, "official_rewards": {}}, labels=[label])
 
     async def _verify(self, number: int, *, ended: bool = False) -> bool:
