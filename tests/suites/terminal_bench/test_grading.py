@@ -94,8 +94,8 @@ def test_scripts_that_end_before_their_tests(try_tasks: Try, tmp_path: Path) -> 
     lines = try_tasks(tmp_path)
     gated = lines["gated"]
     assert (gated.finding, gated.noop, gated.solution) == (Finding.GOOD, 0.0, 1.0), gated
-    assert (lines["without"].finding, lines["without"].noop) == (Finding.VERIFIER_FAILS, 0.0)
-    assert "gives 1 but did not start its tests" in lines["without"].reason
+    assert (lines["without"].finding, lines["without"].noop) == (Finding.VERIFIER_FAILS, None)
+    assert "ran no test" in lines["without"].reason
     assert lines["fetching"].finding is Finding.VERIFIER_FAILS
     assert "needs the network" in lines["fetching"].reason
     assert lines["elsewhere"].finding is Finding.VERIFIER_FAILS
@@ -103,14 +103,17 @@ def test_scripts_that_end_before_their_tests(try_tasks: Try, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ending", ["kill -KILL $PPID", "echo exit 0 > /tests/test.sh; kill -KILL $PPID"])
-def test_work_that_ends_the_verifier_scores_nothing(try_tasks: Try, tmp_path: Path, ending: str) -> None:
+def test_work_that_ends_the_verifier_scores_nothing(
+    installed_pytest: DependencyCache, tmp_path: Path, ending: str
+) -> None:
     files = {
         "tests/test.sh": "#!/bin/bash\n[ -f work.sh ] && bash work.sh\npytest /tests\n"
         "echo 0 > /logs/verifier/reward.txt\n",
-        "solution/solve.sh": f"#!/bin/bash\necho 'echo 1 > /logs/verifier/reward.txt; {ending}' > work.sh\n",
     }
-    line = try_tasks(copied(HARBOR / "greeting", tmp_path, files))["greeting"]
-    assert (line.noop, line.solution) == (0.0, 0.0), line
+    copied(HARBOR / "greeting", tmp_path / "tasks", files)
+    works = {"greeting": f"echo 'echo 1 > /logs/verifier/reward.txt; {ending}' > work.sh"}
+    found = played_all(tmp_path / "tasks", installed_pytest, tmp_path, works)["greeting"]
+    assert found.reward == 0.0, (found.error, found.detail)
 
 
 def test_tasks_that_cannot_be_trusted_are_named(try_tasks: Try) -> None:
@@ -266,7 +269,7 @@ def test_an_evaluation_from_the_command_line_and_its_resumption(tmp_path: Path) 
     assert "left out: broken-toml: task.toml is not TOML" in done.stderr
     results = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]
     assert (results["tasks"], results["attempts"], results["pass_rate"]) == (2, 4, 1.0)
-    assert (results["pass@2"], results["category/text/pass@1"], results["tasks_left_out"]) == (1.0, 1.0, 9)
+    assert (results["pass@2"], results["category/text/pass@1"], results["tasks_left_out"]) == (1.0, 1.0, 8)
     assert results["pass@1/low"] < 0.5
     samples = [json.loads(line) for line in (tmp_path / "evals/samples.jsonl").read_text().splitlines()]
     assert [(sample["task_name"], sample["attempt"], sample["passed"]) for sample in samples] == [

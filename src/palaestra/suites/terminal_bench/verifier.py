@@ -138,13 +138,13 @@ async def verify(
         except GraderError as error:
             raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
     reward, doubts = single(rewards), ""
-    if run is not None and not run.statuses:
+    if reward < 1 and lacks_network((script.text, *script.others.values()), _helpers(task), output):
+        doubts = f"no network: the verifier of {task.name} needs the network, which it does not have{_tail(output)}"
+    elif run is not None and not run.statuses:
         why = f"the verifier of {task.name} ran no test{_why_no_test(run, output)}"
         if reward > 0:
             raise GraderError(f"{why}\nIt gives {reward:g} all the same")
         doubts = why if task.solution is not None else ""  # doing nothing cannot show whether tests can run
-    elif reward < 1 and lacks_network((script.text, *script.others.values()), _helpers(task), output):
-        doubts = f"no network: the verifier of {task.name} needs one{_tail(output)}"
     watch = watched and reward > 0
     labels = await _labels(slot, task, script, reward, session, alone=alone) if watch else []
     return VerifierVerdict(reward, rewards, run, output, session.exit_code, labels, doubts)
