@@ -62,6 +62,6 @@ def test_the_reason_of_work_that_breaks_its_verifier_is_the_verifiers_output(try
     script = "#!/bin/bash\nif [ -e /app/hello.txt ]; then echo it is there; our-judge; exit 3; fi\n"
     written(tmp_path / "greeting", {"tests/test.sh": f"{script}echo 0 > /logs/verifier/reward.txt\n"})
     line = try_tasks(tmp_path)["greeting"]
-    assert (line.finding, line.solution) == (Finding.SOLUTION_FAILS, 0.0)
+    assert (line.finding, line.solution) == (Finding.VERIFIER_FAILS, None)
     assert line.reason.startswith("missing program: our-judge\n")
     assert "it is there" in line.reason
