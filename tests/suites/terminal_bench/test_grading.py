@@ -335,13 +335,16 @@ STARTED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTED)
-def test_a_program_that_the_verifier_starts_forges_nothing(try_tasks: Try, tmp_path: Path, name: str) -> None:
-    solve = f"#!/bin/bash\ncat > area.py <<'END'\n{STARTED[name]}END\n"
+def test_a_program_that_the_verifier_starts_forges_nothing(
+    installed_pytest: DependencyCache, tmp_path: Path, name: str
+) -> None:
     stock = (HARBOR / "import-the-work/tests/test.sh").read_text()
     files = {
-        "solution/solve.sh": solve,
+        "solution/solve.sh": '#!/bin/bash\necho \'open("area.txt", "w").write("12")\' > area.py\n',
         "tests/test.sh": stock.replace("uvx", "python3 ./area.py\nuvx", 1),
         "tests/test_outputs.py": "def test_it():\n    assert open('/app/area.txt').read() == '12'\n",
     }
-    line = try_tasks(copied(HARBOR / "import-the-work", tmp_path, files))["import-the-work"]
-    assert (line.noop, line.solution) == (0.0, 0.0), line
+    copied(HARBOR / "import-the-work", tmp_path / "tasks", files)
+    works = {"import-the-work": f"cat > area.py <<'END'\n{STARTED[name]}END\n"}
+    found = played_all(tmp_path / "tasks", installed_pytest, tmp_path, works)["import-the-work"]
+    assert found.reward == 0.0, (found.error, found.detail)
