@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.types import Blame
+from palaestra.suites.terminal_bench.verifier_files import HARNESS_DIR
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.conftest import played_all
 from suites.terminal_bench.ledger import TOML, make_steps
@@ -39,7 +40,7 @@ def task(place: Path, name: str, before: str = "", **files: str) -> None:
 
 
 SWAP = "printf '#!/bin/sh\\nexit 0\\n' > $f; chmod 755 $f"
-FIND = "for f in /opt/palaestra/verifier/bin/*; do [ -e $f ] && " + SWAP + "; done"
+FIND = f"for f in {HARNESS_DIR}/bin/*; do [ -e $f ] && " + SWAP + "; done"
 WAYS_OUT = {
     "judge-words": "echo 'openai.APIConnectionError: Name or service not known' > answer.txt",
     "network-words": "printf 'curl: (6) Could not resolve host: pypi.org' > answer.txt",

@@ -231,7 +231,7 @@ class Grading:
         this load is known, a repetition may take a few times that."""
         if not (self.repeated or self.rollout.spec.replays):
             return limit_s
-        return _LEAST_AGAIN_S + 3 * (limit_s if self.usual_s is None else self.usual_s)
+        return enough_time(limit_s if self.usual_s is None else self.usual_s, _LEAST_AGAIN_S)
 
     def took(self, seconds: float) -> None:
         """Record how long a session of tests took."""
@@ -436,6 +436,11 @@ class Grading:
 _EMPTY_BYTES = 40
 """The size of an empty directory in a tmpfs. Each entry adds 20. Source: BOGO_DIRENT_SIZE in the kernel's
 `mm/shmem.c`."""
+
+
+def enough_time(usual_s: float, least_s: float = 1.0) -> float:
+    """Return the time limit of a repeated session whose tests usually take `usual_s` seconds."""
+    return least_s + 3 * usual_s
 
 
 async def _has_no_scratch(slot: Slot) -> bool:

@@ -32,11 +32,6 @@ class TestsTimedOut(GraderError):
     __test__: ClassVar[bool] = False  # pytest: not a test class
 
 
-def enough_time(usual_s: float, least_s: float = 1.0) -> float:
-    """Return the time limit of a repeated session whose tests usually take `usual_s` seconds."""
-    return least_s + 3 * usual_s
-
-
 class Status(StrEnum):
     """The outcome of one test over all its phases."""
 

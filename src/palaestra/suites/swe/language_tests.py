@@ -181,9 +181,10 @@ async def control(
         if reference is not None and (passed or run.exit_status == 0):
             shown = await reference(made)
             ended = run.exit_status == 0 and bool(shown.exit_status)  # the work ended the session in place of the tests
-            known = shown.statuses if not shown.cut_off else dict.fromkeys(passed, Status.PASSED)
-            unusual = [name for name in passed if known.get(name) is not Status.PASSED]
-            unusual = [*earning] if ended and not shown.cut_off else unusual
+            if ended and not shown.cut_off:
+                unusual = [*earning]
+            elif not shown.cut_off:
+                unusual = [name for name in passed if shown.statuses.get(name) is not Status.PASSED]
         if not late:
             uncontrolled = tuple(name for name in passed if name not in unusual)
         if unusual:

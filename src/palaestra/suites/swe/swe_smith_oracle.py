@@ -33,7 +33,7 @@ from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskError
 from palaestra.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
-from palaestra.rollouts.grading.grader import SEALED, Grading
+from palaestra.rollouts.grading.grader import SEALED, Grading, enough_time
 from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
@@ -41,7 +41,7 @@ from palaestra.sandbox.slot import WORKSPACE, Mount, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
-from palaestra.suites.grading.harness import Status, TestRun, enough_time
+from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.images.task_images import PullPolicy, TaskImages
 from palaestra.suites.swe import language_tests

@@ -92,7 +92,6 @@ from palaestra.suites.terminal_bench.terminal_task import (
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.terminal_bench.verification import (
     PreparedSlot,
-    Reference,
     ResolvedTask,
     Verification,
     VerifierContext,
@@ -138,7 +137,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             TaskImages(settings.pull),
         )
         self._prepared: dict[str, PreparedSlot] = {}
-        self._references: dict[str, Reference] = {}
+        self._needs_processes: dict[str, bool] = {}
         self._playing: dict[str, asyncio.Lock] = {}
 
     async def open(self) -> None:
@@ -315,7 +314,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
     def verification(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Verification:
         """Return the verification of a part of the rollout's task."""
         network = self.slot_spec(rollout.task, Phase.PREPARE).network
-        context = VerifierContext(self.settings, self._prepared, network, self._references, self._playing)
+        context = VerifierContext(self.settings, self._prepared, network, self._needs_processes, self._playing)
         return Verification(rollout, grading, part, context)
 
 

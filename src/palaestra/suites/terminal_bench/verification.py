@@ -140,23 +140,16 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """What the reference solution has shown of a verifier, to which it is known to be able to give a verdict.
-    `needs_processes` tells whether the solution is paid only where the processes run that it leaves."""
-
-    needs_processes: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class VerifierContext:
     """What all verifications of an environment share: its settings, what preparing each workspace has found, by task,
-    and the network while a verifier's root is built. `references` has what the reference solutions have shown, and
-    `playing` a lock for each, by task and step."""
+    and the network while a verifier's root is built. `needs_processes` has the verifiers that the reference solution
+    has shown to be able to give a verdict, by task and step: whether the solution is paid only where the processes run
+    that it leaves. `playing` has a lock for each."""
 
     settings: TerminalBench2EvalConfig
     prepared: dict[str, PreparedSlot]
     build_network: Network | AllowList
-    references: dict[str, Reference]
+    needs_processes: dict[str, bool]
     playing: dict[str, asyncio.Lock]
 
 
@@ -167,14 +160,14 @@ class Verification:
         self._rollout, self._grading, self._part = rollout, grading, part
         self._work: ResolvedTask = rollout.task.data
         self._settings, self._prepared, self._build_network = context.settings, context.prepared, context.build_network
-        self._references, self._playing = context.references, context.playing
+        self._needs_processes, self._playing = context.needs_processes, context.playing
         self._doubts = ""
         """Why the output of a verifier suggests that it could not judge the work; only the reference can show it."""
 
     async def score(self) -> Score:
         """Return the score from a part's verifier: its official verdict, and the reward in the guarded view."""
         score = await self._verdicts()
-        if not self._doubts or self._key in self._references:
+        if not self._doubts or self._key in self._needs_processes:
             return score
         failure = GraderError(self._doubts)
         has_next = self._grading.live and self._part.step is not None  # a next step, which needs the slot
@@ -208,17 +201,16 @@ class Verification:
             return self._score(official, official)
         if official is None or not official.processes:
             return self._score(await self._guarded(), official)
-        reference = self._references.get(self._key)
-        if reference is None or not reference.needs_processes:
+        needs = self._needs_processes.get(self._key)
+        if not needs:
             guarded = await self._guarded()
             if official.reward <= guarded.reward:
                 return self._score(guarded, official)
             self._rollout.meta.setdefault("needs_processes", {})[step] = True
-            if reference is not None or self._rollout.spec.replays or self._rollout.task.solution is None:
+            if needs is not None or self._rollout.spec.replays or self._rollout.task.solution is None:
                 return self._score(guarded, official)
             await self._grading.restart()
-            reference = await self._reference(GraderError(f"the verifier of {self._part.task.name} fails"))
-            if not reference.needs_processes:
+            if not await self._reference(GraderError(f"the verifier of {self._part.task.name} fails")):
                 return self._score(guarded, official)
         return await self._where_it_runs(official)
 
@@ -235,15 +227,15 @@ class Verification:
             return self._score(await self._guarded(), official)
         return self._score(official, official)
 
-    async def _reference(self, failure: GraderError) -> Reference:
-        """Play the reference solution, and return what it shows of this verifier. Raises `failure` if it gets no
-        verdict. The rollout must hold no slot."""
+    async def _reference(self, failure: GraderError) -> bool:
+        """Play the reference solution, and return whether this verifier needs the processes that it leaves. Raises
+        `failure` if it gets no verdict. The rollout must hold no slot."""
         async with self._playing.setdefault(self._key, asyncio.Lock()):  # once for all rollouts of a group
-            if self._key not in self._references:
+            if self._key not in self._needs_processes:
                 played = await blame(self._rollout, failure)
                 needs = bool(played.meta.get("needs_processes", {}).get(self._part.step_name))
-                self._references[self._key] = Reference(needs)
-        return self._references[self._key]
+                self._needs_processes[self._key] = needs
+        return self._needs_processes[self._key]
 
     @property
     def _key(self) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
@@ -138,7 +138,7 @@ async def verify(
         except GraderError as error:
             raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
     reward, doubts = single(rewards), ""
-    if reward < 1 and lacks_network((script.text, *script.others.values()), _helpers(task), output):
+    if reward < 1 and lacks_network((script.text, *script.others.values()), test_files(task).values(), output):
         doubts = f"no network: the verifier of {task.name} needs the network, which it does not have{_tail(output)}"
     elif run is not None and not run.statuses:
         why = f"the verifier of {task.name} ran no test{_why_no_test(run, output)}"
@@ -148,13 +148,6 @@ async def verify(
     watch = watched and reward > 0
     labels = await _labels(slot, task, script, reward, session, alone=alone) if watch else []
     return VerifierVerdict(reward, rewards, run, output, session.exit_code, labels, doubts)
-
-
-def _helpers(task: TerminalTask) -> Iterator[str]:
-    """Yield the texts of a verifier's Python files."""
-    for name, path in task.verifier.files().items():
-        if name.endswith(".py") and path.is_file():
-            yield read_text(path, "replace")
 
 
 async def _install(slot: Slot, task: TerminalTask, setup: VerifierSetup, *, ends_well: bool = False) -> None:
