@@ -382,8 +382,12 @@ def main() -> int:
         for part, name in NAMES.items():
             print(f"{name}:", *listed[part], sep="\n  ", file=sys.stderr)
     measure.report("Files and frames of one rollout", rows(found), options.json)
-    above = any(found[run][part] > CAPS[part] for run, parts in RUNS.items() for part in parts)
-    return 1 if above or any(found[run]["depth"] > cap for run, cap in DEPTH_CAPS.items()) else 0
+    files = [(NAMES[part], found[run][part], CAPS[part]) for run, parts in RUNS.items() for part in parts]
+    frames = [(f"deepest stack of {run}", found[run]["depth"], cap) for run, cap in DEPTH_CAPS.items()]
+    above = [f"{name}: {count:g} (cap {cap})" for name, count, cap in [*files, *frames] if count > cap]
+    if above:
+        print("above the caps:", "; ".join(above), file=sys.stderr)
+    return 1 if above else 0
 
 
 if __name__ == "__main__":

@@ -114,10 +114,10 @@ def load_environment(reference: str, start: Path) -> Form:
     """Load the environment that `reference` names. Raises `ConfigError`; if no environment has this name, the error
     lists the known names."""
     path, _, name = reference.partition(":")
-    if name and path in (peers := plugins.installed(PEERS)):
-        return cast("Callable[[str], Form]", plugins.load_from_extra(peers[path], "environments"))(name)
     if path.endswith(".py") or "/" in path:
         return tasks_form(start / reference) or _pick(Path(path), name)
+    if name and path in (peers := plugins.installed(PEERS)):
+        return cast("Callable[[str], Form]", plugins.load_from_extra(peers[path], "environments"))(name)
     local, installed = _local(start), plugins.installed(GROUP)
     if path in installed:
         if path in local:

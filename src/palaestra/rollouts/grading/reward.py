@@ -8,7 +8,7 @@ names the cause wherever the reward differs from the official verdict, so that n
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from posixpath import basename, dirname
@@ -16,7 +16,7 @@ from posixpath import basename, dirname
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import Label, Score
-from palaestra.rollouts.grading.tampering import HOME_SETTINGS, REPLACED, SCRATCH, SHADOWED
+from palaestra.rollouts.grading.tampering import HOME_SETTINGS, REPLACED, SCRATCH, SHADOWED, intended
 
 DIFFERENCE = "difference"
 """The entry of a score's detail with the reason why the reward differs from the official verdict."""
@@ -46,12 +46,6 @@ LABELS = _OF_SAME_RUN.union(
 
 _BY_VIEW = "changes that the check does not see"
 _UNKNOWN = "the check itself"
-_CACHES = re.compile(
-    r"/(?:\.cache|\.npm|__pycache__|\.pytest_cache|\.(?:bash|python|node_repl)_history|\.wget-hsts|\.viminfo)(?:/|$)"
-    r"|^/var/(?:cache|log|lib/(?:apt|dpkg))(?:/|$)|^/etc/ld\.so\.cache$"
-)
-"""Paths that ordinary commands change without the agent's intention."""
-
 _LOST = "they were lost, because the agent ended its sandbox, filled its disk or replaced programs"
 _SEEN = re.compile(r"/(?:workspace|tmp|var/tmp|dev/shm)(?:/|$)")
 """Places whose changes a check sees without a declaration, unless they stand in for a program."""
@@ -125,7 +119,7 @@ def _cause(score: Score, against: Sequence[Label], strict: Collection[str], reme
             accept = f" or a list --env.strict_labels without {names}" if strict else ""
             remedy = f"--env.reward guarded{accept} accepts it"
         return first.name, first.evidence, remedy
-    if unseen := list(unseen_paths(score.detail.get(UNSEEN) or ())):
+    if unseen := list(intended(score.detail.get(UNSEEN) or ())):
         remedy = f"{how_to_see(unseen)}, and {remedy}"
     changing = [label for label in score.labels if label.name not in _SIGNS]
     for label in sorted(changing, key=lambda label: label.name not in _OF_SAME_RUN)[:1]:
@@ -133,11 +127,6 @@ def _cause(score: Score, against: Sequence[Label], strict: Collection[str], reme
     if unseen:
         return _BY_VIEW, ", ".join(unseen[:5]), remedy
     return _UNKNOWN, "it gives both figures, and no label explains the difference", remedy
-
-
-def unseen_paths(left_out: Iterable[str]) -> Iterator[str]:
-    """Yield the paths that a check did not see, without those that ordinary commands change, such as caches."""
-    return (path for path in left_out if not _CACHES.search(path))
 
 
 def how_to_see(paths: Collection[str]) -> str:

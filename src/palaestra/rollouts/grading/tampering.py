@@ -125,6 +125,11 @@ _TOO_WIDE = frozenset(
 )
 """Directories that texts often mention although the task is not about everything in them."""
 
+_BY_THE_WAY = re.compile(
+    r"/(?:\.cache|\.npm|__pycache__|\.pytest_cache|\.(?:bash|python|node_repl)_history|\.wget-hsts|\.viminfo)(?:/|$)"
+    r"|^/var/(?:cache|log|lib/(?:apt|dpkg))(?:/|$)|^/etc/ld\.so\.cache$"
+)
+
 _AT_ONCE = 200
 """The maximum number of paths per command."""
 
@@ -174,6 +179,11 @@ def batches(paths: Sequence[str]) -> Iterator[Sequence[str]]:
 def is_home_setting(path: str) -> bool:
     """Return whether programs read a file of this path as settings in a home directory."""
     return _HOME.fullmatch(path) is not None
+
+
+def intended(paths: Iterable[str]) -> Iterator[str]:
+    """Yield the changed paths without those that ordinary commands change by the way, such as caches."""
+    return (path for path in paths if not _BY_THE_WAY.search(path))
 
 
 def is_below(path: str, tops: Iterable[str]) -> bool:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from palaestra.core.exits import plural
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
-from palaestra.rollouts.grading.reward import how_to_see, parts, unseen_paths
+from palaestra.rollouts.grading.reward import how_to_see, parts
+from palaestra.rollouts.grading.tampering import intended
 from palaestra.rollouts.records import Group
 
 OFFICIAL = "official"
@@ -78,7 +79,7 @@ class VerdictCounts:
             cause.evidence.append(evidence)
 
     def _take_unseen(self, unseen: Sequence[str]) -> None:
-        found = list(unseen_paths(unseen))
+        found = list(intended(unseen))
         self._blind += bool(found)
         self._unseen.update(path for path in found if path in self._unseen or len(self._unseen) < _KEPT)
 

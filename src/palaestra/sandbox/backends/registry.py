@@ -149,19 +149,17 @@ def _make(wanted: BackendName, config: JSON) -> Backend:
 
 
 def _load(name: str, config: JSON) -> Backend:
-
     if name in BUILTIN:
-        entry = EntryPoint(name, BUILTIN[name], GROUP)
-    elif name in plugins.installed(GROUP):
-        entry = plugins.installed(GROUP)[name]
-    else:
+        own: Callable[[JSON], Backend] = EntryPoint(name, BUILTIN[name], GROUP).load()
+        return own(config)
+    if name not in plugins.installed(GROUP):
         known = backend_names()
         raise ConfigError(f"unknown backend {name!r}.{nearest(name, known)} Available: {', '.join(known)}")
-    make = cast("Callable[[JSON], Backend]", plugins.load(entry))
+    make = cast("Callable[[JSON], Backend]", plugins.load(plugins.installed(GROUP)[name]))
     try:
         return make(config)
     except (TypeError, ValueError) as error:
-        if name in BUILTIN or isinstance(error, ConfigError):
+        if isinstance(error, ConfigError):
             raise
         options = ", ".join(config.backend_options) or "none"
         raise ConfigError(f"the backend {name} rejects its settings (backend_options: {options}): {error}") from error

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from palaestra.core.types import Label
-from palaestra.rollouts.grading.reward import unseen_paths
-from palaestra.rollouts.grading.tampering import CARRIED, is_below
+from palaestra.rollouts.grading.tampering import CARRIED, intended, is_below
 from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.languages import Language
@@ -144,7 +143,7 @@ def outside(changes: Sequence[Change], repo_dir: str) -> list[str]:
     """Return the paths outside the repository that the agent changed, without caches, temporary files and what is below
     another of these paths. No patch of the repository contains them, so no score sees them."""
     found: list[str] = []
-    for path in unseen_paths(sorted(change.path for change in changes)):
+    for path in intended(sorted(change.path for change in changes)):
         if not is_below(path, (repo_dir, CARRIED, *found[-1:])) and not is_below(repo_dir, (path,)):
             found.append(path)
     return found[:_MOST_EVIDENCE]

@@ -227,6 +227,8 @@ def cut(text: str, total: str) -> str:
 
 
 def _fits(text: str) -> bool:
+    if len(text) <= MAX_OUTPUT_CHARS // 3:  # no character is sent as more than six, so most outputs need no count
+        return True
     return len(text) <= MAX_OUTPUT_CHARS and sent_chars(text) <= 2 * MAX_OUTPUT_CHARS
 
 
