@@ -107,6 +107,34 @@ def test_a_mounted_interpreter_shows_no_packages(rung: Rung, tmp_path: Path) -> 
 
 
 @by_level(MOUNTING)
+def test_scripts_of_hidden_packages_are_hidden_too(rung: Rung, tmp_path: Path) -> None:
+    """A script of a package that is not there would stand before a working program of the same name."""
+    whole = installation(tmp_path / "python")
+    entries = {"secret": "[console_scripts]\nsecret = secret:main\ncompiled=secret:main\n[other]\nplugin = secret\n"}
+    entries |= {"pip": "[console_scripts]\npip3 = pip:main\n"}
+    for name, text in entries.items():
+        about = whole / f"lib/python3.11/site-packages/{name}-1.0.dist-info/entry_points.txt"
+        about.parent.mkdir()
+        about.write_text(text)
+    (whole / "bin").mkdir()
+    for name in ("secret", "pip3", "plugin", "tool"):
+        (whole / f"bin/{name}").write_text("#!/usr/bin/python3\n")
+    (whole / "bin/compiled").write_bytes(b"\x7fELF")
+
+    async def body(_: LocalBackend, slot: Slot) -> None:
+        found = await slot.execute("ls /opt/py/bin /opt/venv/bin")
+        assert found.output.split() == [
+            *("/opt/py/bin:", "compiled", "pip3", "plugin", "tool"),
+            *("/opt/venv/bin:", "secret"),
+        ]
+
+    venv = installation(tmp_path / "venv", venv=True)
+    (venv / "bin").mkdir()
+    (venv / "bin/secret").write_text("#!/usr/bin/python3\n")
+    in_slot(rung, body, SlotSpec(mounts=(Mount(str(whole), "/opt/py"), Mount(str(venv), "/opt/venv"))))
+
+
+@by_level(MOUNTING)
 def test_declared_packages_are_shown(rung: Rung, tmp_path: Path) -> None:
     """A virtual environment, and the packages of an interpreter that are mounted by themselves."""
     whole = installation(tmp_path / "python")

@@ -317,6 +317,14 @@ HONEST = {
         "tests/test.sh": TEST + '[ -z "$(find . -type f)" ] && echo 1 > ' + PAY + "\n",
         "solution/solve.sh": "#!/bin/bash\nfind /app -type f -delete\n",
     },
+    "own-tests-with-own-fixtures": {
+        "tests/test.sh": PYTEST,
+        "tests/test_outputs.py": "import subprocess\n\ndef test_suite():\n"
+        "    assert subprocess.run(['pytest', '/app/checks']).returncode == 0\n",
+        "solution/solve.sh": "#!/bin/bash\nmkdir /app/checks; cd /app/checks\n"
+        "printf 'import pytest\\n@pytest.fixture\\ndef sides(): return (3, 4)\\n' > conf''test.py\n"
+        "printf 'def test_a(sides): assert sides == (3, 4)\\n' > test_a.py\n",
+    },
     "named-like-an-option": {
         "instruction.md": "Remove nothing, but create a file called `-rf`.\n",
         "tests/test.sh": TEST + "[ -f ./-rf ] && echo 1 > " + PAY + "\n",

@@ -124,14 +124,14 @@ class Lowers:
         `packages.py`), or nothing if there are none. Later installations on the host stay visible."""
         if path not in self._without_packages:
             source, target = f"{HOST}{path}", f"/lower/p{len(self._without_packages)}"
-            found = packages.sites(source)
-            for site in found:
-                for parent in ("", *itertools.accumulate(site.split("/"), "{}/{}".format)):
+            hidden = packages.hidden_paths(source)
+            for directory in dict.fromkeys(map(os.path.dirname, hidden)):
+                for parent in ("", *itertools.accumulate(directory.split("/"), "{}/{}".format)):
                     if not os.path.isdir(f"{target}/{parent}"):
                         self._make_like(f"{source}/{parent}", f"{target}/{parent}")
-                for name in packages.hidden(f"{source}/{site}"):
-                    self._marks.whiteout(f"{target}/{site}/{name}")
-            self._without_packages[path] = (target,) if found else ()
+            for name in hidden:
+                self._marks.whiteout(f"{target}/{name}")
+            self._without_packages[path] = (target,) if hidden else ()
         return self._without_packages[path]
 
     def _make_like(self, model: str, directory: str) -> None:
