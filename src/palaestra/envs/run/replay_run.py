@@ -74,7 +74,7 @@ PORTABLE_SETTINGS = frozenset({
     "max_rollout_output_bytes", "agent_temperature", "agent_max_steps", "agent_max_tokens", "agent_tool_delay_s",
     "system_prompt", "thinking_mode", "reasoning_effort", "max_reasoning_tokens", "custom_thinking_prompt",
     "tool_call_parser", "enabled_toolsets", "disabled_toolsets", "distribution", "strict_tools", "terminal_timeout",
-    "terminal_lifetime", "freeze_slots", "grading", "live", "share_setup", "graded_paths", "graded_programs",
+    "freeze_slots", "grading", "live", "share_setup", "graded_paths", "graded_programs",
     "save_workspaces", "reward", "strict_labels", "world_miss", "browser_snapshot_chars", "vision_max_tokens",
     "moa_max_tokens",
     "shuffle", "n", "level", "families", "areas", "task_filter", "skip_tasks", "max_items", "prompt_mode",
