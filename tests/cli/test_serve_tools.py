@@ -20,11 +20,11 @@ from palaestra.cli.server_options import read_token
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
-from palaestra.testing.fake_nomad import fake_nomad
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest
 from palaestra.tools.serving.tool_server import ToolServer
 from palaestra.tools.tool_server_client import ToolServerLink
+from stand_ins.fake_nomad import fake_nomad
 from tools.serving.asking import Client
 
 DOCS = Path(__file__).parents[2] / "docs/tools/servers.md"
