@@ -29,15 +29,16 @@ ALLOWED = {name: words.split() for name, words in LIBRARIES.items()}
 ALLOWED |= {name: [*LIBRARIES, *words.split()] for name, words in EXTENSIONS.items()}
 """What each package may import: packages, or folders of packages."""
 PLACES = {
-    "slots": "core sandbox processes suites.images suites.build_once suites.slot_commands testing.backend_conformance",
+    "slots": """core sandbox processes suites.build_once suites.images suites.slot_commands suites.task_files
+        testing.backend_conformance""",
     "tokens": "inference",
-    "runtime": "__main__ agent cli core.user_code envs rollouts testing tools tools.serving.mcp_endpoint",
+    "runtime": "__main__ agent cli envs rollouts testing tools tools.net.host_policy tools.serving.mcp_endpoint",
     "contract": """agent.detached_subagents agent.hermes_text cli.serve_tools compat contract envs.config.budget_config
         sandbox.artifact_files sandbox.artifacts sandbox.slot_tools sandbox.terminal.pane
         tools.builtin.terminal_stateful tools.builtin.tmux tools.registry.catalog tools.registry.unavailable
         tools.runtime.executor tools.runtime.function_calls tools.runtime.session_tasks tools.runtime.ttl tools.serving
         tools.tool_server_client""",
-    "suites": "grading suites suites.images.pytest_toolchain",
+    "suites": "grading suites suites.images.agent_user suites.images.pytest_toolchain",
     "train": "cli.train envs.run.feed_trainer envs.run.train trainers",
     "integrations": "integrations",
     "view": "cli.annotate cli.view rollouts.imports viewer",
