@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "src" / "palaestra"
 LIST = Path(__file__).with_suffix(".txt")
-LIBRARIES = {"slots": "", "tokens": "core", "runtime": "slots tokens"}
+LIBRARIES = {"slots": "", "tokens": "slots/core", "runtime": "slots tokens"}
 EXTENSIONS = {
     "contract": "tools cloud",
     "suites": "tools",
@@ -27,7 +27,7 @@ EXTENSIONS = {
 EXTENSIONS |= dict.fromkeys(("train", "view", "cloud", "e2b", "tools"), "")
 ALLOWED = {name: words.split() for name, words in LIBRARIES.items()}
 ALLOWED |= {name: [*LIBRARIES, *words.split()] for name, words in EXTENSIONS.items()}
-"""What each package may import: packages, or folders of packages."""
+"""What each package may import: packages, or a top folder of a package."""
 PLACES = {
     "slots": """core sandbox processes suites.build_once suites.images suites.slot_commands suites.task_files
         testing.backend_conformance""",
@@ -35,7 +35,7 @@ PLACES = {
     "runtime": "__main__ agent cli envs rollouts testing tools tools.net.host_policy tools.serving.mcp_endpoint",
     "contract": """agent.detached_subagents agent.hermes_text cli.serve_tools compat contract envs.config.budget_config
         sandbox.artifact_files sandbox.artifacts sandbox.slot_tools sandbox.terminal.pane
-        tools.builtin.terminal_stateful tools.builtin.tmux tools.registry.catalog tools.registry.unavailable
+        tools.builtin.terminal_stateful tools.builtin.tmux tools.registry.catalog
         tools.runtime.executor tools.runtime.function_calls tools.runtime.session_tasks tools.runtime.ttl tools.serving
         tools.tool_server_client""",
     "suites": "grading suites suites.images.agent_user suites.images.pytest_toolchain",
@@ -51,7 +51,8 @@ PLACES = {
     "e2b": "doors.e2b",
     "tools": """tools.browser tools.builtin.browser tools.builtin.generated_media tools.builtin.memory
         tools.builtin.mixture_of_agents tools.builtin.rl_training tools.builtin.session_search tools.builtin.skills
-        tools.builtin.vision tools.builtin.web tools.builtin.web_crawl tools.net tools.training tools.web""",
+        tools.builtin.vision tools.builtin.web tools.builtin.web_crawl tools.net tools.registry.unavailable
+        tools.training tools.web""",
 }
 """The files and folders of each package. Of the names that fit a module, the longest counts."""
 PACKAGES = {place: package for package, names in PLACES.items() for place in names.split()}
@@ -104,7 +105,7 @@ def against_the_order(root: Path) -> set[tuple[str, str]]:
             name = public.get(name.partition(".")[0], name).removeprefix("palaestra.")
             target = next((place for place in places(name) if {place, f"{place}.__init__"} & files), "")
             needed = package_of(target)
-            if needed not in ("", package) and not {needed, *places(target)} & {*ALLOWED[package]}:
+            if needed not in ("", package) and not {needed, f"{needed}/{places(target)[-1]}"} & {*ALLOWED[package]}:
                 found.add((module, target))
     return found
 

@@ -21,6 +21,8 @@ TREE = {
     "contract.base_env": "from palaestra.sandbox.pool import SlotPool\n",
     "sandbox.pool": "from palaestra.core.errors import SlotLost\n",
     "cluster.worker": "",
+    "tools.runtime.ttl": "",
+    "tools.web.fetch": "",
     "viewer.server": "",
 }
 
@@ -59,6 +61,8 @@ def test_a_library_that_imports_an_extension_is_found(tmp_path: Path, source: st
     [
         ("contract.old", "import palaestra.cluster.worker", False),
         ("viewer.page", "import palaestra.cluster.worker", True),
+        ("doors.gateway.jobs", "from palaestra.tools.web.fetch import get", False),
+        ("doors.gateway.jobs", "from palaestra.tools.runtime.ttl import Expiry", True),
         ("inference.engine", "import palaestra.core.errors", False),
         ("inference.engine", "import palaestra.sandbox.pool", True),
         ("sandbox.slot", "import palaestra.envs.form", True),

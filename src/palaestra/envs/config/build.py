@@ -33,6 +33,7 @@ from palaestra.tools.tool_server_client import ToolServerLink
 
 
 def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
+    lasting = {"memory": config.memory_dir, "session_search": config.sessions_dir}
     return AgentSettings(
         max_turns=config.max_agent_turns,
         temperature=config.agent_temperature,
@@ -42,8 +43,7 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
         tool_timeout_s=command_timeout_s(config),
         budget=budget(config),
         prices=prices(config),
-        memory=Path(config.memory_dir) if config.memory_dir else None,
-        sessions=Path(config.sessions_dir) if config.sessions_dir else None,
+        beyond=frozenset(name for name, folder in lasting.items() if folder),
         freeze=config.freeze_slots,
         reward=RewardRule(config.reward),
         strict_labels=frozenset(config.strict_labels),

@@ -349,13 +349,6 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         None, "Additional fields of every model request, as the provider defines them."
     )
 
-    memory_dir: str | None = host_path(
-        None, "The folder of the `memory` tool. None disables the tool, so that rollouts do not learn from each other."
-    )
-    sessions_dir: str | None = host_path(
-        None, "The folder of earlier conversations for the `session_search` tool. None disables the tool."
-    )
-
     tool_call_parser: str = setting(
         "hermes", "The format of a token-exact model's tool calls, unless --openai.tool_parser is set."
     )
