@@ -33,13 +33,12 @@ PLACES = {
         testing.backend_conformance""",
     "tokens": "inference",
     "runtime": "__main__ agent cli envs rollouts testing tools tools.net.host_policy tools.serving.mcp_endpoint",
-    "contract": """agent.detached_subagents agent.hermes_text cli.serve_tools compat contract envs.config.budget_config
-        sandbox.artifact_files sandbox.artifacts sandbox.slot_tools sandbox.terminal.pane
+    "contract": """agent.detached_subagents agent.hermes_text cli.serve_tools compat contract sandbox.artifacts
         tools.builtin.terminal_stateful tools.builtin.tmux tools.registry.catalog
         tools.runtime.executor tools.runtime.function_calls tools.runtime.session_tasks tools.runtime.ttl tools.serving
         tools.tool_server_client""",
     "suites": "grading suites suites.images.agent_user suites.images.pytest_toolchain",
-    "train": "cli.train envs.run.feed_trainer envs.run.train trainers",
+    "train": "cli.serve_trainers cli.train envs.run.feed_trainer envs.run.train trainers",
     "integrations": "integrations",
     "view": "cli.annotate cli.view rollouts.imports viewer",
     "chat": "doors",

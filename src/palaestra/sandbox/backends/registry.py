@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from palaestra.sandbox.backends.spread import BackendName
 
 GROUP = "palaestra.backends"
-"""The entry-point group of other packages' backends."""
+"""The entry-point group of backends outside this package."""
 
 _MODULES = "palaestra.sandbox.backends"
 
@@ -34,17 +34,18 @@ BUILTIN: Mapping[str, str] = {
     "docker": f"{_MODULES}.docker:DockerBackend.from_config",
     "docker_direct": f"{_MODULES}.docker:DockerBackend.from_config",
     "singularity": f"{_MODULES}.singularity:SingularityBackend.from_config",
-    "nomad": f"{_MODULES}.nomad:NomadBackend.from_config",
+    "nomad": "",
     "ssh": f"{_MODULES}.ssh:SSHBackend.from_config",
     "slurm": f"{_MODULES}.slurm:SlurmBackend.from_config",
-    "kubernetes": f"{_MODULES}.kubernetes:KubernetesBackend.from_config",
-    "modal": f"{_MODULES}.modal:ModalBackend.from_config",
+    "kubernetes": "",
+    "modal": "",
 }
-"""The entry points of this package's backends, by name."""
+"""The functions that make the backends, by name. Those without one are in extensions, which register them as other
+packages do."""
 
 
 def backend_names() -> tuple[str, ...]:
-    """Return the names of all backends. This package's backends come first."""
+    """Return the names of all backends. Our own backends come first."""
     return (*BUILTIN, *(name for name in plugins.installed(GROUP) if name not in BUILTIN))
 
 
@@ -149,10 +150,12 @@ def _make(wanted: BackendName, config: JSON) -> Backend:
 
 
 def _load(name: str, config: JSON) -> Backend:
-    if name in BUILTIN:
-        own: Callable[[JSON], Backend] = EntryPoint(name, BUILTIN[name], GROUP).load()
+    if reference := BUILTIN.get(name):
+        own: Callable[[JSON], Backend] = EntryPoint(name, reference, GROUP).load()
         return own(config)
     if name not in plugins.installed(GROUP):
+        if name in BUILTIN:
+            raise ConfigError(f"the package with the backend {name} is not installed")
         known = backend_names()
         raise ConfigError(f"unknown backend {name!r}.{nearest(name, known)} Available: {', '.join(known)}")
     make = cast("Callable[[JSON], Backend]", plugins.load(plugins.installed(GROUP)[name]))
