@@ -17,7 +17,6 @@ import click
 from palaestra import __version__
 from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.exits import DONE, USAGE, Program
-from palaestra.core.io import plugins
 
 COMMANDS = {
     "run": "Roll out an environment.",
@@ -74,8 +73,8 @@ _OWN = {
     "doctor": "palaestra.cli.doctor:command",
     "completion": "palaestra.cli.completion:command",
 }
-"""Maps each subcommand of this package to its module and function. The other subcommands are
-entry points in the group `palaestra.commands` of extensions, which this package does not import."""
+"""Maps each subcommand of this package to its module and function. The other subcommands are entry points in the
+group `palaestra.commands` of extensions."""
 
 _EXAMPLES = """\b
   palaestra run terminal_test --policy oracle --tasks 2
@@ -104,11 +103,9 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         if cmd_name not in _OWN:
-            from palaestra.cli.plugin_group import GROUP, command_of
+            from palaestra.cli.plugin_group import command_of
 
-            if cmd_name not in (points := plugins.installed(GROUP)):
-                raise ConfigError(f"the package with the command {cmd_name} is not installed")
-            return command_of(points[cmd_name])
+            return command_of(cmd_name)
         module, _, name = _OWN[cmd_name].partition(":")
         command: click.Command = getattr(import_module(module), name)
         return command

@@ -27,16 +27,14 @@ if TYPE_CHECKING:
 GROUP = "palaestra.backends"
 """The entry-point group of backends outside this package."""
 
-_MODULES = "palaestra.sandbox.backends"
-
 BUILTIN: Mapping[str, str] = {
-    "local": f"{_MODULES}.local:LocalBackend.from_config",
-    "docker": f"{_MODULES}.docker:DockerBackend.from_config",
-    "docker_direct": f"{_MODULES}.docker:DockerBackend.from_config",
-    "singularity": f"{_MODULES}.singularity:SingularityBackend.from_config",
+    "local": "palaestra.sandbox.backends.local:LocalBackend.from_config",
+    "docker": "palaestra.sandbox.backends.docker:DockerBackend.from_config",
+    "docker_direct": "palaestra.sandbox.backends.docker:DockerBackend.from_config",
+    "singularity": "palaestra.sandbox.backends.singularity:SingularityBackend.from_config",
     "nomad": "",
-    "ssh": f"{_MODULES}.ssh:SSHBackend.from_config",
-    "slurm": f"{_MODULES}.slurm:SlurmBackend.from_config",
+    "ssh": "palaestra.sandbox.backends.ssh:SSHBackend.from_config",
+    "slurm": "palaestra.sandbox.backends.slurm:SlurmBackend.from_config",
     "kubernetes": "",
     "modal": "",
 }
@@ -153,12 +151,9 @@ def _load(name: str, config: JSON) -> Backend:
     if reference := BUILTIN.get(name):
         own: Callable[[JSON], Backend] = EntryPoint(name, reference, GROUP).load()
         return own(config)
-    if name not in plugins.installed(GROUP):
-        if name in BUILTIN:
-            raise ConfigError(f"the package with the backend {name} is not installed")
-        known = backend_names()
+    if name not in (known := backend_names()):
         raise ConfigError(f"unknown backend {name!r}.{nearest(name, known)} Available: {', '.join(known)}")
-    make = cast("Callable[[JSON], Backend]", plugins.load(plugins.installed(GROUP)[name]))
+    make = cast("Callable[[JSON], Backend]", plugins.load_named(GROUP, name, f"the backend {name}"))
     try:
         return make(config)
     except (TypeError, ValueError) as error:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from typing import Protocol, cast
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.io import plugins
@@ -28,12 +29,12 @@ from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.registry.toolsets import ALIASES, TOOLSETS, Toolset, resolve_toolsets
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import States, Tool
-from palaestra.tools.tool_server_client import ToolServerLink
 
 logger = logging.getLogger(__name__)
 
 GROUP = "palaestra.tools"
 TOOLSETS_GROUP = "palaestra.toolsets"
+SERVERS_GROUP = "palaestra.tool_servers"
 
 # fmt: off
 _BUILTIN: Mapping[str, tuple[str, ...]] = {
@@ -58,6 +59,13 @@ that makes them from the settings. Extensions provide the toolsets without refer
 
 BUILTIN_NAMES: Mapping[str, str] = {name: toolset for toolset in _BUILTIN for name in TOOLSETS[toolset].tools}
 """The names of the built-in tools, each with its toolset, in the order in which `builtin_tools` returns them."""
+
+
+class ToolServer(Protocol):
+    """Runs external tools elsewhere."""
+
+    def served(self, tools: Iterable[Tool]) -> list[Tool]:
+        """Return the tools. External ones are replaced by tools that call the server."""
 
 
 NOT_INSTALLED = "the package that provides it is not installed"
@@ -190,7 +198,7 @@ class RunConditions:
 def build_tool_registry(
     enabled_toolsets: Iterable[str] | None = None,
     disabled_toolsets: Iterable[str] | None = None,
-    tool_server_url: str | ToolServerLink | None = None,
+    tool_server_url: str | ToolServer | None = None,
     extra: Iterable[Tool] = (),
     *,
     strict: bool = False,
@@ -204,8 +212,8 @@ def build_tool_registry(
 
     `extra` are the environment's tools, which only `disabled_toolsets` removes. `provided` tools replace known tools of
     the same name, such as built-in tools that only some programs can provide. `installed` are tools of other packages,
-    by default from entry points. If `tool_server_url` (an address, `inprocess`, or a link) is given, external tools run
-    there. The registry leaves out tools that cannot be used. If they were requested, it lists them in `missing`, or,
+    by default from entry points. If `tool_server_url` (an address, `inprocess`, or a client) is given, it runs external
+    tools. The registry leaves out tools that cannot be used. If they were requested, it lists them in `missing`, or,
     with `strict`, `ConfigError` is raised. `strict` needs named toolsets. Raises `ConfigError` also for unknown
     toolsets and for two tools of the same name.
     """
@@ -222,8 +230,10 @@ def build_tool_registry(
     unasked = enabled is None and not conditions.network
     chosen = [known[name] for name in names if name in known and not (unasked and known[name].touches_world)]
     if tool_server_url is not None:
-        link = ToolServerLink(tool_server_url) if isinstance(tool_server_url, str) else tool_server_url
-        served = link.served([*chosen, *own])
+        if isinstance(tool_server_url, str):
+            client = plugins.load_named(SERVERS_GROUP, "http", "the client of tool servers")
+            tool_server_url = cast("Callable[[str], ToolServer]", client)(tool_server_url)
+        served = tool_server_url.served([*chosen, *own])
         chosen, own = served[: len(chosen)], served[len(chosen) :]
     reasons = {tool.name: tool.missing_in(replayed=conditions.replayed) for tool in (*own, *chosen)}
     requested = own if enabled is None else [*own, *chosen]
