@@ -33,7 +33,7 @@ PLACES = {
         testing.backend_conformance""",
     "tokens": "inference",
     "runtime": "__main__ agent cli envs rollouts testing tools tools.net.host_policy tools.serving.mcp_endpoint",
-    "contract": """agent.detached_subagents agent.hermes_text cli.serve_tools compat contract sandbox.artifacts
+    "contract": """agent.detached_subagents agent.hermes_text cli.serve_tools compat contract
         tools.builtin.terminal_stateful tools.builtin.tmux tools.registry.catalog
         tools.runtime.executor tools.runtime.function_calls tools.runtime.session_tasks tools.runtime.ttl tools.serving
         tools.tool_server_client""",

@@ -152,6 +152,12 @@ def _example_config(name: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def _more_settings() -> dict[str, Mapping[str, FieldInfo]]:
+    """Return the settings that extensions add to a run's, such as those of a training run."""
+    points = plugins.installed("palaestra.settings").items()
+    return {name: cast("type[BaseModel]", plugins.load(point)).model_fields for name, point in points}
+
+
 def _about(reference: str) -> dict[str, JSON]:
     """Return the data of `env show`: the environment's name, form and docstring. `settings` has the settings that only
     this environment has, and common settings whose defaults it changes. `training` has the settings of a training run,
@@ -179,13 +185,7 @@ def _about(reference: str) -> dict[str, JSON]:
         "about": form.about,
         "settings": [row(name, field) for name, field in fields.items() if name not in common or name in changed],
         "rollouts": [row(name, fields[name]) for name in _TRAINED_WITH if name in fields],
-        **{
-            name: [
-                row(name, field, {})
-                for name, field in cast("type[BaseModel]", plugins.load(point)).model_fields.items()
-            ]
-            for name, point in plugins.installed("palaestra.settings").items()
-        },
+        **{part: [row(name, field, {}) for name, field in more.items()] for part, more in _more_settings().items()},
         "without_effect": {
             name: why for name in form.config_type().model_fields if (why := why_no_effect(form.config_type(), name))
         },
