@@ -34,7 +34,7 @@ PLACES = {
     "tokens": "inference",
     "runtime": "__main__ agent cli envs rollouts testing tools tools.net.host_policy tools.serving.mcp_endpoint",
     "contract": """agent.detached_subagents agent.hermes_text cli.serve_tools compat contract
-        tools.builtin.terminal_stateful tools.builtin.tmux tools.registry.catalog
+        suites.examples.terminal_test tools.builtin.terminal_stateful tools.builtin.tmux tools.registry.catalog
         tools.runtime.executor tools.runtime.function_calls tools.runtime.session_tasks tools.runtime.ttl tools.serving
         tools.tool_server_client""",
     "suites": "grading suites suites.images.agent_user suites.images.pytest_toolchain",

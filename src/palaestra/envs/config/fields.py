@@ -624,3 +624,9 @@ class HeldOutConfig(HermesAgentEnvConfig):
         """Return whether `evaluate` or, if not `evaluating`, the other commands use the task. If no tasks are held out,
         all commands use all tasks."""
         return self.held_out == 0 or self.is_held_out(task_id) == evaluating
+
+
+class ListedEnvConfig(HeldOutConfig):
+    """Settings of environments with listed items."""
+
+    dataset_fields: dict[str, str] = setting({}, "Columns to use for fields, as FIELD=COLUMN, such as prompt=question.")
