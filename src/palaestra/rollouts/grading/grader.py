@@ -100,7 +100,9 @@ class Grading:
         self._leasing, self._sealing = asyncio.Lock(), asyncio.Lock()  # a check may make concurrent calls
         self._sealed: Snapshot | None = None
         self._made: list[Snapshot] = []
-        self._seal_done = self._carried = self._kept = False
+        self.begun = False
+        """Whether the agent's slot is sealed."""
+        self._carried = self._kept = False
         self._lost: tuple[str, ...] = ()
         self.processes_at_end = 0
         self._libraries: Sequence[str] | None = None
@@ -125,9 +127,9 @@ class Grading:
         if self.live:
             raise GraderError(f"task {self.rollout.task.id} is graded live, so its work is not sealed")
         async with self._sealing:
-            if not self._seal_done:
+            if not self.begun:
                 await self.carry_scratch()
-                self._seal_done = True  # set on failure too, because the agent's work is then lost
+                self.begun = True  # set on failure too, because the agent's work is then lost
                 try:
                     with self._troubled():
                         self._sealed = await self.rollout.workspace.seal(self.rollout.seat, view)
@@ -157,7 +159,7 @@ class Grading:
                 self._sealed = await self.rollout.workspace.checkpoint(self.rollout.seat)
                 if self._sealed is None:
                     return None
-                self._seal_done = True
+                self.begun = True
                 self._made.append(self._sealed)
                 await slot.remove(CARRIED)
                 return slot
@@ -219,11 +221,6 @@ class Grading:
             for place in SCRATCH
         )  # a hard link could join a file of the check to a file of the work; BusyBox's cp does not copy hard links
         await slot.execute(["/bin/sh", "-c", f"{copies} rm -rf {CARRIED}"], cwd="/", timeout_s=_COPY_S)
-
-    @property
-    def begun(self) -> bool:
-        """Whether the agent's slot is sealed."""
-        return self._seal_done
 
     def limit_s(self, limit_s: float) -> float:
         """Return the time limit of a session of tests, usually `limit_s`. A reference solution and a repetition may
