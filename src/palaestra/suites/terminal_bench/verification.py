@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from posixpath import basename
 
-from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
+from palaestra.core.errors import GraderError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.blame import blame
@@ -40,6 +40,7 @@ from palaestra.suites.images.pytest_toolchain import (
 )
 from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
 from palaestra.suites.images.task_root import TaskRoot
+from palaestra.suites.slot_commands import content_of
 from palaestra.suites.task_paths import TaskScope
 from palaestra.suites.terminal_bench.offline_script import GradedPart
 from palaestra.suites.terminal_bench.separate_verifier import collect, joined, put, run_hooks
@@ -78,6 +79,9 @@ from palaestra.suites.terminal_bench.verifier_files import (
     runs,
     starts_inline_python,
 )
+
+_MOST_BYTES = 1 << 20
+"""The maximum size of a file that is compared with its prepared content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,13 +515,13 @@ class Verification:
         plays = self._part.step is None and self._work.plan is None and self._rollout.task.solution is not None
         async with AsyncExitStack() as opened:
             before = await opened.enter_async_context(self._grading.prepared())
-            was = {path: await _content(before, path) for path in paths}
+            was = {path: await content_of(before, path, _MOST_BYTES) for path in paths}
             was = {path: each for path, each in was.items() if each is not None or is_home_setting(path)}
             after = (
                 await opened.enter_async_context(_solved(self._rollout.task, self._grading)) if plays and was else None
             )
             for path, content in was.items():
-                changes = None if after is None else await _content(after, path) != content
+                changes = None if after is None else await content_of(after, path, _MOST_BYTES) != content
                 found.setdefault(changes, []).append(path)
         return found
 
@@ -589,16 +593,6 @@ async def _restore_workdir(slot: Slot, workdir: str) -> None:
     if not (await slot.execute(["/bin/sh", "-c", f"cd {shlex.quote(workdir)}"], cwd="/")).success:
         await slot.remove(workdir)
         await slot.make_dir(workdir)
-
-
-async def _content(slot: Slot, path: str) -> bytes | None:
-    """Return the first MiB of a file; None if there is no such file."""
-    try:
-        return await slot.read_bytes(path, max_bytes=1 << 20)
-    except InfraError:
-        raise
-    except OSError:
-        return None
 
 
 @asynccontextmanager

@@ -31,6 +31,7 @@ from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, RunFiles, control
 from palaestra.suites.grading.harness import FAILED, Status, TestRun, TestsTimedOut, read_records, read_run
 from palaestra.suites.images.as_user import as_user
+from palaestra.suites.slot_commands import content_of
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.default_tests import default_tests
 from palaestra.suites.terminal_bench.offline_script import OfflineScript, lacks_network
@@ -402,13 +403,7 @@ async def _changed_files(slot: Slot, task: TerminalTask, script: OfflineScript) 
         data = wanted.encode(errors="surrogateescape") if wanted is not None else path.read_bytes()
         if len(data) > _MAX_REWARD_BYTES or _edits(texts, name):
             continue
-        try:
-            now = await slot.read_bytes(f"{TESTS_DIR}/{name}", max_bytes=_MAX_REWARD_BYTES)
-        except InfraError:
-            raise
-        except OSError:
-            return name
-        if now != data:
+        if await content_of(slot, f"{TESTS_DIR}/{name}", _MAX_REWARD_BYTES) != data:
             return name
     return None
 
@@ -441,9 +436,9 @@ async def _read(slot: Slot, name: str) -> bytes | None:
     """Return a reward file, or None if there is none. Raises `GraderError` for anything else than a file."""
     try:
         return await slot.read_bytes(f"{VERIFIER_LOGS}/{name}", max_bytes=_MAX_REWARD_BYTES)
-    except (InfraError, FileNotFoundError) as error:
-        if isinstance(error, InfraError):
-            raise
+    except FileNotFoundError:
         return None
+    except InfraError:
+        raise
     except OSError as error:
         raise GraderError(f"the verifier's {name} cannot be read: {error}") from None
