@@ -1,5 +1,5 @@
-"""Run a set-up command in a slot; a failure becomes a typed error that shows the end of its output. Read a file that may
-be missing."""
+"""Run a set-up command in a slot; a failure becomes a typed error that shows the end of its output. Read a file that
+may be missing."""
 
 from __future__ import annotations
 

@@ -68,10 +68,10 @@ def test_installing_lines(line: str, wanted: str) -> None:
 def test_a_judge_without_a_network() -> None:
     failed = "anthropic.APIConnectionError: Connection error.\n"
     judge = "from anthropic import Anthropic\n"
-    assert lacks_network(["python /tests/judge.py\n"], [judge], failed)
-    assert not lacks_network(["python /tests/judge.py\n"], ["import calc\n"], failed)
-    assert not lacks_network([], [judge], "0 of 3 facts\n")
-    assert not lacks_network([], [judge], "NewConnectionError: HTTPConnection(host='127.0.0.1', port=80): refused\n")
+    assert lacks_network("python /tests/judge.py\n", [judge], failed)
+    assert not lacks_network("python /tests/judge.py\n", ["import calc\n"], failed)
+    assert not lacks_network("", [judge], "0 of 3 facts\n")
+    assert not lacks_network("", [judge], "NewConnectionError: HTTPConnection(host='127.0.0.1', port=80): refused\n")
 
 
 def test_a_program_that_itself_runs_pytest_is_not_a_test_session() -> None:

@@ -410,7 +410,7 @@ class Verification:
         setup = replace(setup, timeout_s=self._grading.limit_s(setup.timeout_s))
         async with views() as slot:
             started = time.monotonic()
-            verdict = await verify(slot, self._part.task, self._part.script, setup, alone=alone, watched=watched)
+            verdict = await verify(slot, setup, alone=alone, watched=watched)
             self._grading.took(time.monotonic() - started)
         labels: Sequence[Label] = verdict.labels
         uncontrolled: Sequence[str] = ()
@@ -420,7 +420,7 @@ class Verification:
             solved = self._part.step is None and prepared is None and self._rollout.task.solution
             reference = partial(_solved, self._rollout.task, self._grading) if solved else None
             before = prepared or self._grading.prepared
-            shown = await falsified(views, self._part.task, self._part.script, setup, verdict, before, reference)
+            shown = await falsified(views, setup, verdict, before, reference)
             labels, uncontrolled = (*labels, *shown.labels), shown.uncontrolled
         return Checked(verdict, labels, uncontrolled)
 
@@ -468,7 +468,7 @@ class Verification:
     async def _view(self) -> View:
         """Return the guarded view of the work."""
         env = {**self._work.env, **self._part.task.verifier.env}
-        script = "\n".join([self._part.script.text, *self._part.script.others.values()])
+        script = self._part.script.whole
         if starts_inline_python(script):
             env["PYTHONPATH"] = ":".join(filter(None, [self._work.workdir, env.get("PYTHONPATH", "")]))
         changes = await self._grading.changes()
@@ -547,6 +547,7 @@ class Verification:
         path = variables.get("PATH", SYSTEM_PATH)
         env = {**variables, "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1", **verifier.env}
         return VerifierSetup(
+            part=self._part,
             command=prepared.command,
             dependencies=prepared.dependencies,
             env={"HOME": prepared.home, **env, "PATH": f"{HARNESS_DIR}/bin:{path}"},
