@@ -163,15 +163,14 @@ class Verification:
     def __init__(self, rollout: Rollout, grading: Grading, part: GradedPart, context: VerifierContext) -> None:
         self._rollout, self._grading, self._part = rollout, grading, part
         self._work: ResolvedTask = rollout.task.data
-        self._settings, self._prepared, self._build_network = context.settings, context.prepared, context.build_network
-        self._needs_processes, self._playing = context.needs_processes, context.playing
+        self._context, self._settings = context, context.settings
         self._doubts = ""
         """Why the output of a verifier suggests that it could not judge the work; only the reference can show it."""
 
     async def score(self) -> Score:
         """Return the score from a part's verifier: its official verdict, and the reward in the guarded view."""
         score = await self._verdicts()
-        if not self._doubts or self._key in self._needs_processes:
+        if not self._doubts or self._key in self._context.needs_processes:
             return score
         failure = GraderError(self._doubts)
         has_next = self._grading.live and self._part.step is not None  # a next step, which needs the slot
@@ -205,41 +204,41 @@ class Verification:
             return self._score(official, official)
         if official is None or not official.processes:
             return self._score(await self._guarded(), official)
-        needs = self._needs_processes.get(self._key)
-        if not needs:
-            guarded = await self._guarded()
-            if official.reward <= guarded.reward:
-                return self._score(guarded, official)
-            self._rollout.meta.setdefault("needs_processes", {})[step] = True
-            if needs is not None or self._rollout.spec.replays or self._rollout.task.solution is None:
-                return self._score(guarded, official)
+        needs = self._context.needs_processes.get(self._key)
+        if needs:
+            await self._view()
+            if not await self._lacks_programs():
+                return self._score(official, official)
+        guarded = await self._guarded()
+        if needs or official.reward <= guarded.reward:
+            return self._score(guarded, official)
+        self._rollout.meta.setdefault("needs_processes", {})[step] = True
+        if needs is None and not self._rollout.spec.replays and self._rollout.task.solution is not None:
             await self._grading.restart()
-            if not await self._reference(GraderError(f"the verifier of {self._part.task.name} fails")):
-                return self._score(guarded, official)
-        return await self._where_it_runs(official)
+            failure = GraderError(f"the verifier of {self._part.task.name} fails")
+            if await self._reference(failure) and not await self._lacks_programs():
+                return self._score(official, official)
+        return self._score(guarded, official)
 
-    async def _where_it_runs(self, official: Checked) -> Score:
-        """Return the score of work that is a running service: the verdict of the agent's own slot, unless the guarded
-        view lacks something that programs use."""
-        await self._view()
+    async def _lacks_programs(self) -> bool:
+        """Return whether the guarded view lacks something that programs use, so that work which is a running service
+        must not be judged in the agent's own slot."""
         changes = await self._grading.changes()
         changed = [each.path.removeprefix(CARRIED) for each in changes if each.kind != "dir"]  # the folders may be old
-        unsafe = {REPLACED, SHADOWED, HOME_SETTINGS, "checkers_changed"} & {
-            label.name for label in self._grading.labels
-        }
-        if unsafe or any(is_below(path, (TESTS_DIR, VERIFIER_LOGS)) for path in changed):
-            return self._score(await self._guarded(), official)
-        return self._score(official, official)
+        unsafe = {REPLACED, SHADOWED, HOME_SETTINGS, "checkers_changed"}
+        return not unsafe.isdisjoint(label.name for label in self._grading.labels) or any(
+            is_below(path, (TESTS_DIR, VERIFIER_LOGS)) for path in changed
+        )
 
     async def _reference(self, failure: GraderError) -> bool:
         """Play the reference solution, and return whether this verifier needs the processes that it leaves. Raises
         `failure` if it gets no verdict. The rollout must hold no slot."""
-        async with self._playing.setdefault(self._key, asyncio.Lock()):  # once for all rollouts of a group
-            if self._key not in self._needs_processes:
+        known = self._context.needs_processes
+        async with self._context.playing.setdefault(self._key, asyncio.Lock()):  # once for all rollouts of a group
+            if self._key not in known:
                 played = await blame(self._rollout, failure)
-                needs = bool(played.meta.get("needs_processes", {}).get(self._part.step_name))
-                self._needs_processes[self._key] = needs
-        return self._needs_processes[self._key]
+                known[self._key] = bool(played.meta.get("needs_processes", {}).get(self._part.step_name))
+        return known[self._key]
 
     @property
     def _key(self) -> str:
@@ -320,7 +319,7 @@ class Verification:
         """Yield a fresh slot over the root file system of a separate verifier."""
         environment, root = self._part.task.verifier.environment, self._work.roots[self._part.step_name]
         assert environment is not None
-        spec, built = await verifier_files(self._rollout, self._part, self._grading.spec, self._build_network)
+        spec, built = await verifier_files(self._rollout, self._part, self._grading.spec, self._context.build_network)
         try:
             slot = await self._rollout.workspace.lease_slot(f"{self._rollout.rollout_id}:verifier", spec, built)
         except SandboxError:
@@ -338,12 +337,13 @@ class Verification:
         environment, root = self._part.task.verifier.environment, self._work.roots[self._part.step_name]
         assert environment is not None
         key = f"{self._rollout.task.id}:{self._part.step_name}:verifier"
-        if key not in self._prepared:
+        prepared = self._context.prepared
+        if key not in prepared:
             async with untouched() as slot:
-                self._prepared[key] = await prepared_for(slot, self._work.tools, root.config.user, own=True)
+                prepared[key] = await prepared_for(slot, self._work.tools, root.config.user, own=True)
         env = {**root.config.env, **environment.env}
         workdir = environment.workdir or root.config.workdir
-        return self._setup_in(root, self._prepared[key], env, workdir, keeps=environment.has_tests)
+        return self._setup_in(root, prepared[key], env, workdir, keeps=environment.has_tests)
 
     async def _official(self) -> Checked | None:
         own = await self._grading.checkpoint()
@@ -460,11 +460,6 @@ class Verification:
         official_reward = (own or verdict).reward
         return Score(reward, {**numbers(detail), **rewards}, detail, official=official_reward, labels=labels)
 
-    @property
-    def _programs(self) -> tuple[str, ...]:
-        """The programs that a verifier uses as the agent left them."""
-        return (*self._settings.keep_programs, *self._settings.graded_programs)
-
     async def _view(self) -> View:
         """Return the guarded view of the work."""
         env = {**self._work.env, **self._part.task.verifier.env}
@@ -482,7 +477,7 @@ class Verification:
         table = await self._grading.view(
             (*self._work.scope.paths, *self._settings.graded_paths, *solved.get(True, ())),
             workspace=self._work.workdir,
-            programs=self._programs,
+            programs=(*self._settings.keep_programs, *self._settings.graded_programs),
             text=self._part.task.instruction,
             env=env,
         )
@@ -527,7 +522,7 @@ class Verification:
 
     def _setup(self, ignored: Collection[str] = ()) -> VerifierSetup:
         keeps = self._part.step is None and self._rollout.task.grading != LIVE
-        found = self._prepared[self._rollout.task.id]
+        found = self._context.prepared[self._rollout.task.id]
         if (self._part.task.verifier.user or self._work.root.config.user) != self._work.user:
             found = replace(found, home="/root")
         return self._setup_in(self._work.root, found, self._work.env, self._work.workdir, ignored, keeps=keeps)
