@@ -274,7 +274,7 @@ class Grading:
                     if scratch:
                         await self.restore_scratch(self._slot)
                         await self.disarm(self._slot, self.rollout.task, self._seen)
-                    await _start_somewhere(self._slot)
+                    await restore_directory(self._slot)
                 return self._slot
 
     async def _live_slot(self) -> Slot:
@@ -285,7 +285,7 @@ class Grading:
             self._kept = True
             self.processes_at_end = await self._shown.freeze()
             await self.rollout.workspace.keep_files(self.rollout.seat)
-        await _start_somewhere(self._shown)
+        await restore_directory(self._shown)
         return self._shown
 
     async def check_sound(self) -> None:
@@ -472,14 +472,15 @@ def _is_too_deep(path: str) -> bool:
     return path.count("/") >= _DEEPEST or len(path.encode("utf-8", "surrogateescape")) > _LONGEST_BYTES
 
 
-async def _start_somewhere(slot: Slot) -> None:
-    """Create an empty workspace if the agent removed it, since deleted work must not look like a broken check."""
+async def restore_directory(slot: Slot, path: str = WORKSPACE) -> None:
+    """Create an empty directory if the agent removed it or put something else in its place, since deleted work must not
+    look like a broken check."""
     try:
-        found = await slot.stat(f"{WORKSPACE}/.")
+        found = await slot.stat(f"{path}/.")
     except InfraError:
         raise
     except OSError:
         found = None
     if found is None:
-        await slot.remove(WORKSPACE)
-        await slot.make_dir(WORKSPACE)
+        await slot.remove(path)
+        await slot.make_dir(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shlex
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -17,7 +16,7 @@ from palaestra.core.errors import GraderError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.blame import blame
-from palaestra.rollouts.grading.grader import LIVE, Grading
+from palaestra.rollouts.grading.grader import LIVE, Grading, restore_directory
 from palaestra.rollouts.grading.tampering import (
     CARRIED,
     HOME_SETTINGS,
@@ -352,7 +351,7 @@ class Verification:
         made = [each.path.removeprefix(CARRIED) for each in await self._grading.changes() if each.kind == "file"]
         try:
             slot = await self._grading.slot(View()) if own is None else own
-            await _restore_workdir(slot, self._work.workdir)
+            await restore_directory(slot, self._work.workdir)
             setup = replace(self._setup(), made=made)
             serves = own is not None and self._grading.processes_at_end > 0
             checked = await self._checked(setup, lambda: _same(slot), alone=False, watched=serves)
@@ -386,7 +385,7 @@ class Verification:
             async with slot.fork() as fork:
                 await self._grading.restore_scratch(fork)
                 await self._grading.disarm(fork, about, shown, ALWAYS_HIDDEN)
-                await _restore_workdir(fork, self._work.workdir)
+                await restore_directory(fork, self._work.workdir)
                 yield fork
 
         made = [change.path for change in shown if change.kind == "file"]
@@ -582,13 +581,6 @@ async def prepared_for(slot: Slot, tools: TestTools, user: str, *, own: bool) ->
 def _no_verdict(why: str) -> Checked:
     label = Label("official_failed", f"the verifier gave no verdict in the agent's own sandbox: {why:.300}")
     return Checked(None, (label,))
-
-
-async def _restore_workdir(slot: Slot, workdir: str) -> None:
-    """Make the task's directory if the agent removed or replaced it, so that the verifier can start."""
-    if not (await slot.execute(["/bin/sh", "-c", f"cd {shlex.quote(workdir)}"], cwd="/")).success:
-        await slot.remove(workdir)
-        await slot.make_dir(workdir)
 
 
 @asynccontextmanager
