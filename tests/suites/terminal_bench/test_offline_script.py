@@ -130,7 +130,7 @@ def test_whether_a_script_starts_pytest(text: str, wanted: bool) -> None:
     ],
 )
 def test_a_script_that_fetches_is_told_from_work_that_does(text: str, output: str, wanted: bool) -> None:
-    assert lacks_network([text], [], output) is wanted
+    assert lacks_network(text, [], output) is wanted
 
 
 def test_scripts_beside_it_are_changed_and_count() -> None:
