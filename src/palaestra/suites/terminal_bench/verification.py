@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from posixpath import basename
@@ -194,7 +194,7 @@ class Verification:
             before = (
                 None if self._work.plan is None else self._grading.prepared
             )  # the solution cannot run without the services
-            checked = await self._checked(setup, lambda: _same(slot), alone=False, prepared=before)
+            checked = await self._checked(setup, lambda: nullcontext(slot), alone=False, prepared=before)
             checked = replace(checked, processes=self._grading.processes_at_end)
             score = self._score(checked, checked)
             return score if group is None else replace(score, detail={**score.detail, "services": await group.report()})
@@ -354,7 +354,7 @@ class Verification:
             await restore_directory(slot, self._work.workdir)
             setup = replace(self._setup(), made=made)
             serves = own is not None and self._grading.processes_at_end > 0
-            checked = await self._checked(setup, lambda: _same(slot), alone=False, watched=serves)
+            checked = await self._checked(setup, lambda: nullcontext(slot), alone=False, watched=serves)
         except TestsTimedOut:  # work that hangs costs one time limit, not two
             raise
         except GraderError as error:
@@ -411,17 +411,16 @@ class Verification:
             started = time.monotonic()
             verdict = await verify(slot, setup, alone=alone, watched=watched)
             self._grading.took(time.monotonic() - started)
-        labels: Sequence[Label] = verdict.labels
-        uncontrolled: Sequence[str] = ()
-        certain = any(label.certain for label in labels)
+        found = Checked(verdict, verdict.labels)
+        certain = any(label.certain for label in found.labels)
         controlled = self._settings.controls and watched and (alone or self._is_last)
         if verdict.reward > 0 and verdict.run is not None and controlled and not certain:
             solved = self._part.step is None and prepared is None and self._rollout.task.solution
             reference = partial(_solved, self._rollout.task, self._grading) if solved else None
             before = prepared or self._grading.prepared
             shown = await falsified(views, setup, verdict, before, reference)
-            labels, uncontrolled = (*labels, *shown.labels), shown.uncontrolled
-        return Checked(verdict, labels, uncontrolled)
+            return replace(found, labels=(*found.labels, *shown.labels), uncontrolled=shown.uncontrolled)
+        return found
 
     def _score(self, guarded: Checked, official: Checked | None) -> Score:
         """Return the score of two verdicts, which may be the same."""
@@ -435,14 +434,14 @@ class Verification:
             "grading": self._rollout.task.grading,
             "uncontrolled": list(guarded.uncontrolled[:50]),
         }
-        rewards, reward, own = verdict.rewards, verdict.reward, None if official is None else official.verdict
-        self._doubts = verdict.doubts or ("" if own is None else own.doubts)
+        own = verdict if official is None or official.verdict is None else official.verdict
+        rewards, reward, self._doubts = verdict.rewards, verdict.reward, verdict.doubts or own.doubts
         if guarded is official and guarded.processes and guarded.reward > 0:
             evidence = f"{guarded.processes} processes of the agent ran during the check"
             labels.append(Label("graded_where_it_runs", evidence))
         if official is not None and official is not guarded:
             labels += official.labels
-        if own is not None and own is not verdict:
+        if own is not verdict:
             detail["official_output"] = own.output[-2000:]
             if own.reward < reward:
                 rewards, reward = own.rewards, own.reward
@@ -455,9 +454,8 @@ class Verification:
                 labels.append(
                     Label("guarded_view_fails", f"the verifier pays less in a fresh sandbox{hidden}: {shown}")
                 )
-        detail |= {"rewards": dict(rewards), "official_rewards": dict((own or verdict).rewards)}
-        official_reward = (own or verdict).reward
-        return Score(reward, {**numbers(detail), **rewards}, detail, official=official_reward, labels=labels)
+        detail |= {"rewards": dict(rewards), "official_rewards": dict(own.rewards)}
+        return Score(reward, {**numbers(detail), **rewards}, detail, official=own.reward, labels=labels)
 
     async def _view(self) -> View:
         """Return the guarded view of the work."""
@@ -581,11 +579,6 @@ async def prepared_for(slot: Slot, tools: TestTools, user: str, *, own: bool) ->
 def _no_verdict(why: str) -> Checked:
     label = Label("official_failed", f"the verifier gave no verdict in the agent's own sandbox: {why:.300}")
     return Checked(None, (label,))
-
-
-@asynccontextmanager
-async def _same(slot: Slot) -> AsyncIterator[Slot]:
-    yield slot
 
 
 @asynccontextmanager

@@ -22,13 +22,14 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON, Label
 from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
-from palaestra.suites.grading.falsified import Controlled, RunFiles, control
+from palaestra.suites.grading.falsified import Controlled, control
 from palaestra.suites.grading.harness import FAILED, Status, TestRun, TestsTimedOut, read_records, read_run
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.slot_commands import content_of
@@ -160,34 +161,23 @@ async def falsified(
     passed = [name for name, status in run.statuses.items() if status is Status.PASSED]
     files = _files_of(test_files(task), passed)
 
-    def over(slots: GradedViews) -> RunFiles:
-        async def run_files(texts: Mapping[str, str]) -> TestRun:
-            instead = {files[path][0]: text for path, text in texts.items()}
-            return await _with_tests(slots, setup, instead)
-
-        return run_files
+    async def over(slots: GradedViews, texts: Mapping[str, str]) -> TestRun:
+        return await _with_tests(slots, setup, {files[path][0]: text for path, text in texts.items()})
 
     async def known() -> list[str]:
         async with prepared() as before:
             texts = await python_texts(before, work)
-        return [task.instruction, *texts.values(), *_solution_texts(task)]
+        solution = task.solution
+        paths = [] if solution is None else [solution.folder / name for name in (solution.script, *solution.files)]
+        return [task.instruction, *texts.values(), *(read_text(path, "replace") for path in paths)]
 
     texts = {path: text for path, (_, text) in files.items()}
     async with views() as fork:
         work = await python_texts(fork, setup.made)
     copied = await copied_answers(texts, passed, work, known)
-    result = await control(texts, passed, over(views), None if reference is None else over(reference))
+    result = await control(texts, passed, partial(over, views), partial(over, reference) if reference else None)
     skipped = [name for name, status in run.statuses.items() if status in _SKIPPED]
     return Controlled((*copied, *result.labels), (*result.uncontrolled, *skipped))
-
-
-def _solution_texts(task: TerminalTask) -> list[str]:
-    solution = task.solution
-    return (
-        []
-        if solution is None
-        else [read_text(solution.folder / name, "replace") for name in (solution.script, *solution.files)]
-    )
 
 
 async def _with_tests(views: GradedViews, setup: VerifierSetup, texts: Mapping[str, str]) -> TestRun:
@@ -209,13 +199,13 @@ def left_out_tests(task: TerminalTask, script: OfflineScript, run: TestRun) -> l
     script selects none by name. A file counts if the script names it, or names no Python file."""
     if _SELECTS.search(script.text) or run.collect_errors:
         return []
-    found = []
+    found, ids = [], [node_id.partition("::") for node_id in run.statuses]
     files = {name: at for at, (name, _) in _files_of(test_files(task), run.statuses).items()}
     for name, text in test_files(task).items():
         base = name.rpartition("/")[2]
         if name not in files and not (_COLLECTED.fullmatch(base) and (base in script.text or ".py" not in script.text)):
             continue
-        reported = {each.partition("[")[0] for each in _in_file(run.statuses, files.get(name, ""))}
+        reported = {test.partition("[")[0] for path, _, test in ids if path == files.get(name)}
         found += [f"{name}::{test}" for test in sorted(default_tests(text) - reported)]
     return found
 
@@ -242,11 +232,6 @@ def _files_of(texts: Mapping[str, str], node_ids: Collection[str]) -> dict[str, 
         if match is not None:
             found[at] = match, texts[match]
     return found
-
-
-def _in_file(statuses: Mapping[str, Status], path: str) -> dict[str, Status]:
-    """Return the statuses of a file's tests by the part of their node ids after its path."""
-    return {name.partition("::")[2]: each for name, each in statuses.items() if name.partition("::")[0] == path}
 
 
 @dataclass(frozen=True, slots=True)
