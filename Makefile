@@ -64,6 +64,7 @@ check-style: venv
 	@.venv/bin/ruff format --check .
 	@.venv/bin/lint-imports --no-logo
 	@.venv/bin/python scripts/import_cycles.py
+	@.venv/bin/python scripts/package_order.py
 	@.venv/bin/python scripts/guard.py
 	@.venv/bin/python scripts/prose.py
 	@.venv/bin/python scripts/pictures.py --check

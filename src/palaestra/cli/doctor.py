@@ -181,7 +181,7 @@ def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool)
     ]
     config = merge(HermesAgentEnvConfig, layers).value
     # `all` lists a backend once, even if it has a second name.
-    every = {BUILTIN.get(name, name): name for name in reversed(backend_names())}
+    every = {BUILTIN.get(name) or name: name for name in reversed(backend_names())}
     wanted = list(reversed(every.values())) if "all" in names else list(dict.fromkeys(names))
 
     async def check() -> list[BackendFindings]:

@@ -74,9 +74,8 @@ class RunSettings:
 class AgentSettings:
     """The agent's settings in a rollout. `max_tokens` is per reply; `tool_timeout_s` is a command's default time limit.
 
-    `memory` and `sessions` are folders for the tools `memory` and `session_search`. If a folder is None, calls of its
-    tool are refused. If it is set, a rollout can read what earlier rollouts left there, so rollouts cannot be compared.
-    If `freeze` is set, slots are frozen while the model thinks. `reward` is the rule by which scores become rewards.
+    `beyond` names tools that may read what earlier rollouts left; rollouts with them cannot be compared. If `freeze`
+    is set, slots are frozen while the model thinks. `reward` is the rule by which scores become rewards.
     `strict_labels` names the labels that `RewardRule.STRICT` does not accept; if it is empty, it accepts none.
     """
 
@@ -89,8 +88,7 @@ class AgentSettings:
     max_context_tokens: int | None = None
     budget: Budget = field(default_factory=Budget)
     prices: Prices | None = None
-    memory: Path | None = None
-    sessions: Path | None = None
+    beyond: frozenset[str] = frozenset()
     freeze: bool = False
     reward: RewardRule = RewardRule.GUARDED
     strict_labels: frozenset[str] = frozenset()
@@ -107,12 +105,6 @@ class AgentSettings:
             self.budget,
             self.beyond,
         )
-
-    @property
-    def beyond(self) -> frozenset[str]:
-        """The tools `memory` and `session_search`, if they have a folder."""
-        folders = {"memory": self.memory, "session_search": self.sessions}
-        return frozenset(name for name, folder in folders.items() if folder is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -329,13 +329,6 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         None, "Additional fields of every model request, as the provider defines them."
     )
 
-    memory_dir: str | None = host_path(
-        None, "The folder of the `memory` tool. None disables the tool, so that rollouts do not learn from each other."
-    )
-    sessions_dir: str | None = host_path(
-        None, "The folder of earlier conversations for the `session_search` tool. None disables the tool."
-    )
-
     tool_call_parser: str = setting(
         "hermes", "The format of a token-exact model's tool calls, unless --openai.tool_parser is set."
     )
@@ -594,3 +587,9 @@ class HeldOutConfig(HermesAgentEnvConfig):
         """Return whether `evaluate` or, if not `evaluating`, the other commands use the task. If no tasks are held out,
         all commands use all tasks."""
         return self.held_out == 0 or self.is_held_out(task_id) == evaluating
+
+
+class ListedEnvConfig(HeldOutConfig):
+    """Settings of environments with listed items."""
+
+    dataset_fields: dict[str, str] = setting({}, "Columns to use for fields, as FIELD=COLUMN, such as prompt=question.")
