@@ -18,13 +18,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeAlias, cast
 
 import msgspec
 
 from palaestra.core.errors import ConfigError, DiskError
-from palaestra.core.io import plugins
 from palaestra.core.io.durable_files import KEPT, private
 from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import ARGUMENTS, Parsed
@@ -54,6 +54,9 @@ from palaestra.rollouts.records import Group
 from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair
 
 logger = logging.getLogger(__name__)
+
+REPORTS = "palaestra.reports"
+"""The group of entry points of extensions that write a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +294,7 @@ class RunOutput:
             _write_report(self.folder.path, report, self.own)
             if self.copy is not None and self.copy.path.is_file() and report.is_file():
                 shutil.copyfile(report, self.copy.path.with_suffix(".html"))
-        except (OSError, ConfigError) as error:
+        except (OSError, ConfigError, ImportError, AttributeError) as error:  # the last two: a broken extension
             logger.warning("the report %s cannot be written: %s; all other files are kept", report, error)
         return self._figures.numbers() | self.own
 
@@ -299,8 +302,8 @@ class RunOutput:
 def _write_report(folder: Path, path: Path, own: Mapping[str, float]) -> None:
     """Write the report of a finished run with the extension that provides it, if one is installed. It reads the run's
     files, so that nothing of the run depends on it."""
-    for point in plugins.installed("palaestra.reports").values():
-        cast("WriteReport", plugins.load(point))(folder, path, own)
+    for point in entry_points(group=REPORTS):
+        cast("WriteReport", point.load())(folder, path, own)
 
 
 WriteReport: TypeAlias = Callable[[Path, Path, Mapping[str, float]], None]
