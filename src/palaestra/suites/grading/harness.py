@@ -33,33 +33,23 @@ class TestsTimedOut(GraderError):
 
 
 class Status(StrEnum):
-    """The outcome of one test over all its phases."""
+    """The outcome of one test over all its phases, the worst first. A skipped tear-down or subtest does not make a
+    passed test a skipped one: pytest lists it as passed."""
 
-    PASSED = "passed"
-    FAILED = "failed"
     ERROR = "error"
-    SKIPPED = "skipped"
-    XFAILED = "xfailed"
-    """The test is marked `xfail` and failed."""
+    FAILED = "failed"
     XFAIL_CALLED = "xfail called"
     """The test, or the code under test, called `pytest.xfail`."""
+    XFAILED = "xfailed"
+    """The test is marked `xfail` and failed."""
     XPASSED = "xpassed"
+    PASSED = "passed"
+    SKIPPED = "skipped"
     MISSING = "missing"
 
 
 FAILED = frozenset({Status.FAILED, Status.ERROR})
 """The statuses of tests that failed in one of their phases."""
-
-_WORST_FIRST = (
-    Status.ERROR,
-    Status.FAILED,
-    Status.XFAIL_CALLED,
-    Status.XFAILED,
-    Status.XPASSED,
-    Status.PASSED,
-    Status.SKIPPED,
-)
-"""A skipped tear-down or subtest does not make a passed test a skipped one: pytest lists it as passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +214,7 @@ def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> 
 
 def _status(phases: Sequence[Mapping[str, JSON]]) -> Status:
     """Return the worst outcome of a test's phases: a failing teardown overrides a passing call."""
-    return min((_phase_status(phase) for phase in phases), key=_WORST_FIRST.index)
+    return min(map(_phase_status, phases), key=[*Status].index)
 
 
 def _phase_status(phase: Mapping[str, JSON]) -> Status:
