@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -191,9 +191,8 @@ class Verification:
                 await group.collect(self._part.step_name, self._part.task.verifier.collect, ())
             slot = await self._grading.slot()
             setup = self._setup()
-            before = (
-                None if self._work.plan is None else self._grading.prepared
-            )  # the solution cannot run without the services
+            # the solution cannot run without the services
+            before = None if self._work.plan is None else self._grading.prepared
             checked = await self._checked(setup, lambda: nullcontext(slot), alone=False, prepared=before)
             checked = replace(checked, processes=self._grading.processes_at_end)
             score = self._score(checked, checked)
@@ -304,9 +303,8 @@ class Verification:
                     await put(slot, collected)
                     yield slot
 
-            untouched = self._verifier_slot
-            setup = await self._setup_apart(untouched)
-            checked = await self._checked(setup, views, alone=True, prepared=untouched)
+            setup = await self._setup_apart()
+            checked = await self._checked(setup, views, alone=True, prepared=self._verifier_slot)
         score = self._score(checked, checked)
         problems = [*problems, *(() if beside is None else beside.problems)]
         left: dict[str, JSON] = {"artifacts_left_out": list(collected.left_out), "collect_failed": problems}
@@ -331,14 +329,14 @@ class Verification:
         finally:
             await asyncio.shield(self._grading.pool.release(slot))
 
-    async def _setup_apart(self, untouched: GradedViews) -> VerifierSetup:
+    async def _setup_apart(self) -> VerifierSetup:
         """Return how a separate verifier runs. What its image has for pytest is looked up once per task."""
         environment, root = self._part.task.verifier.environment, self._work.roots[self._part.step_name]
         assert environment is not None
         key = f"{self._rollout.task.id}:{self._part.step_name}:verifier"
         prepared = self._context.prepared
         if key not in prepared:
-            async with untouched() as slot:
+            async with self._verifier_slot() as slot:
                 prepared[key] = await prepared_for(slot, self._work.tools, root.config.user, own=True)
         env = {**root.config.env, **environment.env}
         workdir = environment.workdir or root.config.workdir
@@ -389,7 +387,7 @@ class Verification:
                 yield fork
 
         made = [change.path for change in shown if change.kind == "file"]
-        setup = replace(self._setup(ignored), made=made)
+        setup = replace(self._setup(), made=made, ignored=ignored)
         checked = await self._checked(setup, views, alone=True)
         changed = {change.path for change in changes}
         return replace(checked, hidden=tuple(path for path in (*view.without, *ignored) if path in changed))
@@ -517,22 +515,15 @@ class Verification:
                 found.setdefault(changes, []).append(path)
         return found
 
-    def _setup(self, ignored: Collection[str] = ()) -> VerifierSetup:
+    def _setup(self) -> VerifierSetup:
         keeps = self._part.step is None and self._rollout.task.grading != LIVE
         found = self._context.prepared[self._rollout.task.id]
         if (self._part.task.verifier.user or self._work.root.config.user) != self._work.user:
             found = replace(found, home="/root")
-        return self._setup_in(self._work.root, found, self._work.env, self._work.workdir, ignored, keeps=keeps)
+        return self._setup_in(self._work.root, found, self._work.env, self._work.workdir, keeps=keeps)
 
     def _setup_in(
-        self,
-        root: TaskRoot,
-        prepared: PreparedSlot,
-        variables: Mapping[str, str],
-        workdir: str,
-        ignored: Collection[str] = (),
-        *,
-        keeps: bool,
+        self, root: TaskRoot, prepared: PreparedSlot, variables: Mapping[str, str], workdir: str, *, keeps: bool
     ) -> VerifierSetup:
         """Return how a part's verifier runs in a slot over `root`."""
         verifier = self._part.task.verifier
@@ -546,7 +537,6 @@ class Verification:
             workdir=workdir,
             user=verifier.user or root.config.user,
             timeout_s=verifier.timeout_s or self._settings.test_timeout,
-            ignored=ignored,
             keeps=keeps,
         )
 
