@@ -44,8 +44,6 @@ LABELS = _OF_SAME_RUN.union(
 )
 """The names of the labels that checks give. Environments declare those of their own as `label_names`."""
 
-_BY_VIEW = "changes that the check does not see"
-_UNKNOWN = "the check itself"
 _LOST = "they were lost, because the agent ended its sandbox, filled its disk or replaced programs"
 _SEEN = re.compile(r"/(?:workspace|tmp|var/tmp|dev/shm)(?:/|$)")
 """Places whose changes a check sees without a declaration, unless they stand in for a program."""
@@ -125,8 +123,8 @@ def _cause(score: Score, against: Sequence[Label], strict: Collection[str], reme
     for label in sorted(changing, key=lambda label: label.name not in _OF_SAME_RUN)[:1]:
         return label.name, label.evidence, remedy
     if unseen:
-        return _BY_VIEW, ", ".join(unseen[:5]), remedy
-    return _UNKNOWN, "it gives both figures, and no label explains the difference", remedy
+        return "changes that the check does not see", ", ".join(unseen[:5]), remedy
+    return "the check itself", "it gives both figures, and no label explains the difference", remedy
 
 
 def how_to_see(paths: Collection[str]) -> str:

@@ -303,7 +303,7 @@ def falsify(sources: Mapping[str, str], names: Collection[str], *, alone: bool =
     again = None
     for path, parsed in trees.items():
         source, wanted = sources[path], set(map(id, wanted_in[path]))
-        edits, used = [], _names_used(parsed.tree)
+        edits, used = [], {_name_of(node) for node in ast.walk(parsed.tree)}
         tests = [each for _, each in tests_in(parsed.tree.body, "")]
         for _, function in _functions(parsed.tree.body, "") if wanted else ():
             place = path, function.name
@@ -486,11 +486,6 @@ def _is_generator(function: Function) -> bool:
 
 def _is_fixture(function: Function) -> bool:
     return any("fixture" in _name_of(each) for top in function.decorator_list for each in ast.walk(top))
-
-
-def _names_used(tree: ast.Module) -> set[str]:
-    """Return the names and attributes that a file refers to."""
-    return {_name_of(node) for node in ast.walk(tree)}
 
 
 def _function_of(node_id: str) -> tuple[str, str]:
