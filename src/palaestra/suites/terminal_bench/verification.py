@@ -470,15 +470,15 @@ class Verification:
         )
         solved = await self._solved_too([*checkers, *filter(is_home_setting, changed)])
         table = await self._grading.view(
-            (*self._work.scope.paths, *self._settings.graded_paths, *solved.get(True, ())),
+            (*self._work.scope.paths, *self._settings.graded_paths, *(path for path in solved if solved[path])),
             workspace=self._work.workdir,
             programs=(*self._settings.keep_programs, *self._settings.graded_programs),
             text=self._part.task.instruction,
             env=env,
         )
-        checkers = [path for path in checkers if path in solved.get(False, ()) or path in solved.get(None, ())]
+        checkers = [path for path in checkers if path in solved and not solved[path]]
         self._grading.note("checkers_changed", checkers)
-        kept = [path for path in checkers if path in solved.get(False, ()) and not is_below(path, paths_in(about))]
+        kept = [path for path in checkers if solved[path] is False and not is_below(path, paths_in(about))]
         without = hidden_paths(
             changes,
             (*table.without, *kept),
@@ -496,12 +496,11 @@ class Verification:
         self._grading.note("test_settings_ignored", [path for path in without if path in shown - {*ALWAYS_HIDDEN}])
         return View(table.only, without)
 
-    async def _solved_too(self, paths: Sequence[str]) -> Mapping[bool | None, list[str]]:
-        """Return the prepared or new files at these paths by whether the reference solution changes them too; None if
-        it cannot be played. A prepared file that it leaves alone is no result of the work."""
-        found: dict[bool | None, list[str]] = {}
+    async def _solved_too(self, paths: Sequence[str]) -> Mapping[str, bool | None]:
+        """Return whether the reference solution changes the prepared or new files at these paths too; None if it cannot
+        be played. A prepared file that it leaves alone is no result of the work."""
         if not paths:
-            return found
+            return {}
         plays = self._part.step is None and self._work.plan is None and self._rollout.task.solution is not None
         async with AsyncExitStack() as opened:
             before = await opened.enter_async_context(self._grading.prepared())
@@ -510,10 +509,10 @@ class Verification:
             after = (
                 await opened.enter_async_context(_solved(self._rollout.task, self._grading)) if plays and was else None
             )
-            for path, content in was.items():
-                changes = None if after is None else await content_of(after, path, _MOST_BYTES) != content
-                found.setdefault(changes, []).append(path)
-        return found
+            return {
+                path: None if after is None else await content_of(after, path, _MOST_BYTES) != content
+                for path, content in was.items()
+            }
 
     def _setup(self) -> VerifierSetup:
         keeps = self._part.step is None and self._rollout.task.grading != LIVE
