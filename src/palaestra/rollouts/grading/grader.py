@@ -360,10 +360,10 @@ class Grading:
         sealed = await self.seal()
         if sealed is None:
             return self.rollout.workspace.snapshot
-        if view is None and self.rollout.task.grading == FILES:
-            return sealed
         if view is None:
             task = self.rollout.task
+            if task.grading == FILES:
+                return sealed
             view = await self.view(task.paths, programs=task.programs)
             self._seen = changes_in(view, await self.changes())
         if view == View():
