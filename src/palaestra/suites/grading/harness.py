@@ -24,6 +24,9 @@ from palaestra.core.types import JSON, Label
 from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import ExecutionResult, Slot
 
+FOLDER = "/tmp/.palaestra-grade"  # noqa: S108  in the slot; saved file systems do not contain it
+"""The folder of the harness in the slot."""
+
 
 class TestsTimedOut(GraderError):
     """Raised if a test session did not end in time. A second session can show whether the work or a slow machine is the
@@ -120,18 +123,17 @@ async def run_harness(
     script: str,
     plan: Mapping[str, JSON],
     *,
-    folder: str,
     env: Mapping[str, str],
     timeout_s: float,
 ) -> tuple[list[Mapping[str, JSON]], ExecutionResult]:
-    """Copy `script` of `in_slot` into `folder`, start it with `command` in `plan["root"]`, and return its records.
+    """Copy `script` of `in_slot` into `FOLDER`, start it with `command` in `plan["root"]`, and return its records.
 
     Raises `GraderError` if the script does not send `start`.
     """
     note_way(Way.RUN_TESTS)
-    await send_scripts(slot, folder, script)
+    await send_scripts(slot, FOLDER, script)
     result = await slot.execute(
-        [*command, f"{folder}/{script}"],
+        [*command, f"{FOLDER}/{script}"],
         cwd=plan["root"],
         env=env,
         stdin=json.dumps(plan).encode(),
