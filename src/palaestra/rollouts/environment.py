@@ -18,7 +18,7 @@ from palaestra.core.errors import GraderError, PrepareError, SlotEnded, TaskErro
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Score, Task
 from palaestra.core.user_code import checked_score, run_hook
-from palaestra.rollouts.grading.blame import blame, session_s
+from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.rollout import Rollout
@@ -195,7 +195,7 @@ class Environment(ABC):
         if not live:
             await grading.restart()
             reference = await blame(rollout, failure)
-            grading.usual_s, grading.repeated = session_s(reference), True
+            grading.repeat_after(reference)
         if not live or (grading.live and not isinstance(failure, SlotEnded)):
             with suppress(*CHECK_FAILURES):
                 repeated = await _score_soundly(rollout, grading, score)

@@ -73,7 +73,7 @@ def note_way(way: Way, example: str = "") -> None:
         ways.setdefault(way, example)
 
 
-SESSION_S = "session_s"
+_SESSION_S = "session_s"
 """The key of a rollout's `meta` with the seconds of the longest session of tests in its check."""
 _LEAST_AGAIN_S = 10.0
 _MOST_IN_LABEL = 5
@@ -90,10 +90,8 @@ class Grading:
         self.rollout = rollout
         self.spec = spec
         self.live = rollout.task.grading == LIVE
-        self.repeated = False
-        """Whether the check is repeated, after the reference has got through it."""
-        self.usual_s: float | None = None
-        """The seconds of the longest session of tests over the reference solution, if there is one."""
+        self._repeats = rollout.spec.replays
+        self._usual_s: float | None = None
         self._slot: Slot | None = None
         self._shown: Slot | None = None
         self._trouble: InfraError | None = None
@@ -222,17 +220,22 @@ class Grading:
         )  # a hard link could join a file of the check to a file of the work; BusyBox's cp does not copy hard links
         await slot.execute(["/bin/sh", "-c", f"{copies} rm -rf {CARRIED}"], cwd="/", timeout_s=_COPY_S)
 
+    def repeat_after(self, reference: Rollout) -> None:
+        """Note that the check is repeated now, after this rollout of the reference has got through it."""
+        self._repeats = True
+        self._usual_s = None if reference.task.solution is None else reference.meta.get(_SESSION_S)
+
     def limit_s(self, limit_s: float) -> float:
         """Return the time limit of a session of tests, usually `limit_s`. A reference solution and a repetition may
         take a few times as long, since a busy machine must not decide. If the time that the reference solution took at
         this load is known, a repetition may take a few times that."""
-        if not (self.repeated or self.rollout.spec.replays):
+        if not self._repeats:
             return limit_s
-        return enough_time(limit_s if self.usual_s is None else self.usual_s, _LEAST_AGAIN_S)
+        return enough_time(limit_s if self._usual_s is None else self._usual_s, _LEAST_AGAIN_S)
 
     def took(self, seconds: float) -> None:
         """Record how long a session of tests took."""
-        self.rollout.meta[SESSION_S] = max(seconds, self.rollout.meta.get(SESSION_S, 0.0))
+        self.rollout.meta[_SESSION_S] = max(seconds, self.rollout.meta.get(_SESSION_S, 0.0))
 
     async def restart(self) -> None:
         """Release the grading slot and clear any failure that was kept. The next slot shows the same work again."""
@@ -357,10 +360,10 @@ class Grading:
         sealed = await self.seal()
         if sealed is None:
             return self.rollout.workspace.snapshot
-        if view is None and self.rollout.task.grading == FILES:
-            return sealed
         if view is None:
             task = self.rollout.task
+            if task.grading == FILES:
+                return sealed
             view = await self.view(task.paths, programs=task.programs)
             self._seen = changes_in(view, await self.changes())
         if view == View():

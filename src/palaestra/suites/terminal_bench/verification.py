@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -191,9 +191,8 @@ class Verification:
                 await group.collect(self._part.step_name, self._part.task.verifier.collect, ())
             slot = await self._grading.slot()
             setup = self._setup()
-            before = (
-                None if self._work.plan is None else self._grading.prepared
-            )  # the solution cannot run without the services
+            # the solution cannot run without the services
+            before = None if self._work.plan is None else self._grading.prepared
             checked = await self._checked(setup, lambda: nullcontext(slot), alone=False, prepared=before)
             checked = replace(checked, processes=self._grading.processes_at_end)
             score = self._score(checked, checked)
@@ -304,9 +303,8 @@ class Verification:
                     await put(slot, collected)
                     yield slot
 
-            untouched = self._verifier_slot
-            setup = await self._setup_apart(untouched)
-            checked = await self._checked(setup, views, alone=True, prepared=untouched)
+            setup = await self._setup_apart()
+            checked = await self._checked(setup, views, alone=True, prepared=self._verifier_slot)
         score = self._score(checked, checked)
         problems = [*problems, *(() if beside is None else beside.problems)]
         left: dict[str, JSON] = {"artifacts_left_out": list(collected.left_out), "collect_failed": problems}
@@ -331,14 +329,14 @@ class Verification:
         finally:
             await asyncio.shield(self._grading.pool.release(slot))
 
-    async def _setup_apart(self, untouched: GradedViews) -> VerifierSetup:
+    async def _setup_apart(self) -> VerifierSetup:
         """Return how a separate verifier runs. What its image has for pytest is looked up once per task."""
         environment, root = self._part.task.verifier.environment, self._work.roots[self._part.step_name]
         assert environment is not None
         key = f"{self._rollout.task.id}:{self._part.step_name}:verifier"
         prepared = self._context.prepared
         if key not in prepared:
-            async with untouched() as slot:
+            async with self._verifier_slot() as slot:
                 prepared[key] = await prepared_for(slot, self._work.tools, root.config.user, own=True)
         env = {**root.config.env, **environment.env}
         workdir = environment.workdir or root.config.workdir
@@ -389,7 +387,7 @@ class Verification:
                 yield fork
 
         made = [change.path for change in shown if change.kind == "file"]
-        setup = replace(self._setup(ignored), made=made)
+        setup = replace(self._setup(), made=made, ignored=ignored)
         checked = await self._checked(setup, views, alone=True)
         changed = {change.path for change in changes}
         return replace(checked, hidden=tuple(path for path in (*view.without, *ignored) if path in changed))
@@ -472,15 +470,15 @@ class Verification:
         )
         solved = await self._solved_too([*checkers, *filter(is_home_setting, changed)])
         table = await self._grading.view(
-            (*self._work.scope.paths, *self._settings.graded_paths, *solved.get(True, ())),
+            (*self._work.scope.paths, *self._settings.graded_paths, *(path for path in solved if solved[path])),
             workspace=self._work.workdir,
             programs=(*self._settings.keep_programs, *self._settings.graded_programs),
             text=self._part.task.instruction,
             env=env,
         )
-        checkers = [path for path in checkers if path in solved.get(False, ()) or path in solved.get(None, ())]
+        checkers = [path for path in checkers if path in solved and not solved[path]]
         self._grading.note("checkers_changed", checkers)
-        kept = [path for path in checkers if path in solved.get(False, ()) and not is_below(path, paths_in(about))]
+        kept = [path for path in checkers if solved[path] is False and not is_below(path, paths_in(about))]
         without = hidden_paths(
             changes,
             (*table.without, *kept),
@@ -498,12 +496,11 @@ class Verification:
         self._grading.note("test_settings_ignored", [path for path in without if path in shown - {*ALWAYS_HIDDEN}])
         return View(table.only, without)
 
-    async def _solved_too(self, paths: Sequence[str]) -> Mapping[bool | None, list[str]]:
-        """Return the prepared or new files at these paths by whether the reference solution changes them too; None if
-        it cannot be played. A prepared file that it leaves alone is no result of the work."""
-        found: dict[bool | None, list[str]] = {}
+    async def _solved_too(self, paths: Sequence[str]) -> Mapping[str, bool | None]:
+        """Return whether the reference solution changes the prepared or new files at these paths too; None if it cannot
+        be played. A prepared file that it leaves alone is no result of the work."""
         if not paths:
-            return found
+            return {}
         plays = self._part.step is None and self._work.plan is None and self._rollout.task.solution is not None
         async with AsyncExitStack() as opened:
             before = await opened.enter_async_context(self._grading.prepared())
@@ -512,27 +509,20 @@ class Verification:
             after = (
                 await opened.enter_async_context(_solved(self._rollout.task, self._grading)) if plays and was else None
             )
-            for path, content in was.items():
-                changes = None if after is None else await content_of(after, path, _MOST_BYTES) != content
-                found.setdefault(changes, []).append(path)
-        return found
+            return {
+                path: None if after is None else await content_of(after, path, _MOST_BYTES) != content
+                for path, content in was.items()
+            }
 
-    def _setup(self, ignored: Collection[str] = ()) -> VerifierSetup:
+    def _setup(self) -> VerifierSetup:
         keeps = self._part.step is None and self._rollout.task.grading != LIVE
         found = self._context.prepared[self._rollout.task.id]
         if (self._part.task.verifier.user or self._work.root.config.user) != self._work.user:
             found = replace(found, home="/root")
-        return self._setup_in(self._work.root, found, self._work.env, self._work.workdir, ignored, keeps=keeps)
+        return self._setup_in(self._work.root, found, self._work.env, self._work.workdir, keeps=keeps)
 
     def _setup_in(
-        self,
-        root: TaskRoot,
-        prepared: PreparedSlot,
-        variables: Mapping[str, str],
-        workdir: str,
-        ignored: Collection[str] = (),
-        *,
-        keeps: bool,
+        self, root: TaskRoot, prepared: PreparedSlot, variables: Mapping[str, str], workdir: str, *, keeps: bool
     ) -> VerifierSetup:
         """Return how a part's verifier runs in a slot over `root`."""
         verifier = self._part.task.verifier
@@ -546,7 +536,6 @@ class Verification:
             workdir=workdir,
             user=verifier.user or root.config.user,
             timeout_s=verifier.timeout_s or self._settings.test_timeout,
-            ignored=ignored,
             keeps=keeps,
         )
 
