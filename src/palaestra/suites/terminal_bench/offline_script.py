@@ -84,6 +84,12 @@ class OfflineScript:
     others: Mapping[str, str] = field(default_factory=dict)
 
 
+_ABOUT_SERVICES = re.compile(
+    r"\b(?:serv(?:e|es|ing|ers?|ices?)|daemons?|listen(?:s|ing)?|ports?|background|process(?:es)?|running)\b",
+    re.IGNORECASE,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class GradedPart:
     """A whole task, or one of its steps as a separate task, with its test script."""
@@ -96,6 +102,11 @@ class GradedPart:
     def step_name(self) -> str:
         """The name of the step; empty for a whole task."""
         return self.step.name if self.step else ""
+
+    @property
+    def asks_for_service(self) -> bool:
+        """Whether the instruction asks for something that runs until the check."""
+        return _ABOUT_SERVICES.search(self.task.instruction) is not None
 
 
 def parts_of(task: TerminalTask) -> tuple[GradedPart, ...]:

@@ -8,12 +8,12 @@ import math
 import shlex
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from posixpath import basename
 
-from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
+from palaestra.core.errors import GraderError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.blame import blame
@@ -25,7 +25,6 @@ from palaestra.rollouts.grading.tampering import (
     SHADOWED,
     changes_in,
     is_below,
-    is_home_setting,
     paths_in,
 )
 from palaestra.rollouts.rollout import Rollout
@@ -144,13 +143,14 @@ class VerifierContext:
     """What all verifications of an environment share: its settings, what preparing each workspace has found, by task,
     and the network while a verifier's root is built. `needs_processes` has the verifiers that the reference solution
     has shown to be able to give a verdict, by task and step: whether the solution is paid only where the processes run
-    that it leaves. `playing` has a lock for each."""
+    that it leaves. `playing` has a lock for each, and `solved` the paths that the solution changes."""
 
     settings: TerminalBench2EvalConfig
     prepared: dict[str, PreparedSlot]
     build_network: Network | AllowList
     needs_processes: dict[str, bool]
     playing: dict[str, asyncio.Lock]
+    solved: dict[str, frozenset[str]]
 
 
 class Verification:
@@ -160,7 +160,7 @@ class Verification:
         self._rollout, self._grading, self._part = rollout, grading, part
         self._work: ResolvedTask = rollout.task.data
         self._settings, self._prepared, self._build_network = context.settings, context.prepared, context.build_network
-        self._needs_processes, self._playing = context.needs_processes, context.playing
+        self._needs_processes, self._playing, self._solved = context.needs_processes, context.playing, context.solved
         self._doubts = ""
         """Why the output of a verifier suggests that it could not judge the work; only the reference can show it."""
 
@@ -207,10 +207,12 @@ class Verification:
             if official.reward <= guarded.reward:
                 return self._score(guarded, official)
             self._rollout.meta.setdefault("needs_processes", {})[step] = True
-            if needs is not None or self._rollout.spec.replays or self._rollout.task.solution is None:
+            unsolved = self._rollout.task.solution is None
+            if needs is not None or self._rollout.spec.replays or (unsolved and not self._part.asks_for_service):
                 return self._score(guarded, official)
             await self._grading.restart()
-            if not await self._reference(GraderError(f"the verifier of {self._part.task.name} fails")):
+            failure = GraderError(f"the verifier of {self._part.task.name} fails")
+            if not (unsolved or await self._reference(failure)):
                 return self._score(guarded, official)
         return await self._where_it_runs(official)
 
@@ -474,17 +476,25 @@ class Verification:
         checkers = await asyncio.to_thread(  # the agent decides how many paths there are
             lambda: [path for path in changed if basename(path) not in about and runs(texts, path, self._work.workdir)]
         )
-        solved = await self._solved_too([*checkers, *filter(is_home_setting, changed)])
+        if checkers:  # a new file is work
+            async with self._grading.prepared() as before:
+                checkers = [path for path in checkers if await before.stat(path) is not None]
+        solved = await self._solved_paths() if checkers else None
+
+        async def solved_too(paths: Sequence[str]) -> Collection[str]:
+            return (await self._solved_paths() or ()) if paths else ()
+
         table = await self._grading.view(
-            (*self._work.scope.paths, *self._settings.graded_paths, *solved.get(True, ())),
+            (*self._work.scope.paths, *self._settings.graded_paths),
             workspace=self._work.workdir,
             programs=self._programs,
             text=self._part.task.instruction,
             env=env,
+            solved=solved_too,
         )
-        checkers = [path for path in checkers if path in solved.get(False, ()) or path in solved.get(None, ())]
+        checkers = [path for path in checkers if path not in (solved or ())]
         self._grading.note("checkers_changed", checkers)
-        kept = [path for path in checkers if path in solved.get(False, ()) and not is_below(path, paths_in(about))]
+        kept = [path for path in checkers if solved is not None and not is_below(path, paths_in(about))]
         without = hidden_paths(
             changes,
             (*table.without, *kept),
@@ -502,24 +512,17 @@ class Verification:
         self._grading.note("test_settings_ignored", [path for path in without if path in shown - {*ALWAYS_HIDDEN}])
         return View(table.only, without)
 
-    async def _solved_too(self, paths: Sequence[str]) -> Mapping[bool | None, list[str]]:
-        """Return the prepared or new files at these paths by whether the reference solution changes them too; None if
-        it cannot be played. A prepared file that it leaves alone is no result of the work."""
-        found: dict[bool | None, list[str]] = {}
-        if not paths:
-            return found
-        plays = self._part.step is None and self._work.plan is None and self._rollout.task.solution is not None
-        async with AsyncExitStack() as opened:
-            before = await opened.enter_async_context(self._grading.prepared())
-            was = {path: await _content(before, path) for path in paths}
-            was = {path: each for path, each in was.items() if each is not None or is_home_setting(path)}
-            after = (
-                await opened.enter_async_context(_solved(self._rollout.task, self._grading)) if plays and was else None
-            )
-            for path, content in was.items():
-                changes = None if after is None else await _content(after, path) != content
-                found.setdefault(changes, []).append(path)
-        return found
+    async def _solved_paths(self) -> frozenset[str] | None:
+        """Return the paths that the reference solution changes; None if it cannot be played here."""
+        task, grading, key = self._rollout.task, self._grading, self._key
+        if self._part.step is not None or self._work.plan is not None or task.solution is None:
+            return None
+        if key not in self._solved:
+            async with _solved(task, grading) as slot:
+                made = await grading.pool.checkpoint(slot)
+            self._solved[key] = frozenset(change.path for change in await grading.pool.changes(made))
+            await grading.pool.snapshots.forget(made)
+        return self._solved[key]
 
     def _setup(self, ignored: Collection[str] = ()) -> VerifierSetup:
         keeps = self._part.step is None and self._rollout.task.grading != LIVE
@@ -589,16 +592,6 @@ async def _restore_workdir(slot: Slot, workdir: str) -> None:
     if not (await slot.execute(["/bin/sh", "-c", f"cd {shlex.quote(workdir)}"], cwd="/")).success:
         await slot.remove(workdir)
         await slot.make_dir(workdir)
-
-
-async def _content(slot: Slot, path: str) -> bytes | None:
-    """Return the first MiB of a file; None if there is no such file."""
-    try:
-        return await slot.read_bytes(path, max_bytes=1 << 20)
-    except InfraError:
-        raise
-    except OSError:
-        return None
 
 
 @asynccontextmanager
