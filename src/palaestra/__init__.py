@@ -121,14 +121,13 @@ if TYPE_CHECKING:
     from palaestra.tools.decorator import tool
     from palaestra.tools.human.approval import Approvals
     from palaestra.tools.human.terminal_prompt import TerminalPerson
-    from palaestra.tools.registry.build import build_tool_registry, get_tool_definitions
+    from palaestra.tools.registry.build import build_tool_registry, get_available_toolsets, get_tool_definitions
     from palaestra.tools.registry.catalog import (
         TOOL_TO_TOOLSET_MAP,
         TOOLSET_REQUIREMENTS,
         check_tool_availability,
         check_toolset_requirements,
         get_all_tool_names,
-        get_available_toolsets,
         get_toolset_for_tool,
     )
     from palaestra.tools.registry.distributions import (
@@ -510,7 +509,7 @@ _MODULES = {
     "environment": "envs.api.function_form",
     "get_active_environments_info": "tools.runtime.function_calls",
     "get_all_tool_names": "tools.registry.catalog",
-    "get_available_toolsets": "tools.registry.catalog",
+    "get_available_toolsets": "tools.registry.build",
     "get_distribution": "tools.registry.distributions",
     "get_parser": "inference.parsers",
     "get_tool_definitions": "tools.registry.build",

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.testing.tiny_model import make_tiny
-from palaestra.trainers.checkpoints import read_steps
 
 pytestmark = [
     pytest.mark.slots,

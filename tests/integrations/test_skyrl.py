@@ -17,8 +17,8 @@ import pytest
 from note_environment import NOTE
 
 import palaestra
+from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.testing.tiny_model import make_tiny
-from palaestra.trainers.checkpoints import read_steps
 
 pytestmark = [
     pytest.mark.slots,

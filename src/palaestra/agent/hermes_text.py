@@ -11,7 +11,7 @@ cannot be parsed, the loop answers it with an error (T6). Source of the format: 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from palaestra.agent.replies import Reply, RequestedCall, read_reply
@@ -190,32 +190,6 @@ def result_in(element: str) -> ToolResult:
     """Return the result that a `<tool_response>` element shows."""
     fields = json.loads(element.removeprefix(_ANSWER).removesuffix(_ANSWERED))
     return ToolResult(fields["success"], fields["output"], fields.get("error", ""), fields.get("metadata", {}))
-
-
-def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
-    """Yield three strings for each call of one turn, in order: the call's name, its arguments, and the
-    `<tool_response>` element that answers it.
-
-    Yields nothing unless the messages are a reply with calls and a user turn that answers each of them.
-    """
-    said, *seen = [str(message.get("content") or "") for message in messages]
-    calls = get_parser("hermes").parse(said, tools=(), cut=False).all_tool_calls or ()
-    answers = list(_elements(seen[0])) if len(seen) == 1 else []
-    if len(calls) == len(answers):
-        for call, answer in zip(calls, answers, strict=True):
-            yield call.function.name, call.function.arguments, answer
-
-
-def _elements(text: str) -> Iterator[str]:
-    """Yield the `<tool_response>` elements of a text. Their JSON may contain tags."""
-    place = 0
-    while text.startswith(_ANSWER, place):
-        try:
-            _, end = json.JSONDecoder().raw_decode(text, place + len(_ANSWER))
-        except (ValueError, RecursionError):
-            return
-        yield text[place : end + len(_ANSWERED)]
-        place = end + len(_ANSWERED) + len("\n")
 
 
 def result_text(success: bool, output: str, error: str, metadata: Mapping[str, JSON]) -> str:

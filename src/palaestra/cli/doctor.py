@@ -39,7 +39,6 @@ _EXAMPLES = {
     "singularity": "singularity_image=python.sif",
     "ssh": "ssh_hosts=me@big-machine",
     "slurm": "slurm_job=12345",
-    "ray": "backend_options.address=10.0.0.1:6379",
     "nomad": "nomad_address=http://nomad:4646",
     "kubernetes": "kubernetes_image=python:3.11",
     "modal": "modal_image=python:3.11",
@@ -182,7 +181,7 @@ def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool)
     ]
     config = merge(HermesAgentEnvConfig, layers).value
     # `all` lists a backend once, even if it has a second name.
-    every = {BUILTIN.get(name, name): name for name in reversed(backend_names())}
+    every = {BUILTIN.get(name) or name: name for name in reversed(backend_names())}
     wanted = list(reversed(every.values())) if "all" in names else list(dict.fromkeys(names))
 
     async def check() -> list[BackendFindings]:

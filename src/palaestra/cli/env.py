@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -21,10 +21,12 @@ from palaestra.cli.plugin_group import PluginGroup
 from palaestra.core.config import why_no_effect
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import plural
+from palaestra.core.io import plugins
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
     from palaestra.envs.cheats.proof import PolicyResult, Proof
@@ -150,6 +152,12 @@ def _example_config(name: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def _more_settings() -> dict[str, Mapping[str, FieldInfo]]:
+    """Return the settings that extensions add to a run's, such as those of a training run."""
+    points = plugins.installed("palaestra.settings").items()
+    return {name: cast("type[BaseModel]", plugins.load(point)).model_fields for name, point in points}
+
+
 def _about(reference: str) -> dict[str, JSON]:
     """Return the data of `env show`: the environment's name, form and docstring. `settings` has the settings that only
     this environment has, and common settings whose defaults it changes. `training` has the settings of a training run,
@@ -159,7 +167,6 @@ def _about(reference: str) -> dict[str, JSON]:
     from palaestra.envs.config.dotenv import exported, read_keys
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.envs.discovery import load_environment
-    from palaestra.trainers.config import TrainingConfig
 
     with exported(read_keys(Path.cwd())):
         form = load_environment(reference, Path.cwd())
@@ -178,7 +185,7 @@ def _about(reference: str) -> dict[str, JSON]:
         "about": form.about,
         "settings": [row(name, field) for name, field in fields.items() if name not in common or name in changed],
         "rollouts": [row(name, fields[name]) for name in _TRAINED_WITH if name in fields],
-        "training": [row(name, field, {}) for name, field in TrainingConfig.model_fields.items()],
+        **{part: [row(name, field, {}) for name, field in more.items()] for part, more in _more_settings().items()},
         "without_effect": {
             name: why for name in form.config_type().model_fields if (why := why_no_effect(form.config_type(), name))
         },

@@ -17,7 +17,6 @@ import click
 from palaestra import __version__
 from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.exits import DONE, USAGE, Program
-from palaestra.core.io import plugins
 
 COMMANDS = {
     "run": "Roll out an environment.",
@@ -50,19 +49,32 @@ COMMANDS = {
     "doctor": "Report which isolation levels work here, or check backends or a model server.",
     "completion": "Print the completion script for a shell.",
 }
-"""Maps each subcommand to its help line. The subcommand is `palaestra.cli.<name>.command` unless one of the next two
-tables says otherwise."""
+"""Maps each subcommand to its help line."""
 
-_OF_MODULES = {
-    "eval": "run.eval_command", "feed": "run.feed_command", "fork": "resume.fork_command",
-    "report": "view.report_command", "runs": "run_status.runs_command", "status": "run_status.status_command",
-    "tasks": "plugin_group.tasks_command", "images": "plugin_group.images_command",
-}  # fmt: skip
-"""Subcommands that share a module with another one."""
-
-_OF_ROOMS = frozenset({"acp", "batch", "chat", "gateway", "model"})
-"""Subcommands that are entry points in the group `palaestra.commands`: they live in the folder of what they run, which
-this package need not import."""
+_OWN = {
+    "run": "palaestra.cli.run:command",
+    "eval": "palaestra.cli.run:eval_command",
+    "feed": "palaestra.cli.run:feed_command",
+    "runs": "palaestra.cli.run_status:runs_command",
+    "resume": "palaestra.cli.resume:command",
+    "status": "palaestra.cli.run_status:status_command",
+    "export": "palaestra.cli.export:command",
+    "compare": "palaestra.cli.compare:command",
+    "verify": "palaestra.cli.verify:command",
+    "grade": "palaestra.cli.grade:command",
+    "replay": "palaestra.cli.replay:command",
+    "fork": "palaestra.cli.resume:fork_command",
+    "env": "palaestra.cli.env:command",
+    "tasks": "palaestra.cli.plugin_group:tasks_command",
+    "images": "palaestra.cli.plugin_group:images_command",
+    "tools": "palaestra.cli.tools:command",
+    "serve": "palaestra.cli.serve:command",
+    "slots": "palaestra.cli.slots:command",
+    "doctor": "palaestra.cli.doctor:command",
+    "completion": "palaestra.cli.completion:command",
+}
+"""Maps each subcommand of this package to its module and function. The other subcommands are entry points in the
+group `palaestra.commands` of extensions."""
 
 _EXAMPLES = """\b
   palaestra run terminal_test --policy oracle --tasks 2
@@ -90,12 +102,12 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        if cmd_name in _OF_ROOMS:
-            from palaestra.cli.plugin_group import GROUP, command_of
+        if cmd_name not in _OWN:
+            from palaestra.cli.plugin_group import command_of
 
-            return command_of(plugins.installed(GROUP)[cmd_name])
-        module, _, name = _OF_MODULES.get(cmd_name, f"{cmd_name}.command").partition(".")
-        command: click.Command = getattr(import_module(f"palaestra.cli.{module}"), name)
+            return command_of(cmd_name)
+        module, _, name = _OWN[cmd_name].partition(":")
+        command: click.Command = getattr(import_module(module), name)
         return command
 
     def resolve_command(

@@ -16,11 +16,11 @@ GROUP = "palaestra.commands"
 """The group of entry points for commands."""
 
 
-def command_of(point: EntryPoint) -> click.Command:
+def command_of(name: str) -> click.Command:
     """Import the command of an entry point. Raises `ConfigError`."""
-    command = plugins.load(point)
+    command = plugins.load_named(GROUP, name, f"the command {name}")
     if not isinstance(command, click.Command):
-        raise ConfigError(f"{point.name} of {plugins.origin(point)} is not a click command")
+        raise ConfigError(f"{name} of {plugins.origin(plugins.installed(GROUP)[name])} is not a click command")
     return command
 
 
@@ -51,7 +51,7 @@ class PluginGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
         point = self._plugins().get(cmd_name)
-        return own if own is not None or point is None else command_of(point)
+        return own if own is not None or point is None else command_of(point.name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands as click does, but without importing entry points."""

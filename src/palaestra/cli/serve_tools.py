@@ -49,23 +49,7 @@ class _ToolsOptions:
     files: tuple[Path, ...]
 
 
-@click.command(
-    "tools",
-    help="""Run external tools, which need no slot, for executors on other machines.
-
-    \b
-      palaestra serve tools my_tools.py --toolset web
-      palaestra serve tools --mcp mcp.json
-      TOOL_SERVER_TOKEN=… palaestra serve tools my_tools.py --host 0.0.0.0
-
-    FILEs are Python files with functions marked @tool(external=True) or subclasses of Tool. The server also offers the
-    external tools of the toolsets and all tools of MCP servers. Set an executor's tool_server_url to the server's
-    address. To listen on more than the loopback interface, set a token, which executors send as a bearer token.
-
-    POST /execute {trajectory_id?, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
-    GET /tools, GET /health.
-    """,
-)
+@click.command("tools")
 @address_options(9002)
 @click.option("--toolset", "toolsets", multiple=True, metavar="NAME", help="Serve this toolset. Repeatable.")
 @click.option(
@@ -87,6 +71,20 @@ class _ToolsOptions:
 @json_option
 @click.argument("files", nargs=-1, type=HostPath())
 def tools(**options: JSON) -> None:
+    """Run external tools, which need no slot, for executors on other machines.
+
+    \b
+      palaestra serve tools my_tools.py --toolset web
+      palaestra serve tools --mcp mcp.json
+      TOOL_SERVER_TOKEN=… palaestra serve tools my_tools.py --host 0.0.0.0
+
+    FILEs are Python files with functions marked @tool(external=True) or subclasses of Tool. The server also offers the
+    external tools of the toolsets and all tools of MCP servers. Set an executor's tool_server_url to the server's
+    address. To listen on more than the loopback interface, set a token, which executors send as a bearer token.
+
+    POST /execute {trajectory_id?, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
+    GET /tools, GET /health.
+    """
     asyncio.run(_serve_tools(_ToolsOptions(**options)))
 
 
@@ -193,26 +191,7 @@ class _ExecutorOptions:
     token_file: Path | None
 
 
-@click.command(
-    "executor",
-    help="""Serve the tool executor over HTTP: lend slots to other programs and run tools in them.
-
-    \b
-      palaestra serve executor --slots 32
-      curl -d '{"trajectory_id": "t1", "tool": {"name": "bash", "arguments": {"command": "ls"}}}' \\
-          http://127.0.0.1:9001/execute
-      TOOL_EXECUTOR_TOKEN=… palaestra serve executor --host 0.0.0.0
-      palaestra serve executor --base-url http://127.0.0.1:8000/v1 --model NAME    # the model of sub-agents
-
-    A trajectory has one slot from its first call to its release. After SIGTERM, the service refuses new calls and ends
-    every slot. A token is required to listen on more than the loopback interface. docs/tools/servers.md explains all
-    routes and the variables that begin with TOOL_EXECUTOR_. Backends are configured as in a run (TERMINAL_*,
-    PALAESTRA_ENV_*).
-
-    POST /execute {trajectory_id, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
-    POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
-    """,
-)
+@click.command("executor")
 @address_options(9001)
 @click.option(
     "--slots", type=click.IntRange(min=1), help="Maximum number of slots. Default: as memory allows, up to 512."
@@ -246,6 +225,23 @@ class _ExecutorOptions:
 @token_file
 @json_option
 def executor(**given: JSON) -> None:
+    """Serve the tool executor over HTTP: lend slots to other programs and run tools in them.
+
+    \b
+      palaestra serve executor --slots 32
+      curl -d '{"trajectory_id": "t1", "tool": {"name": "bash", "arguments": {"command": "ls"}}}' \\
+          http://127.0.0.1:9001/execute
+      TOOL_EXECUTOR_TOKEN=… palaestra serve executor --host 0.0.0.0
+      palaestra serve executor --base-url http://127.0.0.1:8000/v1 --model NAME    # the model of sub-agents
+
+    A trajectory has one slot from its first call to its release. After SIGTERM, the service refuses new calls and ends
+    every slot. A token is required to listen on more than the loopback interface. docs/tools/servers.md explains all
+    routes and the variables that begin with TOOL_EXECUTOR_. Backends are configured as in a run (TERMINAL_*,
+    PALAESTRA_ENV_*).
+
+    POST /execute {trajectory_id, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
+    POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
+    """
     options = _ExecutorOptions(**given)
     settings = executor_settings(os.environ)
     settings.base_url, settings.model = options.base_url or settings.base_url, options.model or settings.model

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with the full schemas.")
 def command(files: tuple[Path, ...], as_json: bool) -> None:
-    from palaestra.tools.registry.build import all_tools, installed_tools
-    from palaestra.tools.registry.catalog import get_available_toolsets
+    from palaestra.tools.registry.build import all_tools, get_available_toolsets, installed_tools
     from palaestra.tools.registry.distributions import list_distributions
 
     others = (*installed_tools(), *(asyncio.run(_of_servers(files)) if files else ()))

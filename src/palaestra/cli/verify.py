@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -12,6 +14,13 @@ from palaestra.cli.completion import complete_runs
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import FAILED, report
 from palaestra.core.host_path import HostPath
+from palaestra.core.io import plugins
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.observe.training_steps import StepsVerdict
+
+    ProveSteps = Callable[[Path], StepsVerdict]
+    """Checks the steps of a training run in a folder."""
 
 
 @click.command(
@@ -39,7 +48,7 @@ from palaestra.core.host_path import HostPath
 def command(context: click.Context, run: str, groups: Path | None, exported: Path | None, as_json: bool) -> None:
     from palaestra.rollouts.journal.reader import journal_of
     from palaestra.rollouts.journal.verify import verify_run
-    from palaestra.trainers.step_groups import verify_steps
+    from palaestra.rollouts.observe.training_steps import StepsVerdict
 
     journal = journal_of(run)
     beside = journal.with_name("groups.jsonl")
@@ -47,7 +56,8 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
     if lines is not None and not lines.is_file():
         raise ConfigError(f"there is no {lines}: set --groups to the groups file whose path the run printed")
     verdict = verify_run(journal, lines, exported)
-    steps = verify_steps(journal.parent)
+    prove = plugins.installed("palaestra.proofs").get("training")
+    steps = StepsVerdict() if prove is None else cast("ProveSteps", plugins.load(prove))(journal.parent)
     violation = verdict.violation or steps.violation
     if as_json:
         trained = {"steps": steps.steps, "trained_groups": steps.groups}

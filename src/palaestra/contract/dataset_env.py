@@ -12,12 +12,13 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
+from palaestra.agent.result import AgentResult
 from palaestra.contract.base_env import Item
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
-from palaestra.core.config import setting
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
-from palaestra.envs.config.fields import HeldOutConfig
+from palaestra.envs.config.fields import ListedEnvConfig
 from palaestra.envs.run import pass_at_k
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.records import Trajectory
@@ -28,14 +29,9 @@ MOST_SHOWN = 20
 """The maximum number of left-out items that are named individually."""
 
 
-class ListedEnvConfig(HeldOutConfig):
-    """Settings of environments with listed items."""
-
-    dataset_fields: dict[str, str] = setting({}, "Columns to use for fields, as FIELD=COLUMN, such as prompt=question.")
-
-
 class ListedEnv(HermesAgentBaseEnv):
-    """Subclass this, and implement `load`, `item_id`, `format_prompt` and the scoring."""
+    """Subclass this, and implement `load`, `item_id`, `format_prompt` and `as_environment`, which scores, or
+    `compute_reward`."""
 
     env_config_cls: ClassVar[type[ListedEnvConfig]] = ListedEnvConfig
     config: ListedEnvConfig
@@ -61,6 +57,9 @@ class ListedEnv(HermesAgentBaseEnv):
     @abstractmethod
     def item_id(self, item: Item, number: int) -> str:
         """Return the id of an item, which is the same each time the item is drawn."""
+
+    async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
+        raise NotImplementedError(f"rollouts of {self.name} are scored by {type(self.as_environment()).__name__}.score")
 
     def labels(self, item: Item) -> Collection[str]:
         """Return labels that group an evaluation's metrics, such as `category/NAME`."""

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.agent.hermes_text import exchanged
 from palaestra.agent.middleware import Ask, ChatCall
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.exits import plural
@@ -38,7 +37,7 @@ from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.journal.reader import find_rollout
 from palaestra.rollouts.records import Group, Origin, Trajectory
 from palaestra.rollouts.resume.observation_diff import classify, first_difference
-from palaestra.rollouts.resume.recorded_turns import HARMLESS, Mismatch, RecordedTurns
+from palaestra.rollouts.resume.recorded_turns import HARMLESS, Mismatch, RecordedTurns, exchanged
 from palaestra.rollouts.resume.state import CutOff, taken_until
 from palaestra.rollouts.workspaces import UNTOUCHED
 from palaestra.sandbox.slot import SlotSource, SlotSpec, Snapshot

@@ -54,8 +54,6 @@ from palaestra.rollouts.turn_log import SLOT_ENDED, RolloutCalls, TurnLog
 from palaestra.rollouts.watchdog import Stages
 from palaestra.rollouts.workspaces import RolloutWorkspace
 from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
-from palaestra.tools.builtin.memory import Notes
-from palaestra.tools.builtin.session_search import Sessions
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 logger = logging.getLogger(__name__)
@@ -153,7 +151,6 @@ class Rollout:
                 *(make(self.rollout_id) for make in run.middleware.tool),
                 self.calls.recorded,
             ),
-            shares=(Notes(settings.memory), Sessions(settings.sessions)),
             on_progress=self.stages.sign_of_life,
         )
         self.log = TurnLog(run, self.seat, self.workspace, self.calls, settings.prices, recorded)
@@ -310,8 +307,6 @@ class Rollout:
             subagents=subagents_of(result, ledger.places() if ledger else {}),
             row=self.projection.row,
             ledger=ledger.record() if ledger is not None and ledger.turns else None,
-            parent=recorded.parent if recorded is not None else None,
-            fork_points=self.log.points_before(len(result.turns)),
             origin=recorded.origin if recorded is not None else None,
             extra=self.projection.extra,
             beside=Beside(

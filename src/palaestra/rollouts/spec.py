@@ -61,15 +61,12 @@ class Phase(StrEnum):
 @dataclass(frozen=True, slots=True)
 class RunSettings:
     """Settings that all groups of a run share. If `whole_groups` is set, rollouts that ended with infrastructure
-    failures are replaced, at most `group_size` times in a group. In each group, up to `branches` of the rollouts
-    continue others from turns that `branch_at` chooses (`trees.py`)."""
+    failures are replaced, at most `group_size` times in a group."""
 
     seed: int = 0
     group_size: int = 1
     infra_retries: int = 0
     whole_groups: bool = False
-    branches: int = 0
-    branch_at: str = "random"
     idle_limits: Mapping[str, float] = field(default_factory=lambda: IDLE_LIMITS)
 
 
@@ -77,9 +74,8 @@ class RunSettings:
 class AgentSettings:
     """The agent's settings in a rollout. `max_tokens` is per reply; `tool_timeout_s` is a command's default time limit.
 
-    `memory` and `sessions` are folders for the tools `memory` and `session_search`. If a folder is None, calls of its
-    tool are refused. If it is set, a rollout can read what earlier rollouts left there, so rollouts cannot be compared.
-    If `freeze` is set, slots are frozen while the model thinks. `reward` is the rule by which scores become rewards.
+    `beyond` names tools that may read what earlier rollouts left; rollouts with them cannot be compared. If `freeze`
+    is set, slots are frozen while the model thinks. `reward` is the rule by which scores become rewards.
     `strict_labels` names the labels that `RewardRule.STRICT` does not accept; if it is empty, it accepts none.
     """
 
@@ -92,8 +88,7 @@ class AgentSettings:
     max_context_tokens: int | None = None
     budget: Budget = field(default_factory=Budget)
     prices: Prices | None = None
-    memory: Path | None = None
-    sessions: Path | None = None
+    beyond: frozenset[str] = frozenset()
     freeze: bool = False
     reward: RewardRule = RewardRule.GUARDED
     strict_labels: frozenset[str] = frozenset()
@@ -110,12 +105,6 @@ class AgentSettings:
             self.budget,
             self.beyond,
         )
-
-    @property
-    def beyond(self) -> frozenset[str]:
-        """The tools `memory` and `session_search`, if they have a folder."""
-        folders = {"memory": self.memory, "session_search": self.sessions}
-        return frozenset(name for name, folder in folders.items() if folder is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import AcquireTimeout, ConfigError, InfraError, SandboxError, SlotLost
+from palaestra.core.io import plugins
 from palaestra.core.types import JSON
 from palaestra.sandbox import admission
 from palaestra.sandbox.backends.local import LocalBackend
@@ -98,27 +99,8 @@ class SlotPoolConfig(BaseModel):
         """Return the Nomad backend if a field for Nomad is set, otherwise the backend for this machine."""
         if not self._of_nomad():
             return LocalBackend()
-        from palaestra.sandbox.backends.nomad import NomadBackend, NomadBackendConfig  # few pools need this
-
-        settings = NomadBackendConfig(
-            nomad_address=self.nomad_address,
-            sandbox_job_id=self.job_id,
-            sandbox_image=self.image,
-            slots_per_container=self.slots_per_container,
-            min_containers=self.min_containers,
-            max_containers=self.max_containers,
-            privileged=self.privileged,
-            acquire_timeout_s=self.acquire_timeout,
-            purge_job_on_start=self.purge_job_on_start,
-            purge_job_on_shutdown=False,
-            driver=self.driver,
-            datacenter=self.datacenter,
-            cpu=self.cpu,
-            memory=self.memory,
-            scale_cooldown_s=self.scale_cooldown,
-            health_check_interval_s=self.health_check_interval,
-        )
-        return NomadBackend(settings)
+        make = plugins.load_named("palaestra.pool_backends", "nomad", "the backend nomad")
+        return cast("Callable[[SlotPoolConfig], Backend]", make)(self)
 
     def check(self, backend: Backend) -> None:
         """Raise `ConfigError` if a field for Nomad is set and the pool's backend is another one."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field, PrivateAttr, field_validator
 
-from palaestra.core.config import Settings
+from palaestra.core.config import Settings, host_path
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.tools.net.host_policy import HostPolicy
@@ -150,6 +150,13 @@ class ToolSettings(Settings):
         description="The folder of skills for skills_list, skill_view and skill_manage; None disables these tools, so "
         "that rollouts do not learn from each other.",
         json_schema_extra={"host_path": True},
+    )
+
+    memory_dir: str | None = host_path(
+        None, "The folder of the `memory` tool. None disables the tool, so that rollouts do not learn from each other."
+    )
+    sessions_dir: str | None = host_path(
+        None, "The folder of earlier conversations for the `session_search` tool. None disables the tool."
     )
 
     rl_dir: str | None = Field(

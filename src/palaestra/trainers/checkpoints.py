@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -20,15 +20,12 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import UNREADABLE, not_written, read_lines, read_regular, replaced, writing
 from palaestra.core.types import JSON
+from palaestra.rollouts.observe.training_steps import FOLDER, STEPS, read_steps
 
-FOLDER = "training"
 SETTINGS, STEP_GROUPS = "settings.json", "groups.jsonl"
 STATE_SCHEMA = "palaestra.training-state/1"
 STEP_SCHEMA = "palaestra.training-step/1"
 STEP_GROUPS_SCHEMA = "palaestra.training-groups/1"
-
-STEP, EVALUATION = "step", "evaluation"
-"""The kinds of lines in `steps.jsonl`."""
 
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -88,7 +85,7 @@ class TrainingFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.steps = path / "steps.jsonl"
+        self.steps = path / STEPS
         self._checkpoints = path / "checkpoints"
         with writing(path):
             self._checkpoints.mkdir(parents=True, exist_ok=True)
@@ -173,14 +170,6 @@ class TrainingFiles:
     def _saved(self) -> list[int]:
         found = (_NAME.fullmatch(each.name) for each in self._checkpoints.iterdir())
         return sorted(int(match[1]) for match in found if match is not None)
-
-
-def read_steps(run: Path) -> Iterator[dict[str, JSON]]:
-    """Yield the metrics of a training run's steps (`kind` step) and evaluations (`kind` evaluation), in order, or none
-    if the run trained nothing. A damaged line is left out."""
-    for line in read_lines(run / FOLDER / "steps.jsonl"):
-        if line.get("kind") in (STEP, EVALUATION) and isinstance(line.get("step"), int):
-            yield line
 
 
 def read_step_groups(run: Path) -> dict[int, StepGroups]:

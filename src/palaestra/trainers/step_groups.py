@@ -8,29 +8,20 @@ interruption, only the last record counts, because the weights of the earlier at
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from palaestra.rollouts.journal.reader import Recording, journal_of
+from palaestra.rollouts.observe.training_steps import StepsVerdict
 from palaestra.rollouts.records import Group
 from palaestra.trainers.checkpoints import StepGroups, read_step_groups
-
-
-@dataclass(frozen=True, slots=True)
-class StepsVerdict:
-    """The number of checked steps and groups, and the first violation."""
-
-    steps: int
-    groups: int
-    violation: str = ""
 
 
 def verify_steps(run: Path) -> StepsVerdict:
     """Check the steps of the training run in a folder. Raises `ConfigError` if its journal cannot be read."""
     steps = read_step_groups(run)
     if not steps:
-        return StepsVerdict(0, 0)
+        return StepsVerdict()
     by_number = {number: each for each in steps.values() for number in each.trained}
     groups = {group.number: group for group in Recording(journal_of(run)) if group.number in by_number}
     problem = next(_problems(steps.values(), by_number, groups), "")

@@ -25,19 +25,12 @@ from palaestra.core.errors import ConfigError, TrainerError
 from palaestra.core.types import Task
 from palaestra.rollouts.events import MetricsLogged
 from palaestra.rollouts.limits import RunStopped
+from palaestra.rollouts.observe.training_steps import EVALUATION, FOLDER, STEP, read_steps
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.spec import RunSettings
 from palaestra.trainers.advantages import EQUAL, Batch, Verdicts
-from palaestra.trainers.checkpoints import (
-    EVALUATION,
-    FOLDER,
-    STEP,
-    StepGroups,
-    TrainingFiles,
-    TrainingState,
-    read_steps,
-)
+from palaestra.trainers.checkpoints import StepGroups, TrainingFiles, TrainingState
 from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.rollouts_ahead import Drawn, RolloutsAhead
 from palaestra.trainers.task_memory import choose, remember
@@ -278,7 +271,7 @@ class Training:
         self._state.number += len(tasks)
         settings = runner.run_context.settings
         if group_size is not None:
-            settings = replace(settings, group_size=group_size, branches=0)
+            settings = replace(settings, group_size=group_size)
         try:
             async with asyncio.TaskGroup() as group:
                 running = [

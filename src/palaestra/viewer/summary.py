@@ -17,8 +17,8 @@ from palaestra.rollouts.observe.intervals import Interval, mean_interval
 from palaestra.rollouts.observe.metrics import group_size, pass_metrics
 from palaestra.rollouts.observe.status import ELSEWHERE, KILLED, RUNNING
 from palaestra.rollouts.observe.status_file import is_alive, read_stages
+from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.rollouts.observe.verdicts import official_name, official_words
-from palaestra.trainers.checkpoints import read_steps
 from palaestra.viewer.imported import COMMAND
 from palaestra.viewer.run_index import NODE, ROLLOUTS_ON, RunIndex
 

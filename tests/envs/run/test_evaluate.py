@@ -153,7 +153,8 @@ def test_it_does_not_go_on_with_other_tasks(command: str, lines_env: str, capsys
 
 LISTED = """
 from palaestra import APIServerConfig, HermesAgentEnvConfig
-from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
+from palaestra.contract.dataset_env import ListedEnv
+from palaestra.envs.config.fields import ListedEnvConfig
 
 class Listed(ListedEnv):
     name = "listed"

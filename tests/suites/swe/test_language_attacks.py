@@ -179,7 +179,7 @@ CASES: Mapping[str, Case] = {
         honest={
             "header": {"calc.c": '#include "calc.h"\n' + C_FIX, "calc.h": "int add(int, int);\n"},
             "an old file": {"calc.c": C_FIX, COMMAND: "touch -d 2001-01-01 /workspace/calc.c"},
-            "listed source": {"calc.c": C_CALLS, "sum.c": C_SUM, 
+            "listed source": {"calc.c": C_CALLS, "sum.c": C_SUM,
                               "CMakeLists.txt": CMAKE.replace("calc.c)", "calc.c sum.c)")},
             "listed library": {"calc.c": C_CALLS, "more/sum.c": C_SUM, "more/sum.h": "int sum(int, int);\n",
                                "CMakeLists.txt": CMAKE + "add_library(sum STATIC more/sum.c)\n"

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from note_environment import NOTE
 
+from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.testing.tiny_model import make_tiny
-from palaestra.trainers.checkpoints import read_steps
 
 pytestmark = [
     pytest.mark.torch,

@@ -39,11 +39,11 @@ from palaestra import (
     environment,
 )
 from palaestra.rollouts.export.token_rows import ExportedRow
+from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.testing.tiny_model import make_tiny
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.trainers.advantages import Batch
-from palaestra.trainers.checkpoints import read_steps
 from palaestra.trainers.step_groups import verify_steps
 from palaestra.trainers.trainer import TrainedRow
 

@@ -24,7 +24,7 @@ import palaestra
 from palaestra import ConfigError, DiskError, Rollout, Task, TrainerError, TrainingReport, environment
 from palaestra.cli.resume import resume_run
 from palaestra.rollouts.limits import RunStopped
-from palaestra.trainers.checkpoints import read_steps
+from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.trainers.step_groups import verify_steps
 
 pytestmark = pytest.mark.slots

@@ -53,6 +53,14 @@ def load(point: EntryPoint) -> object:
         raise _broken(point, f"{type(error).__name__}: {error}") from error
 
 
+def load_named(group: str, name: str, what: str) -> object:
+    """Return `load` of the entry point `name`. If no installed package has it, raises `ConfigError`; `what` describes
+    it."""
+    if name not in installed(group):
+        raise ConfigError(f"the package with {what} is not installed")
+    return load(installed(group)[name])
+
+
 def load_from_extra(point: EntryPoint, what: str) -> object:
     """Return `load(point)`. If a package is missing that an extra of Palaestra with the entry point's name installs,
     the error names the extra. `what` is the plural noun for objects of this kind."""

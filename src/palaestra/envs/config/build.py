@@ -25,14 +25,14 @@ from palaestra.sandbox.snapshots.cache import Prepared
 from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra.tools.mcp.mcp_server import toolset_of
 from palaestra.tools.mcp.run_servers import MCPServers
-from palaestra.tools.registry.build import RunConditions, build_tool_registry, installed_tools
+from palaestra.tools.registry.build import RunConditions, ToolServer, build_tool_registry, installed_tools
 from palaestra.tools.registry.distributions import sample_toolsets_from_distribution
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import States, Tool
-from palaestra.tools.tool_server_client import ToolServerLink
 
 
 def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
+    lasting = {"memory": config.memory_dir, "session_search": config.sessions_dir}
     return AgentSettings(
         max_turns=config.max_agent_turns,
         temperature=config.agent_temperature,
@@ -42,8 +42,7 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
         tool_timeout_s=command_timeout_s(config),
         budget=budget(config),
         prices=prices(config),
-        memory=Path(config.memory_dir) if config.memory_dir else None,
-        sessions=Path(config.sessions_dir) if config.sessions_dir else None,
+        beyond=frozenset(name for name, folder in lasting.items() if folder),
         freeze=config.freeze_slots,
         reward=RewardRule(config.reward),
         strict_labels=frozenset(config.strict_labels),
@@ -136,7 +135,7 @@ def tools_with(
     enabled: Sequence[str] | None,
     config: HermesAgentEnvConfig,
     extra: Iterable[Tool],
-    tool_server: ToolServerLink | None = None,
+    tool_server: ToolServer | None = None,
     shared: States | None = None,
 ) -> ToolRegistry:
     """Return `extra` and the tools of the enabled toolsets and of the run's MCP servers, without the tools of disabled

@@ -131,14 +131,6 @@ class BaseEnvConfig(Settings):
         "What happens to a group with a rollout that an infrastructure failure ended: smaller keeps the "
         "rest, and whole replaces the rollout (at most as many times as the group has rollouts).",
     )
-    branches: int = setting(
-        0,
-        "Rollouts of a group that begin after a turn of another rollout of the group (trees); fewer than group_size.",
-        ge=0,
-    )
-    branch_at: Literal["random", "uncertain"] = setting(
-        "random", "Where branches begin: after random turns, or before the turns whose tokens were least likely."
-    )
     max_infra_rate: float = setting(
         0.2, "Share of infrastructure failures in the last 100 rollouts that pauses the run (exit code 3).", ge=0, le=1
     )
@@ -299,13 +291,6 @@ class BaseEnvConfig(Settings):
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
         """Raise `ConfigError` for settings with which no run can start. Called after all sources are merged, because a
         flag or a file may replace what a script sets. `sources` maps `env.FIELD` to the source of its value."""
-        if self.branches and self.branches >= self.group_size:
-            raise ConfigError(
-                f"branches {self.branches} needs a larger group_size than {self.group_size}, because the "
-                "branches of a group continue its other rollouts"
-            )
-        if self.branches and self.agent is not None:
-            raise ConfigError(f"branches cannot continue rollouts of the agent {self.agent}; set branches or agent")
         if self.strict_labels and self.reward != "strict":
             raise ConfigError(f"strict_labels has no effect with reward {self.reward}; set reward strict too")
 
@@ -347,13 +332,6 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     agent_temperature: float = setting(1.0, "Sampling temperature of rollouts.", ge=0)
     extra_body: dict[str, JSON] | None = setting(
         None, "Additional fields of every model request, as the provider defines them."
-    )
-
-    memory_dir: str | None = host_path(
-        None, "The folder of the `memory` tool. None disables the tool, so that rollouts do not learn from each other."
-    )
-    sessions_dir: str | None = host_path(
-        None, "The folder of earlier conversations for the `session_search` tool. None disables the tool."
     )
 
     tool_call_parser: str = setting(
@@ -631,3 +609,9 @@ class HeldOutConfig(HermesAgentEnvConfig):
         """Return whether `evaluate` or, if not `evaluating`, the other commands use the task. If no tasks are held out,
         all commands use all tasks."""
         return self.held_out == 0 or self.is_held_out(task_id) == evaluating
+
+
+class ListedEnvConfig(HeldOutConfig):
+    """Settings of environments with listed items."""
+
+    dataset_fields: dict[str, str] = setting({}, "Columns to use for fields, as FIELD=COLUMN, such as prompt=question.")

@@ -67,7 +67,7 @@ HOST_SETTINGS = frozenset({
 """Settings that act on this machine or that reach other machines. No recording decides them."""
 
 PORTABLE_SETTINGS = frozenset({
-    "group_size", "total_steps", "seed", "short_groups", "branches", "branch_at", "infra_retries", "max_failures",
+    "group_size", "total_steps", "seed", "short_groups", "infra_retries", "max_failures",
     "max_infra_rate", "acquire_timeout_s", "worker_timeout", "idle_limits", "drain_s", "include_messages",
     "ensure_scores_are_not_same", "held_out", "dataset_split", "prompt_field", "dataset_fields",
     "max_agent_turns", "max_token_length", "max_rollout_tokens", "max_rollout_completion_tokens",

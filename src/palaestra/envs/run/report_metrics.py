@@ -206,9 +206,9 @@ async def make_reporting(
         return reporting
     told: dict[str, str] = {}
     if parsed.command == "serve":
-        from palaestra.envs.run.feed_trainer import trainers_tracking  # imported here, because it loads an HTTP client
+        from palaestra.envs.run.feed import trainers_tracking  # most runs feed no trainer
 
-        told = await trainers_tracking(config.rollout_server_url, config.rollout_server_token)
+        told = await trainers_tracking(config)
     label = RunLabel(
         project=config.tracker_project or told.get("project") or output.env,
         group=told.get("group"),

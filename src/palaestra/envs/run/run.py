@@ -69,7 +69,7 @@ from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Rung, SlotSource
 
 if TYPE_CHECKING:
-    from palaestra.envs.run.feed_trainer import Serving
+    from palaestra.envs.run.feed import Feed
     from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation
     from palaestra.rollouts.observe.tracing.otel import Spans
     from palaestra.rollouts.program_agent import ProgramAgent
@@ -376,8 +376,6 @@ def _run_settings(config: BaseEnvConfig) -> RunSettings:
         group_size=config.group_size,
         infra_retries=config.infra_retries,
         whole_groups=config.short_groups == "whole",
-        branches=config.branches,
-        branch_at=config.branch_at,
         idle_limits=config.idle_limits,
     )
 
@@ -645,13 +643,13 @@ class CommandRun:
             if command == "evaluate":
                 totals = await self._evaluate(limit)
             else:
-                serving, roll_out = None, partial(self._run_groups, limit, self._keep)
+                feed, roll_out = None, partial(self._run_groups, limit, self._keep)
                 if command == "serve":
-                    from palaestra.envs.run.feed_trainer import Serving  # loads an HTTP client
+                    from palaestra.envs.run.feed import make_feed  # most runs feed no trainer
 
-                    serving = Serving(config, self.output, context.events.note, environment.trainer_takes)
-                    roll_out = partial(serving.run, partial(self._run_groups, limit), self._keep)
-                if (evaluations := self._make_evaluations(serving)) is not None:
+                    feed = make_feed(config, self.output, context.events.note, environment.trainer_takes)
+                    roll_out = partial(feed.run, partial(self._run_groups, limit), self._keep)
+                if (evaluations := self._make_evaluations(feed)) is not None:
                     self.evaluations, roll_out = evaluations, partial(evaluations.during, roll_out)
                 totals = await environment.managed(command, roll_out)
                 if command == "process" and not (totals.groups or context.limits.reason or self.steering.drive):
@@ -695,11 +693,11 @@ class CommandRun:
         )
         return await (runner.run() if self.steering.drive is None else self.steering.drive(runner))
 
-    def _make_evaluations(self, serving: Serving | None) -> PeriodicEvaluation | None:
+    def _make_evaluations(self, feed: Feed | None) -> PeriodicEvaluation | None:
         """Return the evaluations during the run, or None. `serve` evaluates as configured; `process` evaluates only if
         a user set `steps_per_eval`."""
         config, user_set = self.parsed.env_config, self.parsed.sources.get("env.steps_per_eval", DEFAULT) not in UNSAID
-        if config.steps_per_eval == 0 or (serving is None and not user_set):
+        if config.steps_per_eval == 0 or (feed is None and not user_set):
             return None
         if not self.environment.has_evaluation(config):
             if user_set:
@@ -715,7 +713,7 @@ class CommandRun:
             self.concurrency,
             self.reporting.log,
             recorded_tools=partial(make_recorded_tools, config),
-            step=None if serving is None else serving.step,
+            step=None if feed is None else feed.step,
         )
 
     async def _evaluate(self, limit: int | None) -> Totals:

@@ -16,13 +16,15 @@ import shutil
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias, cast
 
 import msgspec
 
 from palaestra.core.errors import ConfigError, DiskError
+from palaestra.core.io import plugins
 from palaestra.core.io.durable_files import KEPT, private
 from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import ARGUMENTS, Parsed
@@ -287,7 +289,7 @@ class RunOutput:
         report, self._figures.unfinished = self.folder.report, len(self._unfinished)
         try:
             _write_report(self.folder.path, report, self.own)
-            if self.copy is not None and self.copy.path.is_file():
+            if self.copy is not None and self.copy.path.is_file() and report.is_file():
                 shutil.copyfile(report, self.copy.path.with_suffix(".html"))
         except (OSError, ConfigError) as error:
             logger.warning("the report %s cannot be written: %s; all other files are kept", report, error)
@@ -295,10 +297,14 @@ class RunOutput:
 
 
 def _write_report(folder: Path, path: Path, own: Mapping[str, float]) -> None:
-    from palaestra.viewer.page_file import write_report  # imported here, because it is needed once, at the end
+    """Write the report of a finished run with the extension that provides it, if one is installed. It reads the run's
+    files, so that nothing of the run depends on it."""
+    for point in plugins.installed("palaestra.reports").values():
+        cast("WriteReport", plugins.load(point))(folder, path, own)
 
-    write_report(folder, path, own)
 
+WriteReport: TypeAlias = Callable[[Path, Path, Mapping[str, float]], None]
+"""Writes a report of the run in a folder, to a path. Gets the environment's own metrics too."""
 
 RunLine = Parsed[BaseEnvConfig, APIServerConfig]
 

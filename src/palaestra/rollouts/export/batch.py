@@ -22,7 +22,7 @@ from palaestra.rollouts.export.exporter import DISCARDED, ExportMeta, ExportRepo
 from palaestra.rollouts.export.openai import remarks_on
 from palaestra.rollouts.export.sharegpt import Unfit, alternating
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra.tools.registry.catalog import get_all_tool_names
+from palaestra.tools.registry.build import all_tools
 
 SCRATCHPADS = ("<think>", "<REASONING_SCRATCHPAD>")
 """Tags of reasoning in the text of a reply."""
@@ -62,7 +62,7 @@ def samples(
     if first is None:
         return
     own = (tool["function"]["name"] for tool in first.tools)
-    names = sorted({*get_all_tool_names(), *own})
+    names = sorted({*(tool.name for tool in all_tools()), *own})
     for group in chain([first], waiting):
         for trajectory in report.chosen(group, meta):
             yield group, trajectory, names

@@ -101,7 +101,9 @@ class Grading:
         self._leasing, self._sealing = asyncio.Lock(), asyncio.Lock()  # a check may make concurrent calls
         self._sealed: Snapshot | None = None
         self._made: list[Snapshot] = []
-        self._seal_done = self._carried = self._kept = False
+        self.begun = False
+        """Whether the agent's slot is sealed."""
+        self._carried = self._kept = False
         self._lost: tuple[str, ...] = ()
         self.processes_at_end = 0
         self._libraries: Sequence[str] | None = None
@@ -126,9 +128,9 @@ class Grading:
         if self.live:
             raise GraderError(f"task {self.rollout.task.id} is graded live, so its work is not sealed")
         async with self._sealing:
-            if not self._seal_done:
+            if not self.begun:
                 await self.carry_scratch()
-                self._seal_done = True  # set on failure too, because the agent's work is then lost
+                self.begun = True  # set on failure too, because the agent's work is then lost
                 try:
                     with self._troubled():
                         self._sealed = await self.rollout.workspace.seal(self.rollout.seat, view)
@@ -158,7 +160,7 @@ class Grading:
                 self._sealed = await self.rollout.workspace.checkpoint(self.rollout.seat)
                 if self._sealed is None:
                     return None
-                self._seal_done = True
+                self.begun = True
                 self._made.append(self._sealed)
                 await slot.remove(CARRIED)
                 return slot
@@ -221,11 +223,6 @@ class Grading:
         )  # a hard link could join a file of the check to a file of the work; BusyBox's cp does not copy hard links
         await slot.execute(["/bin/sh", "-c", f"{copies} rm -rf {CARRIED}"], cwd="/", timeout_s=_COPY_S)
 
-    @property
-    def begun(self) -> bool:
-        """Whether the agent's slot is sealed."""
-        return self._seal_done
-
     def limit_s(self, limit_s: float) -> float:
         """Return the time limit of a session of tests, usually `limit_s`. A reference solution and a repetition may
         take a few times as long, since a busy machine must not decide. If the time that the reference solution took at
@@ -278,7 +275,7 @@ class Grading:
                     if scratch:
                         await self.restore_scratch(self._slot)
                         await self.disarm(self._slot, self.rollout.task, self._seen)
-                    await _start_somewhere(self._slot)
+                    await restore_directory(self._slot)
                 return self._slot
 
     async def _live_slot(self) -> Slot:
@@ -289,7 +286,7 @@ class Grading:
             self._kept = True
             self.processes_at_end = await self._shown.freeze()
             await self.rollout.workspace.keep_files(self.rollout.seat)
-        await _start_somewhere(self._shown)
+        await restore_directory(self._shown)
         return self._shown
 
     async def check_sound(self) -> None:
@@ -505,14 +502,15 @@ def _is_too_deep(path: str) -> bool:
     return path.count("/") >= _DEEPEST or len(path.encode("utf-8", "surrogateescape")) > _LONGEST_BYTES
 
 
-async def _start_somewhere(slot: Slot) -> None:
-    """Create an empty workspace if the agent removed it, since deleted work must not look like a broken check."""
+async def restore_directory(slot: Slot, path: str = WORKSPACE) -> None:
+    """Create an empty directory if the agent removed it or put something else in its place, since deleted work must not
+    look like a broken check."""
     try:
-        found = await slot.stat(f"{WORKSPACE}/.")
+        found = await slot.stat(f"{path}/.")
     except InfraError:
         raise
     except OSError:
         found = None
     if found is None:
-        await slot.remove(WORKSPACE)
-        await slot.make_dir(WORKSPACE)
+        await slot.remove(path)
+        await slot.make_dir(path)

@@ -11,28 +11,30 @@ because the agent may use them later.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 
 import msgspec
 
-from palaestra.agent.hermes_text import exchanged
 from palaestra.agent.middleware import Ask, ChatCall
 from palaestra.agent.result import Turn
 from palaestra.core.errors import CannotResume
 from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, CompletionUsage
 from palaestra.inference.ledger import Piece, SampledTurn, pieces_of
+from palaestra.inference.parsers import get_parser
 from palaestra.rollouts.events import ReplyReceived, TurnTaken
 from palaestra.rollouts.journal.journal import checksum
-from palaestra.rollouts.records import Fork, Origin
+from palaestra.rollouts.records import Origin
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
 from palaestra.rollouts.resume.state import CutOff
 from palaestra.sandbox.slot import Snapshot
 
+_ANSWER_START, _ANSWER_END = "<tool_response>", "</tool_response>"
 HARMLESS = frozenset({Kind.TIME, Kind.ORDER})
 """The kinds of difference in an observation that do not prevent resuming."""
 
@@ -104,15 +106,9 @@ class RecordedTurns:
         return None
 
     @property
-    def parent(self) -> Fork | None:
-        """The point at which the rollout continues another one; None if it starts from its own beginning, and once
-        resuming has failed."""
-        return self.cut_off.parent if self.failed is None else None
-
-    @property
     def shared(self) -> int:
-        """The number of turns at the beginning that belong to another rollout; 0 once resuming has failed."""
-        return 0 if self.parent is None else self.parent.turn
+        """The number of turns at the beginning that belong to a rollout of another run."""
+        return 0
 
     @property
     def shared_samples(self) -> int:
@@ -286,6 +282,32 @@ def _calls(messages: Sequence[Message]) -> list[_RecordedCall]:
         _RecordedCall(call["function"]["name"], call["function"]["arguments"], str(answers.get(call["id"], "")))
         for call in asked
     ]
+
+
+def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
+    """Yield three strings for each call of one turn, in order: the call's name, its arguments, and the
+    `<tool_response>` element that answers it.
+
+    Yields nothing unless the messages are a reply with calls and a user turn that answers each of them.
+    """
+    said, *seen = [str(message.get("content") or "") for message in messages]
+    calls = get_parser("hermes").parse(said, tools=(), cut=False).all_tool_calls or ()
+    answers = list(_elements(seen[0])) if len(seen) == 1 else []
+    if len(calls) == len(answers):
+        for call, answer in zip(calls, answers, strict=True):
+            yield call.function.name, call.function.arguments, answer
+
+
+def _elements(text: str) -> Iterator[str]:
+    """Yield the `<tool_response>` elements of a text. Their JSON may contain tags."""
+    place = 0
+    while text.startswith(_ANSWER_START, place):
+        try:
+            _, end = json.JSONDecoder().raw_decode(text, place + len(_ANSWER_START))
+        except (ValueError, RecursionError):
+            return
+        yield text[place : end + len(_ANSWER_END)]
+        place = end + len(_ANSWER_END) + len("\n")
 
 
 def _same(messages: Sequence[Message], recorded: Sequence[Message]) -> bool:

@@ -23,6 +23,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import ConfigError, SandboxError
@@ -40,6 +41,9 @@ from palaestra.sandbox.images.reference import is_path
 from palaestra.sandbox.remote.port_client import PortClient, ask, deliver, program
 from palaestra.sandbox.server_backend import levels
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot
+
+if TYPE_CHECKING:
+    from palaestra.sandbox.pool import SlotPoolConfig
 
 GROUP, TASK, PORT = "sandbox", "sandbox-server", "slots"
 OWNER = "palaestra_owner"
@@ -552,6 +556,29 @@ class NomadBackend(RemoteBackend):
         """Return the backend for the settings of a run."""
         rung, require = levels(config.isolation, config.require_sandbox)
         return cls(NomadBackendConfig.from_agent_env_config(config), rung=rung, require=require)
+
+    @classmethod
+    def of_pool(cls, config: SlotPoolConfig) -> NomadBackend:
+        """Return the backend for the settings of a pool."""
+        settings = NomadBackendConfig(
+            nomad_address=config.nomad_address,
+            sandbox_job_id=config.job_id,
+            sandbox_image=config.image,
+            slots_per_container=config.slots_per_container,
+            min_containers=config.min_containers,
+            max_containers=config.max_containers,
+            privileged=config.privileged,
+            acquire_timeout_s=config.acquire_timeout,
+            purge_job_on_start=config.purge_job_on_start,
+            purge_job_on_shutdown=False,
+            driver=config.driver,
+            datacenter=config.datacenter,
+            cpu=config.cpu,
+            memory=config.memory,
+            scale_cooldown_s=config.scale_cooldown,
+            health_check_interval_s=config.health_check_interval,
+        )
+        return cls(settings)
 
     @property
     def credentials(self) -> str:

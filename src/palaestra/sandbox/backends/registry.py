@@ -25,26 +25,25 @@ if TYPE_CHECKING:
     from palaestra.sandbox.backends.spread import BackendName
 
 GROUP = "palaestra.backends"
-"""The entry-point group of other packages' backends."""
-
-_MODULES = "palaestra.sandbox.backends"
+"""The entry-point group of backends outside this package."""
 
 BUILTIN: Mapping[str, str] = {
-    "local": f"{_MODULES}.local:LocalBackend.from_config",
-    "docker": f"{_MODULES}.docker:DockerBackend.from_config",
-    "docker_direct": f"{_MODULES}.docker:DockerBackend.from_config",
-    "singularity": f"{_MODULES}.singularity:SingularityBackend.from_config",
-    "nomad": f"{_MODULES}.nomad:NomadBackend.from_config",
-    "ssh": f"{_MODULES}.ssh:SSHBackend.from_config",
-    "slurm": f"{_MODULES}.slurm:SlurmBackend.from_config",
-    "kubernetes": f"{_MODULES}.kubernetes:KubernetesBackend.from_config",
-    "modal": f"{_MODULES}.modal:ModalBackend.from_config",
+    "local": "palaestra.sandbox.backends.local:LocalBackend.from_config",
+    "docker": "palaestra.sandbox.backends.docker:DockerBackend.from_config",
+    "docker_direct": "palaestra.sandbox.backends.docker:DockerBackend.from_config",
+    "singularity": "palaestra.sandbox.backends.singularity:SingularityBackend.from_config",
+    "nomad": "",
+    "ssh": "palaestra.sandbox.backends.ssh:SSHBackend.from_config",
+    "slurm": "palaestra.sandbox.backends.slurm:SlurmBackend.from_config",
+    "kubernetes": "",
+    "modal": "",
 }
-"""The entry points of this package's backends, by name."""
+"""The functions that make the backends, by name. Those without one are in extensions, which register them as other
+packages do."""
 
 
 def backend_names() -> tuple[str, ...]:
-    """Return the names of all backends. This package's backends come first."""
+    """Return the names of all backends. Our own backends come first."""
     return (*BUILTIN, *(name for name in plugins.installed(GROUP) if name not in BUILTIN))
 
 
@@ -149,13 +148,12 @@ def _make(wanted: BackendName, config: JSON) -> Backend:
 
 
 def _load(name: str, config: JSON) -> Backend:
-    if name in BUILTIN:
-        own: Callable[[JSON], Backend] = EntryPoint(name, BUILTIN[name], GROUP).load()
+    if reference := BUILTIN.get(name):
+        own: Callable[[JSON], Backend] = EntryPoint(name, reference, GROUP).load()
         return own(config)
-    if name not in plugins.installed(GROUP):
-        known = backend_names()
+    if name not in (known := backend_names()):
         raise ConfigError(f"unknown backend {name!r}.{nearest(name, known)} Available: {', '.join(known)}")
-    make = cast("Callable[[JSON], Backend]", plugins.load(plugins.installed(GROUP)[name]))
+    make = cast("Callable[[JSON], Backend]", plugins.load_named(GROUP, name, f"the backend {name}"))
     try:
         return make(config)
     except (TypeError, ValueError) as error:

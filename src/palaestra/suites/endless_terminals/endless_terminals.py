@@ -16,13 +16,12 @@ from typing import ClassVar
 from pydantic import Field
 
 from palaestra.agent.result import AgentResult
-from palaestra.contract.base_env import Item
 from palaestra.contract.contract_environment import ContractEnvironment
-from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
-from palaestra.contract.tool_context import ToolContext
+from palaestra.contract.dataset_env import ListedEnv
 from palaestra.core.config import later, local_path
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
+from palaestra.envs.config.fields import ListedEnvConfig
 from palaestra.rollouts.grading.grader import SEALED, Grading
 from palaestra.rollouts.grading.tampering import changes_in
 from palaestra.rollouts.rollout import Rollout
@@ -143,7 +142,7 @@ class EndlessEnvironment(ContractEnvironment):
         self._roots.check()  # before the run's folder is made
         await super().open()
 
-    def task(self, item: Item, number: int) -> Task:
+    def task(self, item: JSON, number: int) -> Task:
         task = super().task(item, number)
         if isinstance(item, GeneratedTask):
             made = replace(task, files=item.files, setup=item.setup or None, grading=item.grading)
@@ -262,7 +261,7 @@ class EndlessTerminalsEnv(ListedEnv):
     def as_environment(self) -> EndlessEnvironment:
         return EndlessEnvironment(self)
 
-    async def load(self) -> Iterable[Item | TaskError]:
+    async def load(self) -> Iterable[JSON | TaskError]:
         config = self.config
         source = config.dataset_name or config.local_tasks_dir
         if source is None:
@@ -274,20 +273,17 @@ class EndlessTerminalsEnv(ListedEnv):
             return read_folder(Path(source), roots, config.container_build_timeout_s)
         return read_tasks(source, split=config.dataset_split, fields=config.dataset_fields)
 
-    def labels(self, item: Item) -> Collection[str]:
+    def labels(self, item: JSON) -> Collection[str]:
         return (f"level/{item.level}",) if isinstance(item, GeneratedTask) else ()
 
-    def item_id(self, item: Item, number: int) -> str:
+    def item_id(self, item: JSON, number: int) -> str:
         return str(item.id)
 
-    def format_prompt(self, item: Item) -> str:
+    def format_prompt(self, item: JSON) -> str:
         return str(item.prompt)
 
-    def reference_solution(self, item: Item) -> JSON:
+    def reference_solution(self, item: JSON) -> JSON:
         return item.solution
-
-    async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
-        raise NotImplementedError("rollouts of this environment are graded by EndlessEnvironment.score")
 
     def own_figures(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
         return {"eval/percent_correct": metrics.get("pass_rate")}

@@ -14,11 +14,11 @@ import functools
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 
-from palaestra.core.errors import InfraError
 from palaestra.core.types import Label
 from palaestra.rollouts.grading.grader import WAYS
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.falsified import named_tests, parse, tests_in
+from palaestra.suites.slot_commands import content_of
 
 COPIED, ENCODED = "answers_copied", "encoded_data"
 """The names of the labels."""
@@ -77,14 +77,10 @@ async def python_texts(slot: Slot, paths: Iterable[str]) -> dict[str, str]:
     left = _MOST_IN_ALL
     for path in paths:
         if path.endswith(".py") and not _NO_WORK.search(path) and len(found) < _MOST_FILES and left > 0:
-            try:
-                data = await slot.read_bytes(path, max_bytes=min(_MOST_BYTES, left))
+            data = await content_of(slot, path, min(_MOST_BYTES, left))
+            if data is not None:
                 found[path] = data.decode("utf-8", "replace")
                 left -= len(data)
-            except InfraError:
-                raise
-            except OSError:
-                continue  # it is gone, or it is no file
     return found
 
 

@@ -149,7 +149,7 @@ async def run_harness(
         verdict=True,
     )
     records = read_records(result.verdict)
-    if not has_started(records):
+    if not any(record["kind"] == "start" for record in records):
         raise GraderError(f"the test harness did not start in {slot.slot_id}: {result.error}\n{result.output[-2000:]}")
     return records, result
 
@@ -192,11 +192,6 @@ def alarms_in(records: Sequence[Mapping[str, JSON]]) -> tuple[Label, ...]:
     if kinds.count("finish") > 1 and kinds.count("start") == 1:
         labels.append(Label("forged_records", "a session that ends twice", certain=True))
     return tuple(labels)
-
-
-def has_started(records: Sequence[Mapping[str, JSON]]) -> bool:
-    """Return whether the harness sent `start`."""
-    return any(record["kind"] == "start" for record in records)
 
 
 def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> TestRun:

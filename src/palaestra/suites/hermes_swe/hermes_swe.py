@@ -18,15 +18,13 @@ from typing import ClassVar
 import yaml
 from pydantic import Field
 
-from palaestra.agent.result import AgentResult
-from palaestra.contract.base_env import Item
 from palaestra.contract.contract_environment import ContractEnvironment
-from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
-from palaestra.contract.tool_context import ToolContext
+from palaestra.contract.dataset_env import ListedEnv
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Label, Score, Task, ToolStep
 from palaestra.envs import cache_key
+from palaestra.envs.config.fields import ListedEnvConfig
 from palaestra.envs.datasets import Row, read_rows
 from palaestra.rollouts.grading.grader import SEALED, Grading
 from palaestra.rollouts.rollout import Rollout
@@ -78,7 +76,7 @@ class HermesSweEnvironment(ContractEnvironment):
         self.settings = inner.config
         self._python, self._mounts = interpreter()
 
-    def task(self, item: Item, number: int) -> Task:
+    def task(self, item: JSON, number: int) -> Task:
         return replace(super().task(item, number), files=item.files)
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
@@ -184,7 +182,7 @@ class HermesSweEnv(ListedEnv):
     def as_environment(self) -> HermesSweEnvironment:
         return HermesSweEnvironment(self)
 
-    async def load(self) -> Iterable[Item | TaskError]:
+    async def load(self) -> Iterable[JSON | TaskError]:
         found: list[ProgrammingTask | TaskError] = []
         good = 0
         for item in self._tasks():
@@ -210,13 +208,13 @@ class HermesSweEnv(ListedEnv):
             return enumerate(yaml.safe_load(text), 1)
         return read_rows(source, split=self.config.dataset_split, fields=self.config.dataset_fields)
 
-    def item_id(self, item: Item, number: int) -> str:
+    def item_id(self, item: JSON, number: int) -> str:
         return str(item.id)
 
-    def format_prompt(self, item: Item) -> str:
+    def format_prompt(self, item: JSON) -> str:
         return str(item.prompt)
 
-    def reference_solution(self, item: Item) -> JSON:
+    def reference_solution(self, item: JSON) -> JSON:
         if item.solution is None:
             return None
         steps: Mapping[str, str] = item.solution
@@ -224,6 +222,3 @@ class HermesSweEnv(ListedEnv):
             ToolStep("write_file", {"path": str(PurePosixPath(WORKSPACE, path)), "content": text})
             for path, text in steps.items()
         ]
-
-    async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
-        raise NotImplementedError("rollouts of this environment are graded by HermesSweEnvironment.score")

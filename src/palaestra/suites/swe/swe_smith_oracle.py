@@ -24,15 +24,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from palaestra.agent.result import AgentResult
-from palaestra.contract.base_env import Item
 from palaestra.contract.contract_environment import ContractEnvironment
-from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
-from palaestra.contract.tool_context import ToolContext
+from palaestra.contract.dataset_env import ListedEnv
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskError
 from palaestra.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
+from palaestra.envs.config.fields import ListedEnvConfig
 from palaestra.rollouts.grading.grader import SEALED, Grading, enough_time
 from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.rollout import Rollout
@@ -697,7 +695,7 @@ class SweSmithOracleEnv(ListedEnv):
     def source(self) -> str:
         return self.config.dataset_name or BUILT_IN
 
-    async def load(self) -> Iterable[Item | TaskError]:
+    async def load(self) -> Iterable[JSON | TaskError]:
         if self.source == BUILT_IN:
             return await self._built()
         found = [self._runnable(row) for row in self._read(self.source)]
@@ -746,18 +744,15 @@ class SweSmithOracleEnv(ListedEnv):
             random.Random(self.config.seed).shuffle(rows)
         return rows[: self.config.max_items] if self.config.max_items else rows
 
-    def item_id(self, item: Item, number: int) -> str:
+    def item_id(self, item: JSON, number: int) -> str:
         return str(item.instance_id)
 
-    def format_prompt(self, item: Item) -> str:
+    def format_prompt(self, item: JSON) -> str:
         problem, recipe = item.problem_statement, item.recipe
         if self.config.prompt_mode == "problem_statement+text" and item.text and item.text != problem:
             problem = f"{problem}\n\n{item.text}"
         language = "Python" if recipe is None else recipe.language.title
         return PROMPT.format(repository=REPOSITORY, problem=problem.strip(), language=language)
-
-    async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
-        raise NotImplementedError("rollouts of this environment are graded by SweEnvironment.score")
 
     def own_figures(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
         return {"resolved": metrics.get("pass_rate")}

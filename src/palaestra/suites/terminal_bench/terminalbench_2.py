@@ -10,13 +10,11 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from palaestra.agent.result import AgentResult
-from palaestra.contract.base_env import Item
-from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
-from palaestra.contract.tool_context import ToolContext
+from palaestra.contract.dataset_env import ListedEnv
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Outcome
+from palaestra.envs.config.fields import ListedEnvConfig
 from palaestra.envs.run import pass_at_k
 from palaestra.rollouts.records import Trajectory
 from palaestra.suites.images.task_root import HOST
@@ -44,7 +42,7 @@ class TerminalBench2EvalEnv(ListedEnv):
     def as_environment(self) -> TerminalBenchEnvironment:
         return TerminalBenchEnvironment(self, self.config)
 
-    async def load(self) -> Iterable[Item | TaskError]:
+    async def load(self) -> Iterable[JSON | TaskError]:
         config = self.config
         cache = local_path(config.cache_dir)
         source = str(BUILT_IN_TASKS) if config.dataset_name == BUILT_IN else config.dataset_name or ""
@@ -82,17 +80,14 @@ class TerminalBench2EvalEnv(ListedEnv):
             random.Random(config.seed).shuffle(kept)
         return kept[: config.max_items] if config.max_items else kept
 
-    def item_id(self, item: Item, number: int) -> str:
+    def item_id(self, item: JSON, number: int) -> str:
         return str(item.name)
 
-    def labels(self, item: Item) -> Collection[str]:
+    def labels(self, item: JSON) -> Collection[str]:
         return (f"category/{item.metadata.category}",)
 
-    def format_prompt(self, item: Item) -> str:
+    def format_prompt(self, item: JSON) -> str:
         return str(item.instruction).strip()
-
-    async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
-        raise NotImplementedError("rollouts of this environment are graded by TerminalBenchEnvironment.score")
 
     def sample(self, trajectory: Trajectory) -> Mapping[str, JSON]:
         """Return one attempt, with the field names that this environment's samples usually have."""

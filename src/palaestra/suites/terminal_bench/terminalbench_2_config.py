@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from palaestra.contract.dataset_env import ListedEnvConfig
 from palaestra.core.config import later
+from palaestra.envs.config.fields import ListedEnvConfig
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.images.task_images import PullPolicy
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shlex
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from posixpath import basename
@@ -17,7 +16,7 @@ from palaestra.core.errors import GraderError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.blame import blame
-from palaestra.rollouts.grading.grader import LIVE, Grading
+from palaestra.rollouts.grading.grader import LIVE, Grading, restore_directory
 from palaestra.rollouts.grading.tampering import (
     CARRIED,
     HOME_SETTINGS,
@@ -159,15 +158,14 @@ class Verification:
     def __init__(self, rollout: Rollout, grading: Grading, part: GradedPart, context: VerifierContext) -> None:
         self._rollout, self._grading, self._part = rollout, grading, part
         self._work: ResolvedTask = rollout.task.data
-        self._settings, self._prepared, self._build_network = context.settings, context.prepared, context.build_network
-        self._needs_processes, self._playing, self._solved = context.needs_processes, context.playing, context.solved
+        self._context, self._settings = context, context.settings
         self._doubts = ""
         """Why the output of a verifier suggests that it could not judge the work; only the reference can show it."""
 
     async def score(self) -> Score:
         """Return the score from a part's verifier: its official verdict, and the reward in the guarded view."""
         score = await self._verdicts()
-        if not self._doubts or self._key in self._needs_processes:
+        if not self._doubts or self._key in self._context.needs_processes:
             return score
         failure = GraderError(self._doubts)
         has_next = self._grading.live and self._part.step is not None  # a next step, which needs the slot
@@ -192,7 +190,7 @@ class Verification:
             before = (
                 None if self._work.plan is None else self._grading.prepared
             )  # the solution cannot run without the services
-            checked = await self._checked(setup, lambda: _same(slot), alone=False, prepared=before)
+            checked = await self._checked(setup, lambda: nullcontext(slot), alone=False, prepared=before)
             checked = replace(checked, processes=self._grading.processes_at_end)
             score = self._score(checked, checked)
             return score if group is None else replace(score, detail={**score.detail, "services": await group.report()})
@@ -201,43 +199,42 @@ class Verification:
             return self._score(official, official)
         if official is None or not official.processes:
             return self._score(await self._guarded(), official)
-        needs = self._needs_processes.get(self._key)
-        if not needs:
-            guarded = await self._guarded()
-            if official.reward <= guarded.reward:
-                return self._score(guarded, official)
-            self._rollout.meta.setdefault("needs_processes", {})[step] = True
-            unsolved = self._rollout.task.solution is None
-            if needs is not None or self._rollout.spec.replays or (unsolved and not self._part.asks_for_service):
-                return self._score(guarded, official)
+        needs = self._context.needs_processes.get(self._key)
+        if needs:
+            await self._view()
+            if not await self._lacks_programs():
+                return self._score(official, official)
+        guarded = await self._guarded()
+        if needs or official.reward <= guarded.reward:
+            return self._score(guarded, official)
+        self._rollout.meta.setdefault("needs_processes", {})[step] = True
+        unsolved = self._rollout.task.solution is None
+        if needs is None and not self._rollout.spec.replays and (self._part.asks_for_service or not unsolved):
             await self._grading.restart()
             failure = GraderError(f"the verifier of {self._part.task.name} fails")
-            if not (unsolved or await self._reference(failure)):
-                return self._score(guarded, official)
-        return await self._where_it_runs(official)
+            if (unsolved or await self._reference(failure)) and not await self._lacks_programs():
+                return self._score(official, official)
+        return self._score(guarded, official)
 
-    async def _where_it_runs(self, official: Checked) -> Score:
-        """Return the score of work that is a running service: the verdict of the agent's own slot, unless the guarded
-        view lacks something that programs use."""
-        await self._view()
+    async def _lacks_programs(self) -> bool:
+        """Return whether the guarded view lacks something that programs use, so that work which is a running service
+        must not be judged in the agent's own slot."""
         changes = await self._grading.changes()
         changed = [each.path.removeprefix(CARRIED) for each in changes if each.kind != "dir"]  # the folders may be old
-        unsafe = {REPLACED, SHADOWED, HOME_SETTINGS, "checkers_changed"} & {
-            label.name for label in self._grading.labels
-        }
-        if unsafe or any(is_below(path, (TESTS_DIR, VERIFIER_LOGS)) for path in changed):
-            return self._score(await self._guarded(), official)
-        return self._score(official, official)
+        unsafe = {REPLACED, SHADOWED, HOME_SETTINGS, "checkers_changed"}
+        return not unsafe.isdisjoint(label.name for label in self._grading.labels) or any(
+            is_below(path, (TESTS_DIR, VERIFIER_LOGS)) for path in changed
+        )
 
     async def _reference(self, failure: GraderError) -> bool:
         """Play the reference solution, and return whether this verifier needs the processes that it leaves. Raises
         `failure` if it gets no verdict. The rollout must hold no slot."""
-        async with self._playing.setdefault(self._key, asyncio.Lock()):  # once for all rollouts of a group
-            if self._key not in self._needs_processes:
+        known = self._context.needs_processes
+        async with self._context.playing.setdefault(self._key, asyncio.Lock()):  # once for all rollouts of a group
+            if self._key not in known:
                 played = await blame(self._rollout, failure)
-                needs = bool(played.meta.get("needs_processes", {}).get(self._part.step_name))
-                self._needs_processes[self._key] = needs
-        return self._needs_processes[self._key]
+                known[self._key] = bool(played.meta.get("needs_processes", {}).get(self._part.step_name))
+        return known[self._key]
 
     @property
     def _key(self) -> str:
@@ -318,7 +315,7 @@ class Verification:
         """Yield a fresh slot over the root file system of a separate verifier."""
         environment, root = self._part.task.verifier.environment, self._work.roots[self._part.step_name]
         assert environment is not None
-        spec, built = await verifier_files(self._rollout, self._part, self._grading.spec, self._build_network)
+        spec, built = await verifier_files(self._rollout, self._part, self._grading.spec, self._context.build_network)
         try:
             slot = await self._rollout.workspace.lease_slot(f"{self._rollout.rollout_id}:verifier", spec, built)
         except SandboxError:
@@ -336,12 +333,13 @@ class Verification:
         environment, root = self._part.task.verifier.environment, self._work.roots[self._part.step_name]
         assert environment is not None
         key = f"{self._rollout.task.id}:{self._part.step_name}:verifier"
-        if key not in self._prepared:
+        prepared = self._context.prepared
+        if key not in prepared:
             async with untouched() as slot:
-                self._prepared[key] = await prepared_for(slot, self._work.tools, root.config.user, own=True)
+                prepared[key] = await prepared_for(slot, self._work.tools, root.config.user, own=True)
         env = {**root.config.env, **environment.env}
         workdir = environment.workdir or root.config.workdir
-        return self._setup_in(root, self._prepared[key], env, workdir, keeps=environment.has_tests)
+        return self._setup_in(root, prepared[key], env, workdir, keeps=environment.has_tests)
 
     async def _official(self) -> Checked | None:
         own = await self._grading.checkpoint()
@@ -350,10 +348,10 @@ class Verification:
         made = [each.path.removeprefix(CARRIED) for each in await self._grading.changes() if each.kind == "file"]
         try:
             slot = await self._grading.slot(View()) if own is None else own
-            await _restore_workdir(slot, self._work.workdir)
+            await restore_directory(slot, self._work.workdir)
             setup = replace(self._setup(), made=made)
             serves = own is not None and self._grading.processes_at_end > 0
-            checked = await self._checked(setup, lambda: _same(slot), alone=False, watched=serves)
+            checked = await self._checked(setup, lambda: nullcontext(slot), alone=False, watched=serves)
         except TestsTimedOut:  # work that hangs costs one time limit, not two
             raise
         except GraderError as error:
@@ -384,7 +382,7 @@ class Verification:
             async with slot.fork() as fork:
                 await self._grading.restore_scratch(fork)
                 await self._grading.disarm(fork, about, shown, ALWAYS_HIDDEN)
-                await _restore_workdir(fork, self._work.workdir)
+                await restore_directory(fork, self._work.workdir)
                 yield fork
 
         made = [change.path for change in shown if change.kind == "file"]
@@ -408,19 +406,18 @@ class Verification:
         setup = replace(setup, timeout_s=self._grading.limit_s(setup.timeout_s))
         async with views() as slot:
             started = time.monotonic()
-            verdict = await verify(slot, self._part.task, self._part.script, setup, alone=alone, watched=watched)
+            verdict = await verify(slot, setup, alone=alone, watched=watched)
             self._grading.took(time.monotonic() - started)
-        labels: Sequence[Label] = verdict.labels
-        uncontrolled: Sequence[str] = ()
-        certain = any(label.certain for label in labels)
+        found = Checked(verdict, verdict.labels)
+        certain = any(label.certain for label in found.labels)
         controlled = self._settings.controls and watched and (alone or self._is_last)
         if verdict.reward > 0 and verdict.run is not None and controlled and not certain:
             solved = self._part.step is None and prepared is None and self._rollout.task.solution
             reference = partial(_solved, self._rollout.task, self._grading) if solved else None
             before = prepared or self._grading.prepared
-            shown = await falsified(views, self._part.task, self._part.script, setup, verdict, before, reference)
-            labels, uncontrolled = (*labels, *shown.labels), shown.uncontrolled
-        return Checked(verdict, labels, uncontrolled)
+            shown = await falsified(views, setup, verdict, before, reference)
+            return replace(found, labels=(*found.labels, *shown.labels), uncontrolled=shown.uncontrolled)
+        return found
 
     def _score(self, guarded: Checked, official: Checked | None) -> Score:
         """Return the score of two verdicts, which may be the same."""
@@ -434,14 +431,14 @@ class Verification:
             "grading": self._rollout.task.grading,
             "uncontrolled": list(guarded.uncontrolled[:50]),
         }
-        rewards, reward, own = verdict.rewards, verdict.reward, None if official is None else official.verdict
-        self._doubts = verdict.doubts or ("" if own is None else own.doubts)
+        own = verdict if official is None or official.verdict is None else official.verdict
+        rewards, reward, self._doubts = verdict.rewards, verdict.reward, verdict.doubts or own.doubts
         if guarded is official and guarded.processes and guarded.reward > 0:
             evidence = f"{guarded.processes} processes of the agent ran during the check"
             labels.append(Label("graded_where_it_runs", evidence))
         if official is not None and official is not guarded:
             labels += official.labels
-        if own is not None and own is not verdict:
+        if own is not verdict:
             detail["official_output"] = own.output[-2000:]
             if own.reward < reward:
                 rewards, reward = own.rewards, own.reward
@@ -454,19 +451,13 @@ class Verification:
                 labels.append(
                     Label("guarded_view_fails", f"the verifier pays less in a fresh sandbox{hidden}: {shown}")
                 )
-        detail |= {"rewards": dict(rewards), "official_rewards": dict((own or verdict).rewards)}
-        official_reward = (own or verdict).reward
-        return Score(reward, {**numbers(detail), **rewards}, detail, official=official_reward, labels=labels)
-
-    @property
-    def _programs(self) -> tuple[str, ...]:
-        """The programs that a verifier uses as the agent left them."""
-        return (*self._settings.keep_programs, *self._settings.graded_programs)
+        detail |= {"rewards": dict(rewards), "official_rewards": dict(own.rewards)}
+        return Score(reward, {**numbers(detail), **rewards}, detail, official=own.reward, labels=labels)
 
     async def _view(self) -> View:
         """Return the guarded view of the work."""
         env = {**self._work.env, **self._part.task.verifier.env}
-        script = "\n".join([self._part.script.text, *self._part.script.others.values()])
+        script = self._part.script.whole
         if starts_inline_python(script):
             env["PYTHONPATH"] = ":".join(filter(None, [self._work.workdir, env.get("PYTHONPATH", "")]))
         changes = await self._grading.changes()
@@ -487,7 +478,7 @@ class Verification:
         table = await self._grading.view(
             (*self._work.scope.paths, *self._settings.graded_paths),
             workspace=self._work.workdir,
-            programs=self._programs,
+            programs=(*self._settings.keep_programs, *self._settings.graded_programs),
             text=self._part.task.instruction,
             env=env,
             solved=solved_too,
@@ -517,16 +508,16 @@ class Verification:
         task, grading, key = self._rollout.task, self._grading, self._key
         if self._part.step is not None or self._work.plan is not None or task.solution is None:
             return None
-        if key not in self._solved:
+        if key not in self._context.solved:
             async with _solved(task, grading) as slot:
                 made = await grading.pool.checkpoint(slot)
-            self._solved[key] = frozenset(change.path for change in await grading.pool.changes(made))
+            self._context.solved[key] = frozenset(change.path for change in await grading.pool.changes(made))
             await grading.pool.snapshots.forget(made)
-        return self._solved[key]
+        return self._context.solved[key]
 
     def _setup(self, ignored: Collection[str] = ()) -> VerifierSetup:
         keeps = self._part.step is None and self._rollout.task.grading != LIVE
-        found = self._prepared[self._rollout.task.id]
+        found = self._context.prepared[self._rollout.task.id]
         if (self._part.task.verifier.user or self._work.root.config.user) != self._work.user:
             found = replace(found, home="/root")
         return self._setup_in(self._work.root, found, self._work.env, self._work.workdir, ignored, keeps=keeps)
@@ -546,6 +537,7 @@ class Verification:
         path = variables.get("PATH", SYSTEM_PATH)
         env = {**variables, "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1", **verifier.env}
         return VerifierSetup(
+            part=self._part,
             command=prepared.command,
             dependencies=prepared.dependencies,
             env={"HOME": prepared.home, **env, "PATH": f"{HARNESS_DIR}/bin:{path}"},
@@ -585,18 +577,6 @@ async def prepared_for(slot: Slot, tools: TestTools, user: str, *, own: bool) ->
 def _no_verdict(why: str) -> Checked:
     label = Label("official_failed", f"the verifier gave no verdict in the agent's own sandbox: {why:.300}")
     return Checked(None, (label,))
-
-
-async def _restore_workdir(slot: Slot, workdir: str) -> None:
-    """Make the task's directory if the agent removed or replaced it, so that the verifier can start."""
-    if not (await slot.execute(["/bin/sh", "-c", f"cd {shlex.quote(workdir)}"], cwd="/")).success:
-        await slot.remove(workdir)
-        await slot.make_dir(workdir)
-
-
-@asynccontextmanager
-async def _same(slot: Slot) -> AsyncIterator[Slot]:
-    yield slot
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ from palaestra.sandbox.slot import Change, Slot
 from palaestra.suites.grading.harness import send_scripts
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.swe import protected
-from palaestra.suites.terminal_bench.offline_script import STARTUP_FILES, OfflineScript
+from palaestra.suites.terminal_bench.offline_script import STARTUP_FILES, GradedPart
 from palaestra.suites.terminal_bench.terminal_task import (
     AGENT_LOGS,
     ARTIFACT_LOGS,
@@ -142,11 +142,10 @@ async def install(
         await slot.write_text(f"{HARNESS_DIR}/bin/{name}", text, mode=0o755)
 
 
-async def place_tests(
-    slot: Slot, task: TerminalTask, script: OfflineScript, instead: Mapping[str, str], *, keeps: bool
-) -> None:
+async def place_tests(slot: Slot, part: GradedPart, instead: Mapping[str, str], *, keeps: bool) -> None:
     """Remove old rewards and copy the verifier's files. If `keeps` is true, other files stay in the verifier's folders,
     as in Harbor for a task without steps. Raises `GraderError`."""
+    task, script = part.task, part.script
     logs = f"{VERIFIER_LOGS} {AGENT_LOGS} {ARTIFACT_LOGS}"
     old = f"{VERIFIER_LOGS}/reward.txt {VERIFIER_LOGS}/reward.json" if keeps else f"{TESTS_DIR} {VERIFIER_LOGS}"
     fresh = f"rm -rf {old} && mkdir -p {TESTS_DIR} {logs} && chmod 777 {logs}"

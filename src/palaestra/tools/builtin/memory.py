@@ -1,7 +1,7 @@
 """The `memory` tool and the notes that it keeps for later sessions: two small files in one folder.
 
-Rollouts must not learn from each other, so nothing is kept unless the environment sets a folder (`Notes`). If no folder
-is set, the agent loop refuses the call. The files are plain text that a person may edit: notes with a line `§` between
+Rollouts must not learn from each other, so nothing is kept, and calls are refused, unless `memory_dir` is set or the
+program shares `Notes` with the tool. The files are plain text that a person may edit: notes with a line `§` between
 them.
 
 Invariants: a file that the tool writes never exceeds its limit and is replaced atomically; a lock orders the changes of
@@ -14,12 +14,14 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from palaestra.core.io.durable_files import read_regular, replaced
 from palaestra.core.io.file_lock import thread_lock
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
+from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_CHARS: Mapping[str, int] = {"memory": 4000, "user": 2000}
@@ -113,8 +115,9 @@ class Notes:
         return notes
 
 
-async def run_memory(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def run_memory(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Perform `action`; the reply has the resulting notes."""
+    kept = run.found_state(Notes) or Notes(Path(settings.memory_dir) if settings.memory_dir else None)
     action, target = arguments["action"], arguments["target"]
     for name in _NEEDED[action]:
         if not str(arguments.get(name, "")).strip():
@@ -123,7 +126,7 @@ async def run_memory(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         raise ToolMistake("A note cannot contain the sign §, which separates notes; nothing was changed")
     given = (str(arguments[name]).strip() for name in _NEEDED[action])
     values = [text.replace("\r\n", "\n").replace("\r", "\n") for text in given]  # as `read` returns them
-    notes = await asyncio.to_thread(getattr(run.state(Notes), action), target, *values)
+    notes = await asyncio.to_thread(getattr(kept, action), target, *values)
     used = f"{len(_BETWEEN.join(notes))} of {MAX_CHARS[target]} characters"
     return {"success": True, "target": target, "entries": notes, "usage": used}
 
@@ -136,4 +139,5 @@ def _place(notes: list[str], old_text: str) -> int:
     return found[0]
 
 
-MEMORY = FunctionTool(schema=SCHEMA, run=run_memory, toolset="memory", touches_world=True, world_session="memory")
+def memory_tool(settings: ToolSettings) -> FunctionTool:
+    return FunctionTool(SCHEMA, partial(run_memory, settings), "memory", touches_world=True, world_session="memory")

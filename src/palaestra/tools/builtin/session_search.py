@@ -1,7 +1,8 @@
 """The `session_search` tool and the earlier conversations that it searches: files in one folder, one per conversation,
 each a JSON object of the schema `palaestra.session/1`, which programs write with `Sessions.save`.
 
-The tool shows excerpts and does not summarise. If neither a folder nor a source is set (`Sessions`), calls are refused.
+The tool shows excerpts and does not summarise. If `sessions_dir` is not set, and the program shares no `Sessions` with
+the tool, calls are refused.
 
 Invariants: a file is replaced atomically; a search reads at most the newest `MAX_SESSIONS` files of the folder, and
 skips files of more than `MAX_SESSION_BYTES`; the same folder and query give the same answer.
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +27,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import replaced
 from palaestra.core.types import JSON, Message
 from palaestra.tools import parameters
+from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 SESSION_SCHEMA = "palaestra.session/1"
@@ -148,9 +151,9 @@ class Sessions:
                 yield session
 
 
-async def run_session_search(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def run_session_search(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Search; the reply has the `results` and their `count`."""
-    sessions = run.state(Sessions)
+    sessions = run.found_state(Sessions) or Sessions(Path(settings.sessions_dir) if settings.sessions_dir else None)
     if sessions.folder is None and sessions.source is None:
         raise ToolMistake("No earlier conversations are kept here: no folder is set")
     if not arguments["query"].strip():
@@ -204,4 +207,5 @@ def _around(text: str, words: Sequence[str]) -> str:
     return f"{'…' if start else ''}{cut}{'…' if start + EXCERPT_CHARS < len(text) else ''}"
 
 
-SESSION_SEARCH = FunctionTool(schema=SCHEMA, run=run_session_search, toolset="session_search", touches_world=True)
+def session_search_tool(settings: ToolSettings) -> FunctionTool:
+    return FunctionTool(SCHEMA, partial(run_session_search, settings), "session_search", touches_world=True)

@@ -16,22 +16,25 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from typing import Protocol, cast
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.io import plugins
 from palaestra.core.types import JSON
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.registry.toolsets import ALIASES, TOOLSETS, Toolset, resolve_toolsets
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import States, Tool
-from palaestra.tools.tool_server_client import ToolServerLink
 
 logger = logging.getLogger(__name__)
 
 GROUP = "palaestra.tools"
+TOOLSETS_GROUP = "palaestra.toolsets"
+SERVERS_GROUP = "palaestra.tool_servers"
 
 # fmt: off
 _BUILTIN: Mapping[str, tuple[str, ...]] = {
@@ -39,32 +42,34 @@ _BUILTIN: Mapping[str, tuple[str, ...]] = {
     "file": ("builtin.file_tools:READ_FILE", "builtin.file_tools:WRITE_FILE", "builtin.patch:PATCH",
              "builtin.search:SEARCH_FILES"),
     "todo": ("builtin.todo:TODO",),
-    "terminal_stateful": ("builtin.terminal_stateful:TERMINAL_STATEFUL",),
-    "tmux": ("builtin.tmux:TMUX",),
+    "terminal_stateful": (),
+    "tmux": (),
     "code_execution": ("builtin.execute_code:EXECUTE_CODE",),
     "delegation": ("builtin.delegate_task:DELEGATE_TASK",),
     "clarify": ("builtin.clarify:CLARIFY",),
-    "memory": ("builtin.memory:MEMORY",),
-    "session_search": ("builtin.session_search:SESSION_SEARCH",),
-    "web": ("builtin.web:web_tools",),
-    "web_crawl": ("builtin.web_crawl:web_crawl_tool",),
-    "browser": ("builtin.browser:browser_tools",),
-    "vision": ("builtin.vision:vision_tool",),
-    "image_gen": ("builtin.generated_media:image_tool",),
-    "tts": ("builtin.generated_media:speech_tool",),
-    "moa": ("builtin.mixture_of_agents:mixture_tool",),
-    "skills": ("builtin.skills:skills_tools",),
-    "cronjob": ("registry.unavailable:CRONJOB",),
-    "messaging": ("registry.unavailable:MESSAGING",),
-    "homeassistant": ("registry.unavailable:HOME_ASSISTANT",),
-    "rl": ("builtin.rl_training:rl_tools",),
+    **dict.fromkeys((
+        "memory", "session_search", "web", "web_crawl", "browser", "vision", "image_gen", "tts", "moa", "skills",
+        "cronjob", "messaging", "homeassistant", "rl",
+    ), ()),
 }
 # fmt: on
 """References to each toolset's tools, `module:name` below `palaestra.tools`: to a tool, several tools, or a function
-that makes them from the settings."""
+that makes them from the settings. Extensions provide the toolsets without references, by entry points in the group
+`TOOLSETS_GROUP`, which have the toolset's name and refer to the same kinds of object."""
 
 BUILTIN_NAMES: Mapping[str, str] = {name: toolset for toolset in _BUILTIN for name in TOOLSETS[toolset].tools}
 """The names of the built-in tools, each with its toolset, in the order in which `builtin_tools` returns them."""
+
+
+class ToolServer(Protocol):
+    """Runs external tools elsewhere."""
+
+    def served(self, tools: Iterable[Tool]) -> list[Tool]:
+        """Return the tools. External ones are replaced by tools that call the server."""
+
+
+NOT_INSTALLED = "the package that provides it is not installed"
+"""The reason why a tool of an extension is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +88,19 @@ def builtin_tools(settings: ToolSettings | None = None, toolsets: Collection[str
     settings = settings or ToolSettings()
     wanted = _BUILTIN if toolsets is None else [toolset for toolset in _BUILTIN if toolset in toolsets]
     found: list[Tool] = []
-    for reference in (each for toolset in wanted for each in _BUILTIN[toolset]):
-        module, _, name = reference.partition(":")
-        offered = getattr(import_module(f"palaestra.tools.{module}"), name)
-        if not isinstance(offered, (Tool, tuple)):
-            offered = offered(settings)
-        found += (offered,) if isinstance(offered, Tool) else offered
+    for offered in (each for toolset in wanted for each in _references(toolset)):
+        made = offered(settings) if callable(offered) and not isinstance(offered, Tool) else offered
+        found += _tools(made)
     return tuple(found)
+
+
+def _references(toolset: str) -> Iterator[object]:
+    """Yield what a toolset refers to, or nothing if its extension is not installed."""
+    for reference in _BUILTIN[toolset]:
+        module, _, name = reference.partition(":")
+        yield getattr(import_module(f"palaestra.tools.{module}"), name)
+    if not _BUILTIN[toolset] and toolset in (points := plugins.installed(TOOLSETS_GROUP)):
+        yield plugins.load(points[toolset])
 
 
 @functools.cache
@@ -142,6 +153,34 @@ def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed
     return kept
 
 
+def get_available_toolsets(
+    settings: ToolSettings | None = None, others: Iterable[Installed] | None = None
+) -> dict[str, dict[str, JSON]]:
+    """Return a description of each toolset by name: `available` (at least one tool works here), `tools`, `description`,
+    and the `missing` tools with the reason. `others` defaults to the tools of installed packages."""
+    known = {tool.name: tool for tool in all_tools(settings, others)}
+    builtin = ((name, toolset.description, resolve_toolsets([name])) for name, toolset in TOOLSETS.items())
+    offered = (
+        (each.toolset, each.problem or f"Tools of {each.origin}", [tool.name for tool in each.tools])
+        for each in usable_packages(others)
+    )
+    return {
+        name: _described(text, [known[tool] for tool in tools if tool in known])
+        for name, text, tools in (*builtin, *offered)
+    }
+
+
+def _described(description: str, tools: list[Tool]) -> dict[str, JSON]:
+    missing = {tool.name: reason for tool in tools if (reason := tool.missing()) is not None}
+    return {
+        "available": len(missing) < len(tools),
+        "description": description,
+        "tools": [tool.name for tool in tools],
+        "missing": missing,
+        "requirements": [],
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class RunConditions:
     """The conditions under which a run uses its tools.
@@ -159,7 +198,7 @@ class RunConditions:
 def build_tool_registry(
     enabled_toolsets: Iterable[str] | None = None,
     disabled_toolsets: Iterable[str] | None = None,
-    tool_server_url: str | ToolServerLink | None = None,
+    tool_server_url: str | ToolServer | None = None,
     extra: Iterable[Tool] = (),
     *,
     strict: bool = False,
@@ -173,8 +212,8 @@ def build_tool_registry(
 
     `extra` are the environment's tools, which only `disabled_toolsets` removes. `provided` tools replace known tools of
     the same name, such as built-in tools that only some programs can provide. `installed` are tools of other packages,
-    by default from entry points. If `tool_server_url` (an address, `inprocess`, or a link) is given, external tools run
-    there. The registry leaves out tools that cannot be used. If they were requested, it lists them in `missing`, or,
+    by default from entry points. If `tool_server_url` (an address, `inprocess`, or a client) is given, it runs external
+    tools. The registry leaves out tools that cannot be used. If they were requested, it lists them in `missing`, or,
     with `strict`, `ConfigError` is raised. `strict` needs named toolsets. Raises `ConfigError` also for unknown
     toolsets and for two tools of the same name.
     """
@@ -189,14 +228,17 @@ def build_tool_registry(
     known |= {tool.name: tool for tool in provided if tool.name in known}
     own = [tool for tool in brought if tool.toolset not in disabled]
     unasked = enabled is None and not conditions.network
-    chosen = [known[name] for name in names if not (unasked and known[name].touches_world)]
+    chosen = [known[name] for name in names if name in known and not (unasked and known[name].touches_world)]
     if tool_server_url is not None:
-        link = ToolServerLink(tool_server_url) if isinstance(tool_server_url, str) else tool_server_url
-        served = link.served([*chosen, *own])
+        if isinstance(tool_server_url, str):
+            client = plugins.load_named(SERVERS_GROUP, "http", "the client of tool servers")
+            tool_server_url = cast("Callable[[str], ToolServer]", client)(tool_server_url)
+        served = tool_server_url.served([*chosen, *own])
         chosen, own = served[: len(chosen)], served[len(chosen) :]
     reasons = {tool.name: tool.missing_in(replayed=conditions.replayed) for tool in (*own, *chosen)}
     requested = own if enabled is None else [*own, *chosen]
     missing = {tool.name: reason for tool in requested if (reason := reasons[tool.name]) is not None}
+    missing |= {name: NOT_INSTALLED for name in names if name not in known and enabled is not None}
     missing |= {each.toolset: each.problem for each in others if each.problem and each.toolset in (enabled or ())}
     if strict and missing:
         text = "; ".join(f"{name}: {reason}" for name, reason in missing.items())

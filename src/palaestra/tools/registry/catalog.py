@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from palaestra.core.types import JSON
-from palaestra.tools.registry.build import BUILTIN_NAMES, Installed, all_tools, usable_packages
+from palaestra.tools.registry.build import BUILTIN_NAMES, all_tools, get_available_toolsets
 from palaestra.tools.registry.toolsets import TOOL_ALIASES, TOOLSETS, resolve_toolsets
-from palaestra.tools.settings import ToolSettings
-from palaestra.tools.tool import Tool
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +33,6 @@ def get_toolset_for_tool(tool_name: str) -> str | None:
     return next((tool.toolset for tool in all_tools() if tool.name == name), None)
 
 
-def get_available_toolsets(
-    settings: ToolSettings | None = None, others: Iterable[Installed] | None = None
-) -> dict[str, dict[str, JSON]]:
-    """Return a description of each toolset by name: `available` (at least one tool works here), `tools`, `description`,
-    and the `missing` tools with the reason. `others` defaults to the tools of installed packages."""
-    known = {tool.name: tool for tool in all_tools(settings, others)}
-    builtin = ((name, toolset.description, resolve_toolsets([name])) for name, toolset in TOOLSETS.items())
-    offered = (
-        (each.toolset, each.problem or f"Tools of {each.origin}", [tool.name for tool in each.tools])
-        for each in usable_packages(others)
-    )
-    return {name: _toolset(text, [known[tool] for tool in tools]) for name, text, tools in (*builtin, *offered)}
-
-
 def check_toolset_requirements() -> dict[str, bool]:
     """Return whether each toolset is available."""
     return {name: each["available"] for name, each in get_available_toolsets().items()}
@@ -67,14 +51,3 @@ def check_tool_availability(quiet: bool = False) -> tuple[list[str], list[dict[s
         for each in unavailable:
             logger.info("toolset %s is not available: %s", each["name"], each["missing"])
     return [name for name, each in toolsets.items() if each["available"]], unavailable
-
-
-def _toolset(description: str, tools: list[Tool]) -> dict[str, JSON]:
-    missing = {tool.name: reason for tool in tools if (reason := tool.missing()) is not None}
-    return {
-        "available": len(missing) < len(tools),
-        "description": description,
-        "tools": [tool.name for tool in tools],
-        "missing": missing,
-        "requirements": [],
-    }

@@ -21,11 +21,12 @@ from palaestra.core.errors import ConfigError, TrainerError, TrainerRefused, Tra
 from palaestra.core.io.durable_files import replaced, writing
 from palaestra.inference.ledger import UNTRAINED
 from palaestra.rollouts.export.token_rows import ExportedRow
+from palaestra.rollouts.observe.training_steps import STEP
 from palaestra.trainers.advantages import EQUAL, TOO_LONG, WITHOUT_TOKENS, Batch, advantages
 from palaestra.trainers.atropos.connection import TrajectoryClient
 from palaestra.trainers.atropos.groups import VERSIONS
 from palaestra.trainers.atropos.wire import RequestRefusal, ScoredData, checked
-from palaestra.trainers.checkpoints import STEP, TrainingFiles, TrainingState
+from palaestra.trainers.checkpoints import TrainingFiles, TrainingState
 from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.importance import SamplerMismatch
 from palaestra.trainers.trainer import TrainedRow, Trainer

@@ -77,8 +77,9 @@ def main() -> None:
     channel = VerdictChannel()
     _report(channel)
     channel.send("start")
-    framework = Framework(channel) if plan["watching"] else None
-    if framework is not None:
+    framework = Framework(channel)
+    if plan["watching"]:
+        framework.note()
         watch(channel, plan["root"], [os.path.join(plan["root"], path) for path in plan["files"]])
     folder, script = os.path.split(os.path.join(plan["root"], plan["script"]))
     os.chdir(folder)
@@ -91,8 +92,7 @@ def main() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         status = end.code
-    if framework is not None:
-        framework.check()
+    framework.check()
     channel.send("finish", exit_status=int(status not in (None, 0)))
 
 
