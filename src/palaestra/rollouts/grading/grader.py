@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from contextvars import ContextVar
 from dataclasses import replace
 from enum import StrEnum
+from posixpath import dirname
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
 from palaestra.core.printable import one_line
@@ -307,11 +308,13 @@ class Grading:
         programs: Collection[str] = (),
         text: str | None = None,
         env: Mapping[str, str] | None = None,
+        solved: Callable[[Sequence[str]], Awaitable[Collection[str]]] | None = None,
     ) -> View:
         """Return a view of all changes without those of the table in `tampering.py`, which become labels.
 
         Changes below `paths`, and to `programs`, are always seen. `text` is what the task tells the agent, by default
-        its messages; `env` are variables that the check sets.
+        its messages; `env` are variables that the check sets. `solved` returns those of some paths that the reference
+        solution changes too, so that they are seen.
         """
         changes = await self.changes()
         async with AsyncExitStack() as opened:
@@ -326,6 +329,11 @@ class Grading:
             )
             found = await rule.left_out(changes)
             self._libraries = await library_directories(names) if CACHE in found else None
+        if REPLACED in found.values():  # a file may have been changed through a link that the task names
+            async with self.prepared() as root:
+                found = {path: found[path] for path in found.keys() - await _targets(root, rule.named)}
+        for path in await solved([path for path, label in found.items() if label]) if solved else ():
+            found.pop(path, None)
         for label in (REPLACED, SHADOWED, STARTUP, HOME_SETTINGS):
             self.note(label, [path for path, its in found.items() if its == label])
         self.left_out = (*self._lost, *sorted(path for path, label in found.items() if label))[:MOST_LEFT_OUT]
@@ -375,8 +383,8 @@ class Grading:
     async def disarm(
         self, slot: Slot, task: Task, changes: Sequence[Change], private: Collection[str] = ()
     ) -> tuple[str, ...]:
-        """Replace links between the work and files of the check, remove `.pth` files with code, and remove directories
-        that are too deep to be examined.
+        """Replace links between the work and files of the check, remove `.pth` files with code or, for an editable
+        installation, put its directories in place of the code, and remove directories that are too deep to be examined.
 
         `changes` are the changes that the slot shows, and `private` the directories of the check. Returns the paths of
         what was removed or replaced, which become labels too.
@@ -388,8 +396,12 @@ class Grading:
         if gone:
             changes = [each for each in changes if not is_below(each.path, gone)]
         starting = [each.path for each in changes if _PTH.fullmatch(each.path) and await _has_code(slot, each)]
-        for path in starting:
-            await slot.remove(path)
+        for path in list(starting):
+            if places := await _editable(slot, path):
+                starting.remove(path)
+                await slot.write_text(path, places)
+            else:
+                await slot.remove(path)
         self.note(SHADOWED, starting)
         links: tuple[str, ...] = ()
         # most work has no links, and then the module is not imported
@@ -433,6 +445,14 @@ class Grading:
             await self.pool.snapshots.forget(self._made.pop())
 
 
+async def _targets(root: Slot, links: Sequence[str]) -> set[str]:
+    """Return where these paths lead in a root."""
+    command = ("/bin/sh", "-c", 'for each; do readlink -f -- "$each"; done', "sh")
+    return {
+        line for some in batches(links) for line in (await root.execute([*command, *some], cwd="/")).output.split("\n")
+    }
+
+
 _EMPTY_BYTES = 40
 """The size of an empty directory in a tmpfs. Each entry adds 20. Source: BOGO_DIRENT_SIZE in the kernel's
 `mm/shmem.c`."""
@@ -469,6 +489,16 @@ async def _has_code(slot: Slot, change: Change) -> bool:
         return change.kind == "symlink"
     text = (await slot.read_bytes(change.path, max_bytes=_MOST_PTH_BYTES)).decode("utf-8", "replace")
     return any(line.startswith(("import ", "import\t")) for line in text.splitlines())
+
+
+async def _editable(slot: Slot, path: str) -> str:
+    """Return lines with the directories of an editable installation by setuptools, which its code adds; empty if a
+    `.pth` file is something else."""
+    text = (await slot.read_bytes(path, max_bytes=_MOST_PTH_BYTES)).decode("utf-8", "replace")
+    code = re.fullmatch(r"import (__editable___\w+); \1\.install\(\)\s*", text)
+    finder = await slot.read_text(f"{dirname(path)}/{code[1]}.py", missing="") if code else ""
+    mapped = re.search(r"^MAPPING\b[^=\n]*= \{([^\n]*)\}$", finder[:_MOST_PTH_BYTES], re.MULTILINE)
+    return "".join(f"{dirname(place)}\n" for place in re.findall(r": '(/[^'\\\n]+)'", mapped[1] if mapped else ""))
 
 
 def _is_too_deep(path: str) -> bool:

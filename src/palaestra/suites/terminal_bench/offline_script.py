@@ -89,6 +89,12 @@ class OfflineScript:
         return "\n".join([self.text, *self.others.values()])
 
 
+_ABOUT_SERVICES = re.compile(
+    r"\b(?:serv(?:e|es|ing|ers?|ices?)|daemons?|listen(?:s|ing)?|ports?|background|process(?:es)?|running)\b",
+    re.IGNORECASE,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class GradedPart:
     """A whole task, or one of its steps as a separate task, with its test script."""
@@ -101,6 +107,11 @@ class GradedPart:
     def step_name(self) -> str:
         """The name of the step; empty for a whole task."""
         return self.step.name if self.step else ""
+
+    @property
+    def asks_for_service(self) -> bool:
+        """Whether the instruction asks for something that runs until the check."""
+        return _ABOUT_SERVICES.search(self.task.instruction) is not None
 
 
 def parts_of(task: TerminalTask) -> tuple[GradedPart, ...]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from posixpath import basename
@@ -24,7 +24,6 @@ from palaestra.rollouts.grading.tampering import (
     SHADOWED,
     changes_in,
     is_below,
-    is_home_setting,
     paths_in,
 )
 from palaestra.rollouts.rollout import Rollout
@@ -39,7 +38,6 @@ from palaestra.suites.images.pytest_toolchain import (
 )
 from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
 from palaestra.suites.images.task_root import TaskRoot
-from palaestra.suites.slot_commands import content_of
 from palaestra.suites.task_paths import TaskScope
 from palaestra.suites.terminal_bench.offline_script import GradedPart
 from palaestra.suites.terminal_bench.separate_verifier import collect, joined, put, run_hooks
@@ -78,9 +76,6 @@ from palaestra.suites.terminal_bench.verifier_files import (
     runs,
     starts_inline_python,
 )
-
-_MOST_BYTES = 1 << 20
-"""The maximum size of a file that is compared with its prepared content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +142,14 @@ class VerifierContext:
     """What all verifications of an environment share: its settings, what preparing each workspace has found, by task,
     and the network while a verifier's root is built. `needs_processes` has the verifiers that the reference solution
     has shown to be able to give a verdict, by task and step: whether the solution is paid only where the processes run
-    that it leaves. `playing` has a lock for each."""
+    that it leaves. `playing` has a lock for each, and `solved` the paths that the solution changes."""
 
     settings: TerminalBench2EvalConfig
     prepared: dict[str, PreparedSlot]
     build_network: Network | AllowList
     needs_processes: dict[str, bool]
     playing: dict[str, asyncio.Lock]
+    solved: dict[str, frozenset[str]]
 
 
 class Verification:
@@ -211,10 +207,11 @@ class Verification:
         if needs or official.reward <= guarded.reward:
             return self._score(guarded, official)
         self._rollout.meta.setdefault("needs_processes", {})[step] = True
-        if needs is None and not self._rollout.spec.replays and self._rollout.task.solution is not None:
+        unsolved = self._rollout.task.solution is None
+        if needs is None and not self._rollout.spec.replays and (self._part.asks_for_service or not unsolved):
             await self._grading.restart()
             failure = GraderError(f"the verifier of {self._part.task.name} fails")
-            if await self._reference(failure) and not await self._lacks_programs():
+            if (unsolved or await self._reference(failure)) and not await self._lacks_programs():
                 return self._score(official, official)
         return self._score(guarded, official)
 
@@ -468,17 +465,25 @@ class Verification:
         checkers = await asyncio.to_thread(  # the agent decides how many paths there are
             lambda: [path for path in changed if basename(path) not in about and runs(texts, path, self._work.workdir)]
         )
-        solved = await self._solved_too([*checkers, *filter(is_home_setting, changed)])
+        if checkers:  # a new file is work
+            async with self._grading.prepared() as before:
+                checkers = [path for path in checkers if await before.stat(path) is not None]
+        solved = await self._solved_paths() if checkers else None
+
+        async def solved_too(paths: Sequence[str]) -> Collection[str]:
+            return (await self._solved_paths() or ()) if paths else ()
+
         table = await self._grading.view(
-            (*self._work.scope.paths, *self._settings.graded_paths, *(path for path in solved if solved[path])),
+            (*self._work.scope.paths, *self._settings.graded_paths),
             workspace=self._work.workdir,
             programs=(*self._settings.keep_programs, *self._settings.graded_programs),
             text=self._part.task.instruction,
             env=env,
+            solved=solved_too,
         )
-        checkers = [path for path in checkers if path in solved and not solved[path]]
+        checkers = [path for path in checkers if path not in (solved or ())]
         self._grading.note("checkers_changed", checkers)
-        kept = [path for path in checkers if solved[path] is False and not is_below(path, paths_in(about))]
+        kept = [path for path in checkers if solved is not None and not is_below(path, paths_in(about))]
         without = hidden_paths(
             changes,
             (*table.without, *kept),
@@ -496,23 +501,17 @@ class Verification:
         self._grading.note("test_settings_ignored", [path for path in without if path in shown - {*ALWAYS_HIDDEN}])
         return View(table.only, without)
 
-    async def _solved_too(self, paths: Sequence[str]) -> Mapping[str, bool | None]:
-        """Return whether the reference solution changes the prepared or new files at these paths too; None if it cannot
-        be played. A prepared file that it leaves alone is no result of the work."""
-        if not paths:
-            return {}
-        plays = self._part.step is None and self._work.plan is None and self._rollout.task.solution is not None
-        async with AsyncExitStack() as opened:
-            before = await opened.enter_async_context(self._grading.prepared())
-            was = {path: await content_of(before, path, _MOST_BYTES) for path in paths}
-            was = {path: each for path, each in was.items() if each is not None or is_home_setting(path)}
-            after = (
-                await opened.enter_async_context(_solved(self._rollout.task, self._grading)) if plays and was else None
-            )
-            return {
-                path: None if after is None else await content_of(after, path, _MOST_BYTES) != content
-                for path, content in was.items()
-            }
+    async def _solved_paths(self) -> frozenset[str] | None:
+        """Return the paths that the reference solution changes; None if it cannot be played here."""
+        task, grading, key = self._rollout.task, self._grading, self._key
+        if self._part.step is not None or self._work.plan is not None or task.solution is None:
+            return None
+        if key not in self._context.solved:
+            async with _solved(task, grading) as slot:
+                made = await grading.pool.checkpoint(slot)
+            self._context.solved[key] = frozenset(change.path for change in await grading.pool.changes(made))
+            await grading.pool.snapshots.forget(made)
+        return self._context.solved[key]
 
     def _setup(self) -> VerifierSetup:
         keeps = self._part.step is None and self._rollout.task.grading != LIVE

@@ -26,7 +26,7 @@ from palaestra.rollouts.grading.tampering import is_below
 from palaestra.sandbox.slot import Change, Slot
 from palaestra.suites.grading.harness import send_scripts
 from palaestra.suites.slot_commands import check_execute
-from palaestra.suites.swe.protected import CONFIG_NAMES
+from palaestra.suites.swe import protected
 from palaestra.suites.terminal_bench.offline_script import STARTUP_FILES, GradedPart
 from palaestra.suites.terminal_bench.terminal_task import (
     AGENT_LOGS,
@@ -57,6 +57,9 @@ _LOADING = frozenset(
     | {"GCONV_PATH", "LOCPATH", "OPENSSL_CONF", "OPENSSL_MODULES", "GIT_CONFIG_GLOBAL", "GIT_EXEC_PATH"}
 )
 """Variables that name files that shells, the loader and interpreters load when they start, whatever they run."""
+
+CONFIG_NAMES = protected.CONFIG_NAMES - {"pyvenv.cfg", "noxfile.py", ".coveragerc"}
+"""Settings files that pytest reads, or code that it or Python runs."""
 
 _ABSOLUTE = re.compile(r"/[^\s:;=,'\"]+")
 
@@ -181,7 +184,8 @@ def runs(texts: Collection[str], path: str, workdir: str) -> bool:
     texts = [text for text in texts if basename(path) in text]
     if not texts:
         return False
-    names = "|".join(map(re.escape, {path, path.removeprefix(f"{workdir}/"), basename(path)}))
+    bare = "" if "." in basename(path) else "(?<=/)"  # a name without a folder is that of a program in PATH
+    names = "|".join([*map(re.escape, (path, path.removeprefix(f"{workdir}/"))), bare + re.escape(basename(path))])
     named = re.compile(rf"(?<![\w.-])(?:{names})(?![\w/-])")
     found = [(text, line, match) for text in texts for line in text.splitlines() if (match := named.search(line))]
     return any(
