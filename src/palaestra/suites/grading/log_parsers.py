@@ -433,11 +433,6 @@ def short_name(name: str) -> str:
     return _ALIASES.get(bare, bare)
 
 
-def knows(name: str) -> bool:
-    """Return whether a log parser is known, here or in the package `swebench`."""
-    return short_name(name) in PARSERS or name.strip() in _published()
-
-
 def parser(name: str, instance_id: str = "", version: str = "") -> Parser:
     """Return the log parser with this name. Logs are read without the colours of a terminal.
 

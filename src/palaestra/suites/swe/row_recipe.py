@@ -108,8 +108,7 @@ def recipe_of(row: RowFields, language: str) -> RowRecipe:
     if found is None:
         raise TaskError(f"its tests are in {language}; rows run in {', '.join(language_names())}")
     parser = parser_name(row) or found.parser
-    if not log_parsers.knows(parser):
-        log_parsers.parser(parser)  # raises with the names of the known ones
+    log_parsers.parser(parser)  # raises for an unknown one
     config = row.decoded("install_config")
     config = config if isinstance(config, Mapping) else {}
     build, tests = _of_script(row.optional("eval_script"))
