@@ -137,6 +137,7 @@ def test_a_link_that_a_task_asks_for_stays() -> None:
         ("Send the logs to standard output.", "/var/log/nginx/access.log", "/proc/self/fd/1", True),
         ("Write the word to answer.txt, and nothing to stdout.", "/workspace/answer.txt", "/proc/self/fd/0", False),
         ("Write the word to answer.txt, and nothing to stdout.", "/workspace/expected.txt", "/dev/stdout", False),
+        ("Make out a link to /proc/self/fd/1.", "/workspace/out", "/proc/self/fd/1", True),
         ("Link answer.txt to /dev/stdin.", "/workspace/answer.txt", "/dev/stdin", False),
         ("Link answer.txt to /dev/fd/3.", "/workspace/answer.txt", "/dev/fd/3", False),
         ("Mask a.service.", "/etc/systemd/system/a.service", "/dev/null", True),
