@@ -128,3 +128,31 @@ def test_a_link_that_a_task_asks_for_stays() -> None:
     assert not named.equates("/workspace/latest", "none", "/dev/shm/log.7", [])
     assert named.equates("/workspace/latest", "none", "../dev/fd/3", [])
     assert named.equates("/workspace/other", "dir", "/proc/7", [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "link", "end", "stays"),
+    [
+        ("Send access.log to stdout.", "/workspace/logs/access.log", "/dev/stdout", True),
+        ("Send the logs to standard output.", "/var/log/nginx/access.log", "/proc/self/fd/1", True),
+        ("Write the word to answer.txt, and nothing to stdout.", "/workspace/answer.txt", "/proc/self/fd/0", False),
+        ("Write the word to answer.txt, and nothing to stdout.", "/workspace/expected.txt", "/dev/stdout", False),
+        ("Make out a link to /proc/self/fd/1.", "/workspace/out", "/proc/self/fd/1", True),
+        ("Link answer.txt to /dev/stdin.", "/workspace/answer.txt", "/dev/stdin", False),
+        ("Link answer.txt to /dev/fd/3.", "/workspace/answer.txt", "/dev/fd/3", False),
+        ("Mask a.service.", "/etc/systemd/system/a.service", "/dev/null", True),
+        ("Write the word to answer.txt.", "/workspace/answer.txt", "/dev/null", False),
+        ("Make /etc/mtab a link to /proc/mounts.", "/etc/mtab", "/proc/mounts", True),
+    ],
+)
+def test_a_link_to_a_file_of_the_kernel_stays_if_a_task_asks_for_it(
+    prompt: str, link: str, end: str, stays: bool
+) -> None:
+    named = NamedFiles(Task(id="a", prompt=prompt))
+    assert named.equates(link, "none", end, []) is not stays
+
+
+def test_a_link_to_a_file_of_the_image_stays() -> None:
+    named = NamedFiles(Task(id="a", prompt="Set the time zone to Europe/Berlin."))
+    assert not named.equates("/etc/localtime", "file", "/usr/share/zoneinfo/Europe/Berlin", [])
+    assert named.equates("/tmp/expected", "file", "/workspace/Europe/Berlin", ["/workspace"])

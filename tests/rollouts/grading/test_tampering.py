@@ -426,3 +426,23 @@ def test_naming_the_workspace_declares_nothing_in_it() -> None:
 def test_libraries_in_a_path_of_the_image() -> None:
     rule = Rule(names, "/app", env={"LD_LIBRARY_PATH": "/app/lib"})
     assert left_out(rule, *files("/app/lib/libz.so.1", "/app/lib/libown.so")) == {"/app/lib/libz.so.1": S}
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "label"),
+    [
+        ("Fix the script `backup.sh`.", "/usr/local/bin/backup.sh", None),
+        ("The backup.sh command crashes.", "/usr/local/bin/backup.sh", None),
+        ('There is a bug in the tool called "backup.sh".', "/usr/local/bin/backup.sh", None),
+        ("Repair **backup.sh**.", "/usr/local/bin/backup.sh", None),
+        ("Rename the command `backup.sh` to `save`.", "/usr/local/bin/backup.sh", None),
+        ("Fix the program `task`.", "/opt/tools/bin/task/part", None),
+        ("Fix the list that backup.sh writes.", "/usr/local/bin/backup.sh", R),
+        ("Run the command `backup.sh` every night.", "/usr/local/bin/backup.sh", R),
+        ("Fix a.txt. The command `git` shows the bug.", "/usr/bin/git", R),
+        ("Set the time zone to Asia/Tokyo.", "/etc/localtime", None),
+    ],
+)
+def test_a_command_that_a_task_asks_to_repair_is_work(text: str, path: str, label: str | None) -> None:
+    rule = Rule(names, "/workspace", text=text, env={"PATH": "/opt/tools/bin:/usr/bin"})
+    assert left_out(rule, Change(path, "file")) == ({} if label is None else {path: label})

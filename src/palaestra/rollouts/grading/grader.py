@@ -446,8 +446,8 @@ class Grading:
 
 
 async def _targets(root: Slot, links: Sequence[str]) -> set[str]:
-    """Return where these paths lead in a root."""
-    command = ("/bin/sh", "-c", 'for each; do readlink -f -- "$each"; done', "sh")
+    """Return where those of these paths that are links lead in a root."""
+    command = ("/bin/sh", "-c", 'for each; do [ ! -L "$each" ] || readlink -f -- "$each"; done', "sh")
     return {
         line for some in batches(links) for line in (await root.execute([*command, *some], cwd="/")).output.split("\n")
     }

@@ -111,10 +111,10 @@ class NamedFiles:
 
     def _asks_for(self, target: str) -> bool:
         """Return whether the messages ask for a file of the kernel."""
-        words = [
-            _ASKS.get(word, word) for match in [_KERNEL_FILES.fullmatch(target)] if match for word in match.groups("")
-        ]
-        return any(word and re.search(rf"\b(?:{word})", self.text, re.IGNORECASE) for word in words)
+        if not (match := _KERNEL_FILES.fullmatch(target)):
+            return False
+        word = "".join(match.groups(""))
+        return target in self.text or re.search(rf"\b(?:{_ASKS.get(word, word)})", self.text, re.I) is not None
 
     def has(self, path: str) -> bool:
         """Return whether the messages name a file.

@@ -55,16 +55,12 @@ SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108  in the slot
 CARRIED = "/.palaestra-carried"
 """The directory of a sealed workspace with copies of the files in `SCRATCH`."""
 
-PROGRAM_DIRECTORIES = frozenset(
-    {
-        *("/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin", "/root/bin"),
-        *("/root/.local/bin", "/usr/games", "/usr/local/games", "/snap/bin", "/etc/alternatives"),
-    }
-)
-"""Directories in which shells look for programs, in addition to the slot's own PATH."""
-
 _USUAL_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 """The order of PATH in which images, login shells and `sudo` look for programs."""
+PROGRAM_DIRECTORIES = frozenset(_USUAL_PATH).union(
+    ("/root/bin", "/root/.local/bin", "/usr/games", "/usr/local/games", "/snap/bin", "/etc/alternatives")
+)
+"""Directories in which shells look for programs, in addition to the slot's own PATH."""
 
 _PROGRAMS = re.compile(
     r"/(?:usr|s?bin|lib(?:32|64|x32)?|etc/alternatives)(?:/.*)?"
@@ -128,13 +124,9 @@ _COMMANDS = re.compile(
 _OF_DISTRIBUTION = re.compile(r"/(?:usr/(?!local/)|s?bin/|lib).*", re.DOTALL)
 _ABOUT_TIME_ZONE = re.compile(r"\btime[ -]?zone|localtime", re.I)
 _PATH = re.compile(r"(?<![\w.:/~$}>-])(?:/[\w.+@%-]+)+")
-_TOO_WIDE = frozenset(
-    {
-        *("/", "/bin", "/boot", "/dev", "/etc", "/home", "/lib", "/lib64", "/media", "/mnt", "/opt", "/proc", "/root"),
-        *("/run", "/sbin", "/srv", "/sys", "/usr", "/usr/bin", "/usr/include", "/usr/lib", "/usr/local"),
-        *("/usr/local/bin", "/usr/local/lib", "/usr/local/sbin", "/usr/sbin", "/usr/share", "/usr/src", "/var"),
-        *("/var/lib", "/var/cache", "/etc/alternatives", "/root/.local", "/root/.local/bin"),
-    }
+_TOO_WIDE = re.compile(
+    r"/(?:bin|boot|dev|etc(?:/alternatives)?|home|lib(?:64)?|media|mnt|opt|proc|root(?:/\.local(?:/bin)?)?|run|sbin|srv|sys"
+    r"|usr(?:/(?:local/)?(?:bin|lib|sbin)|/(?:include|local|share|src))?|var(?:/(?:lib|cache))?)?"
 )
 """Directories that texts often mention although the task is not about everything in them."""
 
@@ -181,7 +173,7 @@ def text_of_task(task: Task) -> str:
 
 def paths_in(text: str) -> set[str]:
     """Return the absolute paths that a text names, without those that texts often mention in passing."""
-    return {path.rstrip(".") for path in _PATH.findall(text)} - _TOO_WIDE
+    return {path for each in _PATH.findall(text) if not _TOO_WIDE.fullmatch(path := each.rstrip("."))}
 
 
 def batches(paths: Sequence[str]) -> Iterator[Sequence[str]]:

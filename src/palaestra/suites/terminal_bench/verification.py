@@ -68,13 +68,13 @@ from palaestra.suites.terminal_bench.verifier import (
 )
 from palaestra.suites.terminal_bench.verifier_files import (
     ALWAYS_HIDDEN,
+    COPIES_TESTS,
     HARNESS_DIR,
+    INLINE_PYTHON,
     changed_conftests,
-    copies_tests,
     hidden_paths,
     ignored_settings,
     runs,
-    starts_inline_python,
 )
 
 
@@ -456,7 +456,7 @@ class Verification:
         """Return the guarded view of the work."""
         env = {**self._work.env, **self._part.task.verifier.env}
         script = self._part.script.whole
-        if starts_inline_python(script):
+        if INLINE_PYTHON.search(script):
             env["PYTHONPATH"] = ":".join(filter(None, [self._work.workdir, env.get("PYTHONPATH", "")]))
         changes = await self._grading.changes()
         files = [name for name, path in self._part.task.verifier.files().items() if path.is_file()]
@@ -494,7 +494,7 @@ class Verification:
             files=files,
             workdir=self._work.workdir,
         )
-        if copies_tests(script):
+        if COPIES_TESTS.search(script):
             without = (*without, *await changed_conftests(changes, self._work.scope.words, self._grading.prepared))
         shown = {change.path for change in changes if change.content and "/__pycache__/" not in change.path}
         shown -= {*table.without}

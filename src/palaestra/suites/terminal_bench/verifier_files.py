@@ -69,14 +69,14 @@ _SHARED_SETTINGS = frozenset({"pyproject.toml", "setup.cfg", "setup.py", "tox.in
 """Settings files that other programs than test runners read too."""
 _MOST_SETTINGS_BYTES = 1 << 18
 
-_INLINE_PYTHON = re.compile(r"\bpython[\d.]*\s+(?:-[A-Za-z]+\s+)*(?:-[A-Za-z]*[cm]\b|-(?=[\s;]|$)|<<)", re.M)
+INLINE_PYTHON = re.compile(r"\bpython[\d.]*\s+(?:-[A-Za-z]+\s+)*(?:-[A-Za-z]*[cm]\b|-(?=[\s;]|$)|<<)", re.M)
 """Calls of Python that look for modules in the working directory first: a command, a module, or standard input."""
 
 _STARTS = re.compile(
     r"\b(?:python[\d.]*|(?:ba|da)?sh|source|exec|node|perl|ruby|php|java|Rscript|timeout|subprocess|Popen|system|run)\b"
 )
 """Words of lines that start a program."""
-_COPIES = re.compile(r"\b(?:cp|mv|install|rsync|ln)\b[^\n]*(?:/tests|TEST_?DIR)")
+COPIES_TESTS = re.compile(r"\b(?:cp|mv|install|rsync|ln)\b[^\n]*(?:/tests|TEST_?DIR)")
 
 _ABOUT_SHELLS = re.compile(
     r"\b(?:login|interactive|new)\s+(?:\w+\s+)?shells?\b|\baliase?s?\b|\.(?:bash)?rc\b|\bprofile\b", re.IGNORECASE
@@ -174,11 +174,6 @@ Prepared = Callable[[], AbstractAsyncContextManager[Slot]]
 """Opens a slot with the prepared workspace, without the agent's work."""
 
 
-def starts_inline_python(script: str) -> bool:
-    """Return whether a script starts Python such that it looks for modules in the working directory first."""
-    return _INLINE_PYTHON.search(script) is not None
-
-
 def runs(texts: Collection[str], path: str, workdir: str) -> bool:
     """Return whether one of a verifier's files runs the program at a path, or gives it to a program that it runs."""
     texts = [text for text in texts if basename(path) in text]
@@ -192,11 +187,6 @@ def runs(texts: Collection[str], path: str, workdir: str) -> bool:
         _STARTS.search(line) or not line[: match.start()].strip("\"' (!") or ("subprocess" in text and "." in path)
         for text, line, match in found
     )
-
-
-def copies_tests(script: str) -> bool:
-    """Return whether a script copies its tests into another directory, where other settings of pytest apply."""
-    return _COPIES.search(script) is not None
 
 
 async def changed_conftests(changes: Sequence[Change], words: Collection[str], prepared: Prepared) -> tuple[str, ...]:
