@@ -51,7 +51,7 @@ test-torch: venv ## run the tests that need torch and transformers, in an enviro
 
 ray: venv ## run the tests on real Ray clusters of this machine, in an environment of their own
 	@scripts/ray_env
-	@.venv-ray/bin/python -m pytest -q tests/cluster/test_ray_slots.py tests/cluster/test_ray_executor.py tests/cluster/test_on_ray.py tests/cluster/test_train_on.py
+	@.venv-ray/bin/python -m pytest -q tests/cluster/test_on_ray.py tests/cluster/test_train_on.py
 
 learn: venv ## train a tiny model on two tool tasks, and print what it has learned (about 5 minutes, torch)
 	@scripts/torch_env

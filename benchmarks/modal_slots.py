@@ -1,9 +1,9 @@
 """Slots in Modal's sandboxes against Modal's own `exec`: python benchmarks/modal_slots.py [--real]
 
-Without --real, Modal's client talks to the stand-in of `palaestra.testing.fake_modal`. The numbers are then the cost of
-the client, the streams and the slots, without Modal's network and machines. The cases alternate: a command in a slot
-and with `Sandbox.exec`; a new slot, a slot from a snapshot and a new sandbox; finally 50 slots in 5 sandboxes
-concurrently. --real needs the credentials of an account, which is charged.
+Without --real, Modal's client talks to the stand-in in tests/stand_ins. The numbers are then the cost of the client,
+the streams and the slots, without Modal's network and machines. The cases alternate: a command in a slot and with
+`Sandbox.exec`; a new slot, a slot from a snapshot and a new sandbox; finally 50 slots in 5 sandboxes concurrently.
+--real needs the credentials of an account, which is charged.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import os
 import statistics
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import _measure as measure
 import _slot_turns as turns
 import modal
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from palaestra.sandbox.backends.modal import DEFAULT_APP, ModalBackend, ModalSandboxConfig
 from palaestra.sandbox.slot import SlotSpec
-from palaestra.testing.fake_modal import FakeModal
+from stand_ins.fake_modal import FakeModal
 
 SANDBOXES, SLOTS = 5, 50
 

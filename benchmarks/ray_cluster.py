@@ -12,8 +12,6 @@
 - `throughput`: rollouts per second on two nodes, beside one process on the same cores.
 - `rollouts with 500 live`: rollouts with a new slot and one command each, per second, on a cluster of one node, while
   500 other rollouts run a command there, beside the same in one process.
-- `new slots`: slots made and ended per second on one node for a loop in another process (`--backend ray`), while 500
-  slots live there, beside the same in one process. The process and the actor share the node's cores here.
 
 Needs the extra `ray`, except with `--processes`. Each Ray node takes about 0.3 GB of memory.
 """
@@ -410,29 +408,6 @@ def driver_rows(recorded: Path, cluster: Processes | RayNodes, nodes: int, rollo
         yield measure.Row(f"driver, {in_flight} in flight", found["rollouts_per_s"], "rollouts/s")
 
 
-async def slot_rates(address: str, live: int, rounds: int) -> measure.Sample:
-    """Measure slots made and ended per second, by a backend of this process and on the nodes of a cluster, in turns."""
-    from palaestra.cluster.ray_slots import RayBackend
-    from palaestra.sandbox.backends.local import LocalBackend
-    from palaestra.sandbox.slot import SlotSpec
-
-    async def makes(backend: Any, count: int) -> None:
-        for _ in range(count):
-            await backend.destroy(await backend.create(SlotSpec(), "new"))
-
-    found: dict[str, list[float]] = {}
-    async with LocalBackend() as here, RayBackend(address, slots_per_node=live + 64) as there:
-        for backend in (here, there):
-            for _ in range(live):
-                await backend.create(SlotSpec(), "live")
-        for _ in range(rounds):
-            for backend in (here, there):
-                started = time.perf_counter()
-                await asyncio.gather(*(makes(backend, 10) for _ in range(8)))
-                found.setdefault(backend.name, []).append(80 / (time.perf_counter() - started))
-    return {name: statistics.median(rates) for name, rates in found.items()}
-
-
 def held_rate(run: Path) -> float:
     """Return the short rollouts per second of a run of `HOLDING`, all of which ended while all others lived."""
     ends = {each.group_id: each.at for each in read_journal(run / "journal.jsonl") if isinstance(each, GroupEnded)}
@@ -442,7 +417,7 @@ def held_rate(run: Path) -> float:
 
 
 def slot_rows(live: int, rounds: int) -> Iterator[measure.Row]:
-    """Yield the rates of new slots, on a cluster of one node."""
+    """Yield the rates of rollouts with a new slot each, on a cluster of one node."""
     cluster = RayNodes(1)
     words = ["run", "holding_env.py", "--policy", "oracle", "--group", "1", "--slots", str(live + 64)]
     words += ["--concurrency", str(live + 16), "--env.held", str(live), "--env.n", str(2 * live)]
@@ -453,16 +428,12 @@ def slot_rows(live: int, rounds: int) -> Iterator[measure.Row]:
             for _ in range(max(1, rounds // 3)):
                 rates["one process"].append(held_rate(finished(Path(place), *words)))
                 rates["one Ray node"].append(held_rate(finished(Path(place), *words, *cluster.on)))
-        found = measure.fresh_process(__file__, "--slot-rates", cluster.address, str(live), str(rounds))
     finally:
         cluster.close()
     alone, there = map(statistics.median, rates.values())
     yield measure.Row(f"rollouts with {live} live, one process", alone, "rollouts/s", 1.0)
     row = measure.Row(f"rollouts with {live} live, one Ray node", there, "rollouts/s", there / alone)
     yield measure.judged(row, THROUGHPUT_TARGET, there / alone >= THROUGHPUT_TARGET)
-    yield measure.Row(f"new slots with {live} live, one process", found["local"], "slots/s", 1.0)
-    ratio = found["ray"] / found["local"]
-    yield measure.Row(f"new slots with {live} live, --backend ray", found["ray"], "slots/s", ratio)
 
 
 def main() -> int:
@@ -474,7 +445,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=None, help="runs in which a node is killed (20, --quick 1)")
     parser.add_argument("--driver-kills", type=int, default=None, help="runs with a killed driver (20, --quick 1)")
     parser.add_argument("--instant-rollouts", type=int, default=None, help="rollouts for the driver (20000, 2000)")
-    parser.add_argument("--slots-only", action="store_true", help="measure only new slots")
+    parser.add_argument("--slots-only", action="store_true", help="measure only rollouts with new slots")
     options = parser.parse_args()
     quick = options.quick
     rollouts = options.rollouts or (40 if quick else 500)
@@ -484,7 +455,7 @@ def main() -> int:
     os.environ[MARK] = str(os.getpid())
     rows = [] if options.processes else list(slot_rows(50 if quick else 500, 3 if quick else 9))
     if options.slots_only:
-        return measure.report("New slots on a Ray node", rows, options.json)
+        return measure.report("Rollouts with new slots on a Ray node", rows, options.json)
     words = ["run", "lines_env.py", "--policy", "oracle", "--group", str(GROUP), "--slots", "16"]
     words += ["--env.n", str(rollouts // GROUP)]
     with tempfile.TemporaryDirectory() as place:
@@ -510,8 +481,6 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--instant"]:
         asyncio.run(instant(Path(sys.argv[2]), int(sys.argv[3])))
-    elif sys.argv[1:2] == ["--slot-rates"]:
-        print(json.dumps(asyncio.run(slot_rates(sys.argv[2], *map(int, sys.argv[3:])))))
     elif sys.argv[1:2] == ["--driver"]:
         _, _, where, file, *counts = sys.argv
         groups_, in_flight_, nodes_ = map(int, counts)

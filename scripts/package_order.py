@@ -42,11 +42,10 @@ PLACES = {
     "integrations": "integrations",
     "view": "cli.annotate cli.view rollouts.imports viewer",
     "chat": "doors",
-    "gateway": "doors.gateway testing.fake_speech_server",
+    "gateway": "doors.gateway",
     "cloud": """cluster sandbox.backends.kubectl sandbox.backends.kubernetes sandbox.backends.kubernetes_pod
         sandbox.backends.modal sandbox.backends.nomad sandbox.backends.nomad_api sandbox.remote.port_client
-        sandbox.remote.port_launch sandbox.remote.port_server testing.fake_kubernetes testing.fake_kubernetes_exec
-        testing.fake_kubernetes_pod testing.fake_modal testing.fake_nomad testing.fake_nomad_task""",
+        sandbox.remote.port_launch sandbox.remote.port_server""",
     "e2b": "doors.e2b",
     "tools": """tools.browser tools.builtin.browser tools.builtin.generated_media tools.builtin.memory
         tools.builtin.mixture_of_agents tools.builtin.rl_training tools.builtin.session_search tools.builtin.skills

@@ -18,10 +18,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("steady", derandomize=True)
-settings.register_profile("explore", derandomize=False, max_examples=1000, print_blob=True)
+_ON_BUSY_MACHINES = [HealthCheck.too_slow]  # how long an example takes to make depends on what else runs
+settings.register_profile("steady", derandomize=True, suppress_health_check=_ON_BUSY_MACHINES)
+settings.register_profile(
+    "explore", derandomize=False, max_examples=1000, print_blob=True, suppress_health_check=_ON_BUSY_MACHINES
+)
 settings.load_profile("steady")
 
 # Tests press Ctrl-C. What a script starts in the background ignores it, and so would all that the tests start.

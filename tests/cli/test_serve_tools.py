@@ -20,11 +20,11 @@ from palaestra.cli.server_options import read_token
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
-from palaestra.testing.fake_nomad import fake_nomad
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest
 from palaestra.tools.serving.tool_server import ToolServer
 from palaestra.tools.tool_server_client import ToolServerLink
+from stand_ins.fake_nomad import fake_nomad
 from tools.serving.asking import Client
 
 DOCS = Path(__file__).parents[2] / "docs/tools/servers.md"
@@ -78,7 +78,9 @@ def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_p
             asyncio.run(scenario(url))
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
-            assert "note: TOOL_EXECUTOR_JOB_ID has no effect: There is no Nomad job." in process.stderr.read()
+            assert (
+                "note: TOOL_EXECUTOR_JOB_ID has no effect without TOOL_EXECUTOR_NOMAD_ADDRESS" in process.stderr.read()
+            )
             assert process.wait(30) == 0
 
 
@@ -244,10 +246,17 @@ def test_a_token_with_the_new_line_of_its_file_is_the_same_token(
 
 def test_variables_are_honoured_named_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
     settings = executor_settings(
-        {"TOOL_EXECUTOR_ALLOW_NETWORK": "false", "TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S": "5", "TOOL_EXECUTOR_SLOTS": "4"}
+        {
+            "TOOL_EXECUTOR_ALLOW_NETWORK": "false",
+            "TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S": "5",
+            "TOOL_EXECUTOR_SLOTS": "4",
+            "TOOL_EXECUTOR_MAX_BATCH_SIZE": "9",
+        }
     )
     assert (settings.allow_network, settings.acquire_timeout_s) == (False, 5.0)
-    assert "TOOL_EXECUTOR_SLOTS has no effect: --slots sets the number of slots." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "TOOL_EXECUTOR_SLOTS has no effect without TOOL_EXECUTOR_NOMAD_ADDRESS" in said
+    assert "TOOL_EXECUTOR_MAX_BATCH_SIZE has no effect: each tool call is sent immediately" in said
     with pytest.raises(ConfigError, match=r"ALOW_NETWORK is not a setting\. Did you mean TOOL_EXECUTOR_ALLOW_NETWORK"):
         executor_settings({"TOOL_EXECUTOR_ALOW_NETWORK": "1"})
     with pytest.raises(ConfigError, match=r"TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S 'x'"):

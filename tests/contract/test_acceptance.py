@@ -280,7 +280,7 @@ def test_hermes_base_env() -> None:
         "modal_idle_timeout": 120, "modal_max_lifetime": 3600, "modal_acquire_timeout": 60,
         "modal_execution_timeout": 30, "modal_secrets": "", "modal_env_vars": "", "modal_workspace_base": "/data",
         "default_result_size_chars": 100_000, "turn_budget_chars": 200_000, "preview_size_chars": 1_500,
-        "tool_result_overrides": None, "group_size": 4, "steps_per_eval": 100, "total_steps": 1000,
+        "tool_result_overrides": None, "batch_size": -1, "group_size": 4, "steps_per_eval": 100, "total_steps": 1000,
         "max_token_length": 2048, "worker_timeout": 600, "ensure_scores_are_not_same": True, "use_wandb": True,
         "rollout_server_url": "http://localhost:8000", "include_messages": False, "data_path_to_save_groups": None,
     }  # fmt: skip

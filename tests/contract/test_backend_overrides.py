@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -77,13 +76,3 @@ def test_the_refusal_names_the_setting_and_who_set_it(field: str, capsys: pytest
 )
 def test_help_and_checks_work_whatever_it_names(line: list[str]) -> None:
     assert main(line) == 0
-
-
-@pytest.mark.usefixtures("field")
-def test_show_lists_the_settings_without_effect_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["env", "show", "remote_env.py"]) == 0
-    shown = capsys.readouterr().out
-    assert "its own workspace at /workspace" in shown
-    assert "modal_workspace_base" in shown
-    assert main(["env", "show", "--json", "remote_env.py"]) == 0
-    assert json.loads(capsys.readouterr().out)["without_effect"]["terminal_lifetime"].startswith("A slot lives")

@@ -11,8 +11,6 @@ from palaestra.core.config import (
     DEFAULT,
     ConfigLayer,
     Settings,
-    has_effect,
-    later,
     local_path,
     merge,
     nearest,
@@ -28,7 +26,6 @@ class Oven(Settings):
     name: str = "oven"
     extra: dict[str, object] | None = None
     api_key: str = "none"
-    timer: int = later(5, "Minutes.")
 
 
 def test_a_later_layer_wins_and_the_source_says_which() -> None:
@@ -39,7 +36,6 @@ def test_a_later_layer_wins_and_the_source_says_which() -> None:
         "name": "file",
         "extra": DEFAULT,
         "api_key": DEFAULT,
-        "timer": DEFAULT,
     }
 
 
@@ -102,13 +98,6 @@ def test_a_secret_is_not_in_the_message() -> None:
 def test_making_settings_by_hand_raises_the_same_error() -> None:
     with pytest.raises(ConfigError, match=r"unknown setting degres of Oven\. Did you mean degrees\?"):
         Oven(degres=3)  # type: ignore[call-arg]
-
-
-def test_a_field_without_effect_says_so() -> None:
-    assert not has_effect(Oven, "timer")
-    assert has_effect(Oven, "degrees")
-    assert "no effect yet" in (Oven.model_fields["timer"].description or "")
-    assert Oven().timer == 5
 
 
 def test_nearest_is_silent_when_nothing_is_near() -> None:

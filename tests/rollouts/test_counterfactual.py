@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tree_journals import unpacked
 
 import palaestra
 from envs.agent_script import WITH_META
@@ -36,6 +37,7 @@ from palaestra.rollouts.counterfactual import FORK_NAME, fork_of, read_fork, res
 from palaestra.rollouts.events import RolloutEnded, TurnTaken
 from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra.rollouts.journal.journal import read_journal
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra.rollouts.records import Origin, Trajectory
 from palaestra.testing.fake_engine import toy_tokenizer
@@ -344,9 +346,9 @@ def test_a_fork_of_a_fork_and_of_a_branch(tmp_path: Path) -> None:
     assert all(each.origin is not None and each.origin.run_id == fork.path.name for each in second)
     assert all(each.messages[:7] == found[0].messages[:7] for each in second)
     assert verify_run(again.path / "journal.jsonl").ok
-    tree = original(tmp_path / "tree", group_size=4, branches=3)
-    branch = next(each for each in tree.trajectories if each.parent is not None)
-    begins = fork_of(tree.path / "journal.jsonl", branch.rollout_id, 3, "")
+    journal = unpacked(tmp_path / "tree", "exact")
+    branch = next(each for group in Recording(journal) for each in group.trajectories if each.parent is not None)
+    begins = fork_of(journal, branch.rollout_id, 3, "")
     assert [message for event in begins.turns for message in event.messages] == branch.messages[:7]
 
 

@@ -102,11 +102,6 @@ class Seat:
         tools.session_key = self.session_key
         return tools
 
-    @property
-    def has_other_tools(self) -> bool:
-        """Whether any tools keep state outside the slot, or are not the seat's own."""
-        return bool(self._others) or (self._tools is not None and self._tools.has_state)
-
     def loop(
         self,
         server: ChatServer,

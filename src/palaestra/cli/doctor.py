@@ -39,7 +39,6 @@ _EXAMPLES = {
     "singularity": "singularity_image=python.sif",
     "ssh": "ssh_hosts=me@big-machine",
     "slurm": "slurm_job=12345",
-    "ray": "backend_options.address=10.0.0.1:6379",
     "nomad": "nomad_address=http://nomad:4646",
     "kubernetes": "kubernetes_image=python:3.11",
     "modal": "modal_image=python:3.11",

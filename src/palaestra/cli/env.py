@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -18,7 +17,6 @@ from palaestra.cli.completion import (
     complete_settings,
 )
 from palaestra.cli.plugin_group import PluginGroup
-from palaestra.core.config import why_no_effect
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import plural
 from palaestra.core.io import plugins
@@ -128,18 +126,6 @@ def show(as_json: bool, example_config: bool, environment: str) -> None:
         click.echo(f"  --env.{each['name']:<{width}}  {each['value']!r}  {each['about']}".rstrip())
     if not settings:
         click.echo("  no settings of its own")
-    if about["without_effect"]:
-        click.echo("\nAccepted for existing scripts, without effect in this version:")
-        for reason, names in _by_reason(about["without_effect"]).items():
-            click.echo(f"  {reason}")
-            click.echo(textwrap.fill(", ".join(names), 118, initial_indent="    ", subsequent_indent="    "))
-
-
-def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        found.setdefault(reason, []).append(name)
-    return found
 
 
 def _example_config(name: str) -> str:
@@ -161,8 +147,7 @@ def _more_settings() -> dict[str, Mapping[str, FieldInfo]]:
 def _about(reference: str) -> dict[str, JSON]:
     """Return the data of `env show`: the environment's name, form and docstring. `settings` has the settings that only
     this environment has, and common settings whose defaults it changes. `training` has the settings of a training run,
-    and `rollouts` the settings of runs that users tune for training. `without_effect` maps settings without effect to
-    the reasons."""
+    and `rollouts` the settings of runs that users tune for training."""
     from palaestra.envs.config.command_line import set_fields
     from palaestra.envs.config.dotenv import exported, read_keys
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -186,9 +171,6 @@ def _about(reference: str) -> dict[str, JSON]:
         "settings": [row(name, field) for name, field in fields.items() if name not in common or name in changed],
         "rollouts": [row(name, fields[name]) for name in _TRAINED_WITH if name in fields],
         **{part: [row(name, field, {}) for name, field in more.items()] for part, more in _more_settings().items()},
-        "without_effect": {
-            name: why for name in form.config_type().model_fields if (why := why_no_effect(form.config_type(), name))
-        },
     }
 
 

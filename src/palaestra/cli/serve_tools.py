@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from palaestra.cli.server_options import address_options, json_option, print_url, read_token, token_file
-from palaestra.core.config import ConfigLayer, Settings, has_effect, host_path, later, merge, nearest
+from palaestra.core.config import ConfigLayer, Settings, host_path, merge, nearest, old_settings
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import told_to_stop
 from palaestra.core.host_path import HostPath
@@ -161,16 +161,6 @@ class ExecutorSettings(Settings, use_attribute_docstrings=True):
     world_file: str | None = host_path(None, "The recording: a file, or a folder that contains one.")
     world_miss: Literal["reply", "fail"] = "reply"
     """The result of a call that is not in the recording: an error that the model reads, or a failed request."""
-    nomad_address: str = later("", "Slots run on this machine.")
-    job_id: str = later("", "There is no Nomad job.")
-    image: str = later("", "Slots are made from this machine's system directories, or from --image.")
-    slots: int = later(10, "--slots sets the number of slots.")
-    min_containers: int = later(1, "There are no containers.")
-    max_containers: int = later(10, "There are no containers.")
-    privileged: bool = later(False, "No slot is ever privileged.")
-    batch_window_ms: int = later(20, "Each call is sent immediately.")
-    max_batch_size: int = later(200, "Each call is sent immediately.")
-    purge_job_on_shutdown: bool = later(True, "Every slot ends with the service.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +279,7 @@ _OF_NOMAD = {
     "slots": "slots_per_container", "min_containers": "min_containers", "max_containers": "max_containers",
     "privileged": "privileged", "purge_job_on_shutdown": "purge_job_on_shutdown",
 }  # fmt: skip
-"""Maps the executor's Nomad settings to the names of a run's settings."""
+"""Maps the endings of the variables for slots in Nomad to the names of a run's settings."""
 
 
 def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> Backend:
@@ -300,11 +290,15 @@ def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> 
     from palaestra.sandbox.backends.registry import make_backend
 
     own: dict[str, JSON] = {"isolation": options.isolation, "require_sandbox": settings.require_sandbox}
-    given = settings.model_fields_set
-    own |= {there: getattr(settings, name) for name, there in _OF_NOMAD.items() if name in given}
-    layers = [read_environ(os.environ, "env", HermesAgentEnvConfig), ConfigLayer("executor", own)]
+    spelled = {there: f"{_PREFIX}{name.upper()}" for name, there in _OF_NOMAD.items()}
+    nomad = {there: os.environ[variable] for there, variable in spelled.items() if os.environ.get(variable)}
+    layers = [
+        read_environ(os.environ, "env", HermesAgentEnvConfig),
+        ConfigLayer("environment", nomad, spelled),
+        ConfigLayer("executor", own),
+    ]
     config = merge(HermesAgentEnvConfig, layers).value
-    return make_backend(options.backend or ("nomad" if settings.nomad_address else config.slot_backend), config)
+    return make_backend(options.backend or ("nomad" if "nomad_address" in nomad else config.slot_backend), config)
 
 
 async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings) -> ToolRegistry:
@@ -373,11 +367,14 @@ def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:
     given = {name: value for name, value in environ.items() if name.startswith(_PREFIX) and value}
     variables = {name.removeprefix(_PREFIX).lower(): name for name in given}
     for name, variable in variables.items():
-        if name not in ExecutorSettings.model_fields:
-            known = (_PREFIX + each.upper() for each in ExecutorSettings.model_fields)
+        if name in _OF_NOMAD and "nomad_address" not in variables:
+            click.echo(f"note: {variable} has no effect without {_PREFIX}NOMAD_ADDRESS", err=True)
+        elif name in ExecutorSettings.model_fields or name in _OF_NOMAD:
+            continue
+        elif name in old_settings():
+            click.echo(f"note: {variable} has no effect: {old_settings()[name][1]}", err=True)
+        else:
+            known = (_PREFIX + each.upper() for each in (*ExecutorSettings.model_fields, *_OF_NOMAD))
             raise ConfigError(f"environment: {variable} is not a setting.{nearest(variable, known)}")
-        if not has_effect(ExecutorSettings, name) and not ("nomad_address" in variables and name in _OF_NOMAD):
-            why = str(ExecutorSettings.model_fields[name].description).removesuffix(" (no effect yet)")
-            click.echo(f"note: {variable} has no effect: {why}", err=True)
-    values = {name: given[variable] for name, variable in variables.items()}
+    values = {name: given[variable] for name, variable in variables.items() if name in ExecutorSettings.model_fields}
     return merge(ExecutorSettings, [ConfigLayer("environment", values, variables)]).value

@@ -89,7 +89,7 @@ _OPTIONS: dict[str, type] = {
     --async N           roll out up to N steps ahead while the trainer takes a step (0)
     --loss NAME         importance_sampling (default), ppo, dapo (default if rows may be off policy), cispo or gspo;
                         --clip-low, --clip-high
-    --advantage NAME    grpo (default), rloo or tree; --scale-advantages false: without the standard deviation
+    --advantage NAME    grpo (default) or rloo; --scale-advantages false: without the standard deviation
     --kl-weight 0       weight of the KL divergence from the model before training
     --schedule NAME     constant (default), linear or cosine; --warmup 0 steps
     --replay 1          share of draws that choose among all tasks; the others choose among tasks with a mean reward

@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 
 @click.command(
     "view",
-    help="""Look at runs, rollouts and tokens in a browser, or in the terminal.
+    help="""Look at runs, rollouts and tokens in a browser.
 
     \b
       palaestra view                          # all runs in this folder
       palaestra view last
-      palaestra view last --tui               # in the terminal; needs palaestra[tui]
       palaestra view RUN --html run.html      # one file, to send or to keep
       palaestra view RUN --html group.html --rollout '000003-*'
       palaestra view logs/task.eval           # an Inspect log; also ATIF, conversations
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     conversation, the exact tokens with mask and log-probabilities, and where the rollouts of a group part. It follows a
     run that is still going on. The server listens on 127.0.0.1 only, and its address contains a token. It writes
     only the annotations that you make; its index of large runs is in ~/.cache/palaestra/view.
-
-    --tui shows runs, rollouts and siblings in the terminal, for example over SSH: `/` filters, `o` sorts or opens a
-    folded text, enter opens, esc goes back, `?` lists the keys.
     """,
 )
 @click.argument("run", default="", shell_complete=complete_runs)
@@ -52,7 +48,6 @@ if TYPE_CHECKING:
     help="The tokenizer for the texts of tokens: a folder or a model's name. [default: the run's own, if you made the "
     "run on this machine and its tokenizer is a folder]",
 )
-@click.option("--tui", is_flag=True, help="Look in the terminal instead: runs, rollouts, siblings.")
 @click.option("--html", type=HostPath(dir_okay=False), help="Write one self-contained file instead of serving.")
 @click.option(
     "--rollout", "rollouts", multiple=True, metavar="PATTERN", help="With --html: only these rollouts. Repeatable."
@@ -63,7 +58,6 @@ def command(
     port: int,
     no_open: bool,
     tokenizer: str | None,
-    tui: bool,
     html: Path | None,
     rollouts: tuple[str, ...],
     as_json: bool,
@@ -74,8 +68,6 @@ def command(
 
     if rollouts and html is None:
         raise ConfigError("--rollout chooses the rollouts of a file: set --html too")
-    if tui and (html is not None or as_json or port):
-        raise ConfigError("--tui shows the runs in this terminal: leave out --html, --json and --port")
     if html is not None:
         from palaestra.viewer.page_file import Chosen, write_page
 
@@ -85,9 +77,6 @@ def command(
             _say_which(list(runs), runs.root)
         path = write_page(html, runs, Chosen(rollouts), TokenTexts(runs, tokenizer))
         click.echo(json.dumps({"path": str(path)}) if as_json else path)
-        return
-    if tui:
-        _look_in_terminal(run, tokenizer)
         return
     runs = open_runs(run, index_store())
     _name_problems(runs)
@@ -142,23 +131,6 @@ def _name_problems(runs: OpenRuns) -> None:
 
     for name, reason in runs.problems.items():
         click.echo(f"{one_line(name, 200)} cannot be shown: {one_line(reason, 500)}", err=True)
-
-
-def _look_in_terminal(run: str, tokenizer: str | None) -> None:
-    import sys
-
-    from palaestra.core.errors import ConfigError
-    from palaestra.viewer.runs import index_store, open_runs
-    from palaestra.viewer.token_texts import TokenTexts
-    from palaestra.viewer.tui.app import TerminalViewer
-
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError("palaestra view --tui needs a terminal: leave out --tui, or write a file with --html")
-    runs = open_runs(run, index_store())
-    try:
-        TerminalViewer(runs, TokenTexts(runs, tokenizer)).run()
-    finally:
-        runs.close()
 
 
 async def _serve(runs: OpenRuns, texts: TokenTexts, port: int, *, opens: bool, as_json: bool) -> None:

@@ -288,6 +288,4 @@ def earlier_by_group(earlier: EarlierWork) -> dict[str, EarlierWork]:
         of(rollout_id.rpartition("/")[0]).cut_off[rollout_id] = cut_off
     for group_id, asked in earlier.asked.items():
         of(group_id).asked[group_id] = asked
-    for rollout_id, turns in earlier.turns.items():
-        of(rollout_id.rpartition("/")[0]).turns[rollout_id] = turns
     return found

@@ -174,7 +174,7 @@ class Packer:
             pairs = zip(_values(task), _DEFAULTS, strict=True)
             task = tuple([... if value is default else value for value, default in pairs])
         earlier = work.earlier
-        begun = earlier.rollouts, earlier.cut_off, earlier.asked, earlier.turns
+        begun = earlier.rollouts, earlier.cut_off, earlier.asked
         return pickle.dumps((work.number, task, self._settings[1], begun if any(begun) else None))
 
 
@@ -185,7 +185,7 @@ def unpacked(work: bytes) -> GroupWork:
         task = Task(*(default if value is ... else value for value, default in zip(task, _DEFAULTS, strict=True)))
     earlier = EarlierWork()
     if begun is not None:
-        earlier.rollouts, earlier.cut_off, earlier.asked, earlier.turns = begun
+        earlier.rollouts, earlier.cut_off, earlier.asked = begun
     return GroupWork(number, task, pickle.loads(settings), earlier)  # noqa: S301 - as above
 
 

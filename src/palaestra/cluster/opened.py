@@ -6,7 +6,6 @@ import pickle
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from palaestra.cluster.driver import Driver
 from palaestra.cluster.launcher import Launcher, ProcessLauncher
@@ -18,9 +17,6 @@ from palaestra.core.user_code import told
 from palaestra.envs.config.command_line import set_fields
 from palaestra.envs.run.elsewhere import ClusterRequest
 
-if TYPE_CHECKING:
-    from palaestra.cluster.ray_launcher import RayLauncher
-
 _FLUSH_S = 0.1
 _FLUSHES_PER_S = 50
 """About how many messages of all nodes the driver takes per second; each costs it about a millisecond."""
@@ -28,19 +24,14 @@ _FLUSHES_PER_S = 50
 
 @asynccontextmanager
 async def on_ray(words: str, request: ClusterRequest) -> AsyncIterator[Driver]:
-    """Open the Ray cluster at an address, HOST:PORT; without one, the cluster of this machine or of the job."""
-    async with opened(ray_launcher(words, "--on ray"), request) as driver:
-        yield driver
-
-
-def ray_launcher(address: str, flag: str) -> RayLauncher:
-    """Return what starts workers on the Ray cluster at `address`. `flag` is what asked for Ray. Raises `ConfigError` if
-    Ray is not installed, or there is no cluster."""
+    """Open the Ray cluster at an address, HOST:PORT; without one, the cluster of this machine or of the job. Raises
+    `ConfigError` if Ray is not installed, or there is no cluster."""
     try:
         from palaestra.cluster.ray_launcher import RayLauncher  # imports ray, which is an extra
     except ImportError as error:
-        raise ConfigError(f"{flag} needs the extra `ray`: {install_command('ray')} ({error})") from error
-    return RayLauncher(address, flag=flag)
+        raise ConfigError(f"--on ray needs the extra `ray`: {install_command('ray')} ({error})") from error
+    async with opened(RayLauncher(words), request) as driver:
+        yield driver
 
 
 @asynccontextmanager

@@ -12,12 +12,9 @@ from collections.abc import AsyncIterator
 
 from palaestra.cluster.launcher import NodeLost, ProcessLink, start_worker
 
-_PIECE = 256 << 10
-
 
 class NodeActor:
-    """One worker, or one slot server (`ray_slots.py`). There is at most one call that receives, and one of `send` at a
-    time."""
+    """One worker. There is at most one call that receives, and one of `send` at a time."""
 
     def __init__(self) -> None:
         self._link: ProcessLink | None = None
@@ -41,13 +38,6 @@ class NodeActor:
                 yield message
         except NodeLost:
             return
-
-    async def receive_bytes(self) -> AsyncIterator[bytes]:
-        """Yield what the process writes until it ends, in pieces of any size."""
-        assert self._link is not None
-        assert self._link.process.stdout is not None
-        while piece := await self._link.process.stdout.read(_PIECE):
-            yield piece
 
     async def end(self) -> None:
         """Let the worker end, and wait until it has."""

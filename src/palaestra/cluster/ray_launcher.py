@@ -48,15 +48,15 @@ _RemoteActor: Any = ray.remote(
 
 class RayLauncher:
     """Starts workers on the nodes of the Ray cluster at `address`, HOST:PORT. Without an address, the cluster is that
-    of `RAY_ADDRESS`, which a Ray job sets, or the one that runs on this machine. `flag` is what asked for Ray, for
-    messages. Raises `ConfigError` if there is no cluster."""
+    of `RAY_ADDRESS`, which a Ray job sets, or the one that runs on this machine. Raises `ConfigError` if there is no
+    cluster."""
 
-    def __init__(self, address: str = "", command: tuple[str, ...] = COMMAND, flag: str = "--on ray") -> None:
+    def __init__(self, address: str = "", command: tuple[str, ...] = COMMAND) -> None:
         self._command = command
         self._connected = not ray.is_initialized()
         self._stdout = sys.stdout
         if self._connected:
-            _connect(address, flag)
+            _connect(address)
             sys.stdout = cast("TextIO", _WithoutRay(self._stdout))
         self.name = f"ray {ray.get_runtime_context().gcs_address}"
 
@@ -68,24 +68,20 @@ class RayLauncher:
             if each["Alive"] and each["Resources"].get("CPU", 0) > 0
         ]
 
-    async def start(self, node: NodeAddress, command: tuple[str, ...] | None = None) -> RayLink:
-        """Start a worker on a node, or Python with other arguments. Raises `NodeLost` with the reason."""
+    async def start(self, node: NodeAddress) -> RayLink:
+        """Start a worker on a node. Raises `NodeLost` with the reason."""
         try:
             actor = _RemoteActor.options(label_selector={"ray.io/node-id": node.id}).remote()
-            await actor.start.remote(command or self._command)
+            await actor.start.remote(self._command)
         except RayError as error:
             raise NodeLost(_brief(error)) from error
         return RayLink(actor)
 
     async def aclose(self) -> None:
         """Leave the cluster, if this object has joined it."""
-        await asyncio.to_thread(self.close)
-
-    def close(self) -> None:
-        """Do what `aclose` does, and wait for it."""
         if self._connected:
             self._connected = False
-            _shut_down()
+            await asyncio.to_thread(_shut_down)
             sys.stdout = self._stdout
 
 
@@ -129,58 +125,49 @@ class RayLink:
         except RayError as error:
             raise NodeLost(_brief(error)) from error
 
-    def receive(self) -> AsyncIterator[bytes]:
-        return self._streamed(self._actor.receive)
-
-    def receive_bytes(self) -> AsyncIterator[bytes]:
-        """Yield what a process that is no worker writes, until it ends. Raises `NodeLost`."""
-        return self._streamed(self._actor.receive_bytes)
-
-    async def _streamed(self, method: Any) -> AsyncIterator[bytes]:
+    async def receive(self) -> AsyncIterator[bytes]:
         try:
-            stream = method.options(num_returns="streaming", _generator_backpressure_num_objects=_MESSAGES_AHEAD)
+            stream = self._actor.receive.options(
+                num_returns="streaming", _generator_backpressure_num_objects=_MESSAGES_AHEAD
+            )
             async for message in stream.remote():
                 yield await message
         except RayError as error:
             raise NodeLost(_brief(error)) from error
 
-    async def end(self) -> None:
-        """Let the process end, and wait until it has ended or its node has gone."""
+    async def aclose(self) -> None:
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(_END_S):
                 await self._actor.end.remote()
-
-    async def aclose(self) -> None:
-        await self.end()
         with contextlib.suppress(RayError):
             await asyncio.to_thread(ray.kill, self._actor)
 
 
-def _connect(address: str, flag: str) -> None:
+def _connect(address: str) -> None:
     if address:
-        _check_reachable(address, flag)
+        _check_reachable(address)
     try:
         with _own_signals():
             ray.init(address=address or "auto", namespace="palaestra", log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"at {address}" if address else "here"
         raise ConfigError(
-            f"{flag}: there is no usable Ray cluster {where}: {without_middle(str(error), 400)}. Start one with `ray "
+            f"--on ray: there is no usable Ray cluster {where}: {without_middle(str(error), 400)}. Start one with `ray "
             "start --head`, join other machines with `ray start --address HOST:6379`, or name one by its HOST:PORT "
-            "(--on ray:HOST:PORT, or the option `address` of the backend)"
+            "(--on ray:HOST:PORT)"
         ) from error
 
 
-def _check_reachable(address: str, flag: str) -> None:
+def _check_reachable(address: str) -> None:
     """Raise `ConfigError` if nothing listens at the address: Ray itself would wait long, and may end this process."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"{flag}:{address}: write the head node's HOST:PORT (the port is usually 6379)")
+        raise ConfigError(f"--on ray:{address}: write the head node's HOST:PORT (the port is usually 6379)")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"{flag}:{address}: nothing answers there: {error}. `ray status` on the head node prints the address"
+            f"--on ray:{address}: nothing answers there: {error}. `ray status` on the head node prints the address"
         ) from error
 
 

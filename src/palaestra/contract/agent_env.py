@@ -29,7 +29,7 @@ from palaestra.contract.exec_tool import ExecTool
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.contract.scored_data import ScoredDataGroup, ScoredDataItem, grouped
 from palaestra.contract.tool_context import ToolContext
-from palaestra.core.config import later, setting
+from palaestra.core.config import setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.sync_bridge import called_with_sync
 from palaestra.core.types import JSON, Message
@@ -55,8 +55,6 @@ NEVER_CALLED = frozenset({"_run_agent_loop", "_collect_trajectory_local", "_coll
 OF_NOMAD = ("nomad_address", "sandbox_job_id", "sandbox_image", "privileged", "purge_job_on_start")
 """Settings that only the backend Nomad reads."""
 
-NO_BATCHES = "Each tool call is sent immediately."
-
 
 class AgentEnvConfig(HermesAgentEnvConfig):
     """The settings of an `AgentEnv`. Names and defaults are those that existing scripts expect."""
@@ -73,10 +71,8 @@ class AgentEnvConfig(HermesAgentEnvConfig):
     )
     tool_server_token: str | None = setting(None, "The bearer token of the tool server.")
 
-    max_agent_turns: int = later(50, "Model calls per rollout.", "An AgentEnv uses agent_max_steps.")
-    max_token_length: int = later(2048, "Tokens per model call.", "An AgentEnv uses agent_max_tokens.")
-    tool_batch_window_ms: int = later(20, "Milliseconds to wait for a batch.", NO_BATCHES)
-    tool_max_batch_size: int = later(200, "Calls in one batch.", NO_BATCHES)
+    max_agent_turns: int = setting(50, "Model calls per rollout: an AgentEnv uses agent_max_steps instead.")
+    max_token_length: int = setting(2048, "Tokens per model call: an AgentEnv uses agent_max_tokens instead.")
     sandbox_job_id: str = setting(
         "atropos-sandbox-agent-env", "Nomad: the job's name. If another live run has this name, the run adds a suffix."
     )
@@ -85,6 +81,9 @@ class AgentEnvConfig(HermesAgentEnvConfig):
     def _stateful_tools_are_isolated_too(self) -> Self:
         if self.require_stateful_sandbox:
             self.__dict__["require_sandbox"] = True  # an assignment would mark the field as set by a user
+        for name, own in (("max_agent_turns", "agent_max_steps"), ("max_token_length", "agent_max_tokens")):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                logger.warning("%s has no effect in an AgentEnv: set %s", name, own)
         return self
 
 

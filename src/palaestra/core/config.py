@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -45,14 +45,26 @@ ARGUMENT = "argument"
 
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{\w+\})")
 
-_NO_EFFECT = " (no effect yet)"
+OLD_SETTINGS = "palaestra.old_settings"
+"""The group of entry points with tables of settings that existing scripts name and that have no effect: the name, the
+value that a script reads (a function: a method), and the reason."""
+
+
+@functools.cache
+def old_settings() -> Mapping[str, tuple[JSON, str]]:
+    """Return the value and the reason of each setting in the tables of `OLD_SETTINGS`."""
+    from palaestra.core.io.plugins import installed, load  # imported here, because most runs name no such setting
+
+    tables = (cast("Mapping[str, tuple[JSON, str]]", load(point)) for point in installed(OLD_SETTINGS).values())
+    return {name: found for table in tables for name, found in table.items()}
 
 
 class Settings(BaseModel):
     """Base of configuration classes: unknown keys are rejected, and a mistake raises `ConfigError`.
 
     If a class sets `ignores_unknown`, its constructor ignores unknown keys, and one warning per class names them,
-    because existing scripts pass settings of other releases. Files, variables and flags are checked by `merge`.
+    because existing scripts pass settings of other releases. Files, variables and flags are checked by `merge`. Such an
+    object also has the attributes of `old_settings`.
     """
 
     ignores_unknown: ClassVar[bool] = False
@@ -82,14 +94,24 @@ class Settings(BaseModel):
 
         def __init__(self, **values):
             if type(self).ignores_unknown and type(self).model_config.get("extra") == "forbid":
-                values = _without_unknown(type(self), values)
+                given, values = values, _without_unknown(type(self), values)
+            else:
+                given = values
             try:
                 super().__init__(**values)
             except ValidationError as error:
                 raise ConfigError(_explain(error, type(self), {}, {})) from error
+            if len(given) > len(values):  # a script reads what it has set
+                self.__dict__.update({name: given[name] for name in given.keys() - values if name in old_settings()})
             for name in filter(is_secret, type(self).model_fields):
                 value = getattr(self, name)
                 remember(value if isinstance(value, str) else None)
+
+        def __getattr__(self, name):
+            if not type(self).ignores_unknown or name.startswith("_") or name not in old_settings():
+                return super().__getattr__(name)
+            value, _ = old_settings()[name]
+            return functools.partial(value, self) if callable(value) else value
 
     def recorded(self) -> dict[str, JSON]:
         """Return all values as JSON, for the record; an object that JSON cannot represent becomes the name of its
@@ -107,8 +129,11 @@ def _without_unknown(kind: type[BaseModel], values: dict[str, Any]) -> dict[str,
     unknown = [name for name in values if name not in names]
     if new := [name for name in unknown if (kind.__qualname__, name) not in _WARNED]:
         _WARNED.update((kind.__qualname__, name) for name in new)
-        hints = {name: nearest(name, fields).strip() for name in new}
-        told = ", ".join(f"{name} ({hint[0].lower()}{hint[1:]})" if hint else name for name, hint in hints.items())
+        hints = {name: old_settings()[name][1] if name in old_settings() else nearest(name, fields) for name in new}
+        told = ", ".join(
+            f"{name} ({hint[0].lower()}{hint[1:].rstrip('.')})" if (hint := hints[name].strip()) else name
+            for name in new
+        )
         logger.warning("%s ignores settings that it does not have: %s", kind.__name__, told)
     return {name: value for name, value in values.items() if name not in unknown} if unknown else values
 
@@ -117,12 +142,6 @@ def setting(default: T, description: str, **options: Any) -> T:
     """Return a field with its default and its help. `options` are pydantic's, such as `ge`."""
     declared: T = Field(default=default, description=description, **options)
     return declared
-
-
-def later(default: T, description: str, why: str = "") -> T:
-    """Return a field that existing scripts may set but that has no effect in this version. The field's help states
-    this. `why` is the reason, by default the description."""
-    return setting(default, description + _NO_EFFECT, json_schema_extra={"no_effect": why or description})
 
 
 def host_path(default: T, description: str, **options: Any) -> T:
@@ -140,15 +159,10 @@ def _is_host_path(model_type: type[BaseModel], name: str) -> bool:
     return False
 
 
-def has_effect(model_type: type[BaseModel], name: str) -> bool:
-    """Return whether the field has an effect in this version."""
-    return not why_no_effect(model_type, name)
-
-
-def why_no_effect(model_type: type[BaseModel], name: str) -> str:
-    """Return the reason why the field has no effect in this version; empty if it has one."""
-    extra = model_type.model_fields[name].json_schema_extra
-    return str(extra.get("no_effect") or "") if isinstance(extra, dict) else ""
+def is_old(model_type: type[BaseModel], name: str) -> bool:
+    """Return whether a configuration of this class ignores a setting of this name, which has no effect, with a
+    warning."""
+    return issubclass(model_type, Settings) and model_type.ignores_unknown and name in old_settings()
 
 
 def cache_folder(name: str) -> Path:
@@ -219,9 +233,11 @@ def merge(model_type: type[ModelT], layers: Iterable[ConfigLayer]) -> Merged[Mod
         for key, value in layer.values.items():
             name, _, rest = key.partition(".")
             written = layer.spelled.get(key, key)
-            if name not in model_type.model_fields:
+            if name not in model_type.model_fields and not is_old(model_type, name):
                 raise ConfigError(f"{layer.name}: unknown setting {written}.{nearest(name, model_type.model_fields)}")
             values[name] = _assigned(values.get(name), rest, value)
+            if name not in sources:
+                continue
             shared = rest and sources[name] != DEFAULT and sources[name] != layer.name
             sources[name] = f"{sources[name]}, {layer.name}" if shared else layer.name
             spelled[name] = written

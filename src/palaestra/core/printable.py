@@ -1,8 +1,8 @@
 """Makes text from models, commands and data sets safe to show on a page or a terminal.
 
 The result contains no escape sequence, no control character except tab and newline, no character that reorders its
-neighbours, and nothing that UTF-8 cannot encode. Colours become names of CSS classes; HTML escaping is left to the
-template engine. Sources of the sequences: ECMA-48, and xterm's control sequences for OSC.
+neighbours, and nothing that UTF-8 cannot encode. HTML escaping is left to the template engine. Sources of the
+sequences: ECMA-48, and xterm's control sequences for OSC.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import codecs
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 _ESCAPE = re.compile(
-    r"\x1b(?:\[(?P<params>[0-?]*)[ -/]*(?P<final>[@-~])"  # CSI: colours, cursor movement
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movement
     r"|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC and similar: titles, links, the clipboard
     r"|[ -/]*[0-~])"  # two-character and character-set sequences
 )
@@ -27,47 +26,6 @@ _SHOWN: dict[int, str] = {
     **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
     **{code: f"\u27e8U+{code:04X}\u27e9" for code in _BIDI},
     **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),
-}
-
-
-class StyledText(NamedTuple):
-    """Text in one style. `css` is a space-separated list of classes, empty for plain text."""
-
-    text: str
-    css: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Style:
-    bold: bool = False
-    dim: bool = False
-    italic: bool = False
-    underline: bool = False
-    colour: int | None = None
-    background: int | None = None
-
-    @property
-    def css(self) -> str:
-        names = [name for name in ("bold", "dim", "italic", "underline") if getattr(self, name)]
-        names += [f"fg{self.colour}"] if self.colour is not None else []
-        names += [f"bg{self.background}"] if self.background is not None else []
-        return " ".join(f"t-{name}" for name in names)
-
-
-_SWITCHES: dict[int, dict[str, bool | int | None]] = {
-    1: {"bold": True},
-    2: {"dim": True},
-    3: {"italic": True},
-    4: {"underline": True},
-    22: {"bold": False, "dim": False},
-    23: {"italic": False},
-    24: {"underline": False},
-    39: {"colour": None},
-    49: {"background": None},
-    **{30 + n: {"colour": n} for n in range(8)},
-    **{90 + n: {"colour": 8 + n} for n in range(8)},
-    **{40 + n: {"background": n} for n in range(8)},
-    **{100 + n: {"background": 8 + n} for n in range(8)},
 }
 
 
@@ -154,42 +112,5 @@ def guard_terminals() -> None:
             setattr(sys, name, TerminalText(stream))
 
 
-def spans(text: str) -> Iterator[StyledText]:
-    """Yield the text in parts of one style. Concealed text is shown: a log must not hide anything from its reader."""
-    style, start = _Style(), 0
-    for escape in _ESCAPE.finditer(text):
-        if escape.start() > start:
-            yield StyledText(_visible(text[start : escape.start()]), style.css)
-        start = escape.end()
-        if escape["final"] == "m":
-            style = _restyled(style, escape["params"])
-    if start < len(text):
-        yield StyledText(_visible(text[start:]), style.css)
-
-
 def _visible(text: str) -> str:
     return text.replace("\r\n", "\n").translate(_SHOWN)
-
-
-def _restyled(style: _Style, params: str) -> _Style:
-    codes = iter(int(code) if code.isdecimal() else 0 for code in params[:200].replace(":", ";").split(";"))
-    for code in codes:
-        if code == 0:
-            style = _Style()
-        elif code in (38, 48):
-            number = _palette(codes)
-            style = replace(style, colour=number) if code == 38 else replace(style, background=number)
-        else:
-            style = replace(style, **_SWITCHES.get(code, {}))  # type: ignore[arg-type]
-    return style
-
-
-def _palette(codes: Iterator[int]) -> int | None:
-    """Return the colour that follows code 38 or 48, if it is one of the page's sixteen colours."""
-    kind = next(codes, 0)
-    if kind == 2:
-        for _ in range(3):
-            next(codes, 0)
-        return None
-    number = next(codes, 16) if kind == 5 else 16
-    return number if number < 16 else None

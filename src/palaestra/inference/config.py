@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, TypeAlias
 
-from palaestra.core.config import Settings, host_path, later, setting
+from palaestra.core.config import Settings, host_path, setting
 
 ServerType: TypeAlias = Literal["openai", "scripted", "sglang", "transformers", "trl", "vllm"]
 """The kind of server; `server_group.ENGINES` lists those that this version supports."""
@@ -34,9 +34,6 @@ class ServerBaseline(Settings):
         "default",
         "The model's name at the server; for transformers, a folder or a model on the hub; for scripted, oracle, noop, "
         "patch:FILE or replay:FILE.",
-    )
-    rolling_buffer_length: int = later(
-        1000, "Number of latest requests that the latency statistics cover.", "No latency statistics are kept."
     )
     server_type: ServerType = setting(
         "openai",

@@ -16,9 +16,9 @@ from functools import cached_property
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import GraderError, PrepareError, SlotEnded, TaskError, WorkError
 from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON, AllowList, Network, Score, Task
+from palaestra.core.types import JSON, Score, Task
 from palaestra.core.user_code import checked_score, run_hook
-from palaestra.rollouts.grading.blame import blame, session_s
+from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.rollout import Rollout
@@ -33,7 +33,6 @@ missing, as a list of text."""
 
 LIVE_PROCESSES = "live_processes"
 """The part of a score's detail with the number of processes that ran while the work was graded in its own slot."""
-
 
 WORK_BREAKS_CHECK = "work_breaks_check"
 """The metric, and the part of a score's detail with the error, of work on which the check fails."""
@@ -114,7 +113,9 @@ class Environment(ABC):
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         """Return the image, limits and network of the task's slot in a phase."""
-        return SlotSpec(image=task.image, limits=task.limits, network=_network_of(task, phase))
+        policy = task.network
+        networks = {Phase.PREPARE: policy.prepare, Phase.AGENT: policy.agent, Phase.GRADE: policy.grade}
+        return SlotSpec(image=task.image, limits=task.limits, network=networks[phase])
 
     async def resolve(self, task: Task) -> Task:
         """Complete the task on the host when its group starts. A failure here fails only this task."""
@@ -194,7 +195,7 @@ class Environment(ABC):
         if not live:
             await grading.restart()
             reference = await blame(rollout, failure)
-            grading.usual_s, grading.repeated = session_s(reference), True
+            grading.repeat_after(reference)
         if not live or (grading.live and not isinstance(failure, SlotEnded)):
             with suppress(*CHECK_FAILURES):
                 repeated = await _score_soundly(rollout, grading, score)
@@ -222,12 +223,6 @@ class Environment(ABC):
         """Return rollouts for trackers to show next to the metrics, each as text with its score. Called after the last
         group."""
         return ()
-
-
-def _network_of(task: Task, phase: Phase) -> Network | AllowList:
-    """Return the network that the task sets for a phase."""
-    policy = task.network
-    return {Phase.PREPARE: policy.prepare, Phase.AGENT: policy.agent, Phase.GRADE: policy.grade}[phase]
 
 
 def broken(failure: Exception, reference: Rollout) -> Score:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -53,9 +53,6 @@ from palaestra.sandbox.images.reference import check_image
 from palaestra.sandbox.slot import Slot, Snapshot
 from palaestra.sandbox.snapshots.cache import Put, Recipe, RunStep
 from palaestra.tools.registry.registry import Kit
-
-if TYPE_CHECKING:
-    from palaestra.rollouts.trees import RolloutTree
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +100,6 @@ class GroupRun:
         group on."""
         self._played: dict[int, Rollout] = {}
         self._play_numbers = itertools.count()
-        self._tree: RolloutTree | None = None
         self._replacements = run.settings.group_size if run.settings.whole_groups else 0
 
     async def run(self) -> Group:
@@ -233,11 +229,7 @@ class GroupRun:
                 if rollout.score is not None:
                     rollout.fail(error, error.blame if isinstance(error, InfraError) else Blame.TASK)
         indices = sorted({*range(count), *self._played} - {done.index for done in self.group.trajectories})
-        branches = min(self.run_context.settings.branches, count - 1)
-        if branches > 0 and not self.env.collects_groups and self.run_context.program is None:
-            await self._roll_out_tree(indices, range(count - branches, count))
-        else:
-            await self._roll_out_each(indices)
+        await self._roll_out_each(indices)
         self.group.trajectories.sort(key=lambda trajectory: trajectory.index)
         if failure is not None:
             raise failure
@@ -259,22 +251,6 @@ class GroupRun:
         if self.reserved > 1:
             self.reserved -= 1
             places.free(1)
-
-    async def _roll_out_tree(self, indices: Sequence[int], branches: range) -> None:
-        """Roll out the roots, and then the branches, which continue them."""
-        from palaestra.rollouts.trees import RolloutTree  # imported here, because most runs have no trees
-
-        done, settings = self.group.trajectories, self.run_context.settings
-        turns = self.run_context.earlier.turns
-        known = {each.index: turns[each.rollout_id] for each in done if each.rollout_id in turns}
-        self._tree = RolloutTree(branches.start, known, self.run_context.workspaces.pool)
-        try:
-            await self._roll_out_each(index for index in indices if index not in branches)
-            roots = sorted((each for each in done if each.index not in branches), key=lambda each: each.index)
-            await self._tree.choose(roots, branches, settings.branch_at, self._seeded("branches")())
-            await self._roll_out_each(index for index in indices if index in branches)
-        finally:
-            await asyncio.shield(self._tree.aclose())
 
     async def _play(self) -> Rollout:
         """Play the group's next rollout for an environment that collects the group, without recording its end."""
@@ -300,10 +276,8 @@ class GroupRun:
         assert self._kit is not None
         event: RolloutEnded | AttemptDiscarded | None = None
         events, recorded, tried = self.run_context.events, self._recorded(index), 0
-        chained, begins = False, self.run_context.counterfactual
+        begins = self.run_context.counterfactual
         while True:
-            if recorded is None and self._tree is not None and not chained:
-                recorded = await self._branched(index)
             if recorded is None and begins is not None:
                 recorded = begins.recorded()
             seeded = self._seeded("rollout", index if begins is None else begins.point.index)
@@ -312,8 +286,6 @@ class GroupRun:
                 self.group.group_id, index, self.task, seeded, self._kit, self._preparation.snapshot, sampling
             )
             rollout = Rollout(self.env, self.run_context, spec, recorded)
-            if self._tree is not None:
-                await self._tree.watch(rollout)
             events.announce(RolloutBegun(rollout.rollout_id))
             retried = False
             try:
@@ -334,14 +306,14 @@ class GroupRun:
                     begins.rebuild()
                 if recorded.failed is not Mismatch.SETUP or recorded.continues:  # otherwise, nothing was written yet
                     self._start_again(index, recorded)
-                recorded, chained = None, True
+                recorded = None
                 continue
             if not retried:
                 break
             assert event is not None
             tried += 1
             if recorded is not None:
-                again = not recorded.caught_up and recorded.cut_off.parent is None and begins is None
+                again = not recorded.caught_up and begins is None
                 recorded = RecordedTurns(recorded.cut_off, journalled=False) if again else None
             events.announce(event)
             await self._preparation.restore()
@@ -350,17 +322,6 @@ class GroupRun:
         del rollout  # its tools and ledger need not wait for the disk
         await self._end(event)
         return None
-
-    async def _branched(self, index: int) -> RecordedTurns | None:
-        """Return the turns of another rollout that this one continues; None if it starts from the beginning."""
-        assert self._tree is not None
-        branch = await self._tree.branch(index)
-        if branch is None:
-            return None
-        rollout_id, parent = f"{self.group.group_id}/{index}", branch.parent
-        forked = RolloutResumed(at=time.time(), rollout_id=rollout_id, turns=parent.turn, parent=parent.index)
-        self.run_context.events.emit(forked)
-        return branch.recorded(self.group.tools_hash)
 
     def _recorded(self, index: int) -> RecordedTurns | None:
         """Return the turns of a rollout that an earlier part of the run began; None if it starts from the beginning."""

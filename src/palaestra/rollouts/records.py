@@ -122,7 +122,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     A rollout with a `parent` continues another rollout. Its `messages`, `turns` and counts of tool calls cover the
     whole conversation; its tokens, cost and ledger cover only its own turns. `fork_points` are the turns after which
-    other rollouts could continue this one; they are only recorded in runs with trees.
+    other rollouts could continue this one. Only earlier versions made such rollouts; their records stay readable.
 
     A rollout with an `origin` is counterfactual: it continues a rollout of another run, as one with a `parent` does,
     and is not trained on unless somebody asks for it.

@@ -307,8 +307,6 @@ class Rollout:
             subagents=subagents_of(result, ledger.places() if ledger else {}),
             row=self.projection.row,
             ledger=ledger.record() if ledger is not None and ledger.turns else None,
-            parent=recorded.parent if recorded is not None else None,
-            fork_points=self.log.points_before(len(result.turns)),
             origin=recorded.origin if recorded is not None else None,
             extra=self.projection.extra,
             beside=Beside(

@@ -61,15 +61,12 @@ class Phase(StrEnum):
 @dataclass(frozen=True, slots=True)
 class RunSettings:
     """Settings that all groups of a run share. If `whole_groups` is set, rollouts that ended with infrastructure
-    failures are replaced, at most `group_size` times in a group. In each group, up to `branches` of the rollouts
-    continue others from turns that `branch_at` chooses (`trees.py`)."""
+    failures are replaced, at most `group_size` times in a group."""
 
     seed: int = 0
     group_size: int = 1
     infra_retries: int = 0
     whole_groups: bool = False
-    branches: int = 0
-    branch_at: str = "random"
     idle_limits: Mapping[str, float] = field(default_factory=lambda: IDLE_LIMITS)
 
 

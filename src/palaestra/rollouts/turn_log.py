@@ -12,9 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import msgspec
 
 from palaestra.agent.budget import WallClock
 from palaestra.agent.middleware import Ask, ChatCall, MiddlewareServer
@@ -33,7 +30,6 @@ from palaestra.rollouts.resume.recorded_turns import RecordedTurns, described
 from palaestra.rollouts.spec import RecordedTools, RunContext
 from palaestra.rollouts.watchdog import Stages
 from palaestra.rollouts.workspaces import RolloutWorkspace
-from palaestra.sandbox.slot import Snapshot
 from palaestra.tools.inner_calls import InnerCall
 from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import ToolOutcome
@@ -43,17 +39,6 @@ SLOT_ENDED = (
     "can run in it."
 )
 """The answer to the agent's calls after its own commands have ended its slot."""
-
-
-class TurnWatcher(Protocol):
-    """Follows the turns of a rollout. `trees.ForkPoints`, which imports `rollout.py`, implements it."""
-
-    turns: list[TurnTaken]
-    points: dict[int, Snapshot | None]
-
-    def begin(self) -> None: ...
-
-    def take(self, turn: int, messages: Sequence[Message]) -> Awaitable[None]: ...
 
 
 class RolloutCalls:
@@ -80,12 +65,6 @@ class RolloutCalls:
     def leave_matching(self) -> None:
         """Leave the comparison with recorded observations to the agent, which compares them as text."""
         self._matching = False
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether calls can be answered from a record: no tool outside this machine was called, and this object
-        compares the observations."""
-        return self._matching and self._world is None
 
     async def by_agent(self, call: CheckedCall, then: Next) -> ToolOutcome:
         """Time the agent's own calls; while recorded turns are replayed, answer with recorded results. This is tool
@@ -155,7 +134,6 @@ class TurnLog:
         self._calls = calls
         self._prices = prices
         self._wall: WallClock | None = None
-        self._watcher: TurnWatcher | None = None
         self._server: ChatServer | None = None
         self._own: _Reply | None = None
         self._turns_kept = self._turns_noted = 0
@@ -163,16 +141,6 @@ class TurnLog:
     def time(self, wall: WallClock) -> None:
         """Charge the time of recorded turns to this clock."""
         self._wall = wall
-
-    def watch(self, watcher: TurnWatcher) -> None:
-        """Call `watcher` after every turn, so that other rollouts can continue this one."""
-        self._watcher = watcher
-
-    def points_before(self, turn: int) -> list[int]:
-        """Return the turns before this one after which other rollouts can continue this one. The last turn of a rollout
-        is never among them, because no model call follows it."""
-        points = self._watcher.points if self._watcher is not None else ()
-        return [each for each in sorted(points) if each < turn]
 
     def follow(self, server: ChatServer | None) -> ChatServer:
         """Return the server for the agent to call, by default the one of its seat, and record the tokens of that
@@ -228,12 +196,7 @@ class TurnLog:
         if taken.known and turn is not None:
             return self._check_resumed(taken)
         self._finish(taken)
-        if self._watcher is None:
-            return None
-        if turn is None:
-            self._watcher.begin()
-            return None
-        return self._watcher.take(turn.number, messages)
+        return None
 
     async def _check_resumed(self, taken: TakenTurn) -> None:
         """Accept a recorded turn only if no background process is running, because the state of such a process cannot
@@ -246,8 +209,6 @@ class TurnLog:
         if recorded.caught_up and self._wall is not None:
             self._wall.charge(recorded.seconds)
         self._finish(taken)
-        if self._watcher is not None:
-            await self._watcher.take(taken.turn.number, taken.messages)
 
     def _finish(self, taken: TakenTurn) -> None:
         if taken.turn.number:
@@ -278,9 +239,7 @@ class TurnLog:
         counted. After the last recorded turn, also write that the rollout continues."""
         turn, recorded = taken.turn, self.recorded
         of_another_run = recorded is not None and recorded.origin is not None and 0 < turn.number <= recorded.shared
-        if taken.known and recorded is not None and recorded.journalled:
-            event = recorded.latest
-        else:
+        if not (taken.known and recorded is not None and recorded.journalled):
             event = TurnTaken(
                 at=time.time(),
                 rollout_id=self._seat.name,
@@ -294,10 +253,6 @@ class TurnLog:
                 recalled=taken.recalled or of_another_run,
             )
             self._events.emit(event)
-        if self._watcher is not None:
-            self._watcher.turns.append(
-                msgspec.structs.replace(event, messages=list(event.messages))
-            )  # copied, because the agent loop's own list grows
         if not taken.known and not taken.recalled:
             self._events.announce(TokensSpent(self._seat.name, turn.prompt_tokens, turn.completion_tokens))
         elif taken.known and recorded is not None and recorded.caught_up and recorded.continues:

@@ -136,11 +136,6 @@ class States:
         found = self._held.get(kind)
         return found if isinstance(found, kind) else None
 
-    @property
-    def has_own(self) -> bool:
-        """Whether `get` has created an object; objects from `put` do not count."""
-        return not self._held.keys() <= self._lent
-
     def put(self, thing: object) -> None:
         """Make `thing` the only object of its type. `aclose` does not close it, because it belongs to the caller."""
         self._held[type(thing)] = thing
@@ -198,11 +193,6 @@ class ToolRun:
     def found_state(self, kind: type[StateT]) -> StateT | None:
         """Return the task's object of type `kind`, or None if it was neither created nor shared."""
         return self._states.find(kind)
-
-    @property
-    def has_state(self) -> bool:
-        """Whether a tool keeps state outside of the slot."""
-        return self._states.has_own
 
     def share(self, thing: object) -> None:
         """Make `thing` the task's object of its type, for example if several conversations share it. `aclose` does not

@@ -1,10 +1,9 @@
 """Makes rows with advantages from groups, and refuses rows that should not be trained.
 
 Advantages compare the scored rollouts of one group. A rollout with several segments has several rows with one
-advantage, and each sampled token is in only one of them. In a tree, the advantage of tokens that several rollouts share
-comes from the mean reward of these rollouts. Unscored rollouts, groups with an error, groups whose scores are equal,
-and rows that were sampled by weights that are too old are not trained. Tokens on which sampler and trainer differ are
-weighed or masked (`importance`).
+advantage, and each sampled token is in only one of them. Unscored rollouts, groups with an error, groups
+whose scores are equal, and rows that were sampled by weights that are too old are not trained. Tokens on which sampler
+and trainer differ are weighed or masked (`importance`).
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msgspec import UNSET, structs
+from msgspec import structs
 
 from palaestra.core.errors import ConfigError, TrainerError
-from palaestra.rollouts.export.token_rows import PLACEHOLDER, ExportedRow, credit_of, exported_rows
+from palaestra.rollouts.export.token_rows import PLACEHOLDER, ExportedRow, exported_rows
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra.rollouts.trees import tree_advantages
 from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.importance import SamplerMismatch, corrected
 from palaestra.trainers.trainer import TrainedRow
@@ -109,17 +107,10 @@ class Batch:
         made: list[TrainedRow] = []
         rewards = [each.reward or 0.0 for each in scored]
         gains = advantages(rewards, scaled=scaled, kind=advantage)
-        trees = tree_advantages(scored) if advantage == "tree" else {}
-        values = trees or credit_of(scored)
         for trajectory, gain in zip(scored, gains, strict=True):
-            rows = _rows(trajectory, values.get(trajectory.index, ()))
+            rows = _rows(trajectory)
             self.refused[WITHOUT_TOKENS] += not rows
-            for row in rows:
-                if row.credit is UNSET:
-                    made.append(TrainedRow(row, gain))
-                else:
-                    mean = 0.0 if trees else statistics.fmean(rewards)
-                    made += _by_credit(row, row.credit, mean, statistics.pstdev(rewards) if scaled else 1.0)
+            made += [TrainedRow(row, gain) for row in rows]
         return self.keep(made, group.group_id, version, most_behind)
 
     def keep(self, rows: Sequence[TrainedRow], name: str, version: int, most_behind: int | None) -> bool:
@@ -163,26 +154,8 @@ class Batch:
         return found
 
 
-def _by_credit(
-    row: ExportedRow, credit: Sequence[tuple[int, int, float]], mean: float, deviation: float
-) -> list[TrainedRow]:
-    """Return a copy of the row for each value in `credit`, in which only the tokens with that value are trained,
-    because trainers accept only one advantage per sequence. The advantages are relative to `mean`, in units of
-    `deviation`."""
-    found = []
-    for value in dict.fromkeys(value for _, _, value in credit):
-        spans = [(start, stop) for start, stop, own in credit if own == value]
-        end, mask = spans[-1][1], [0] * spans[-1][1]
-        for start, stop in spans:
-            mask[start:stop] = row.mask[start:stop]
-        logprobs = [logprob if on else 0.0 for logprob, on in zip(row.logprobs or [], mask, strict=False)]
-        part = structs.replace(row, completion_ids=row.completion_ids[:end], mask=mask, logprobs=logprobs)
-        found.append(TrainedRow(part, (value - mean) / max(deviation, _SMALLEST_DEVIATION)))
-    return found
-
-
-def _rows(trajectory: Trajectory, values: Sequence[tuple[int, float]]) -> list[ExportedRow]:
-    rows = exported_rows(trajectory, values, counterfactual=True)  # `Batch.add` has refused them, or was asked not to
+def _rows(trajectory: Trajectory) -> list[ExportedRow]:
+    rows = exported_rows(trajectory, counterfactual=True)  # `Batch.add` has refused them, or was asked not to
     untrainable = any(row.logprobs is None or row.source == PLACEHOLDER for row in rows)
     if untrainable or not (rows or trajectory.unsaid):
         raise ConfigError(

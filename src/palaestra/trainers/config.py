@@ -48,7 +48,7 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
     warmup: int = Field(default=0, ge=0)
     """The number of steps in which the learning rate rises from 0."""
 
-    advantage: Literal["grpo", "rloo", "tree"] = "grpo"
+    advantage: Literal["grpo", "rloo"] = "grpo"
     """A rollout's advantage: its reward minus the mean of its group (`grpo`), or minus the mean of the group's other
     rollouts (`rloo`); in tree rollouts also the sum of a turn's advantages over the group and over the turn before
     (`tree`)."""

@@ -271,7 +271,7 @@ class Training:
         self._state.number += len(tasks)
         settings = runner.run_context.settings
         if group_size is not None:
-            settings = replace(settings, group_size=group_size, branches=0)
+            settings = replace(settings, group_size=group_size)
         try:
             async with asyncio.TaskGroup() as group:
                 running = [

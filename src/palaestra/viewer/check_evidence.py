@@ -1,6 +1,6 @@
 """What a check recorded about a rollout: the tests that it lists, with their output, and an error of the check itself.
 
-The page, the terminal viewer and the comparison of siblings read every form of evidence through this module.
+The page and the comparison of siblings read every form of evidence through this module.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ _PARAMETERS = {
     "editMessageText": {"chat_id", "message_id", "text"},
     "sendPhoto": {"chat_id", "message_thread_id", "photo"},
     "sendDocument": {"chat_id", "message_thread_id", "document"},
-    "sendVoice": {"chat_id", "message_thread_id", "voice", "duration"},
     "sendChatAction": {"chat_id", "message_thread_id", "action"},
 }
 """The documented parameters (https://core.telegram.org/bots/api#available-methods) that the gateway may send."""
@@ -29,15 +28,14 @@ TOKEN, CHAT, SUPERGROUP = "123456:secret", 7, -1001234567890
 
 
 class TelegramAPI:
-    """`sent` are the messages of the bot: text, photo, document or voice. `failing` is a status, and
-    `refusing` a whole answer, for every send to Anna. With `no_voice`, she accepts no voice messages."""
+    """`sent` are the messages of the bot: text, photo or document. `failing` is a status, and `refusing` a whole
+    answer, for every send to Anna."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
         self.failing = 0
         self.refusing: dict[str, Any] = {}
-        self.no_voice = False
         self.token = TOKEN
         self.url = ""
         self._updates: list[dict[str, Any]] = []
@@ -146,15 +144,6 @@ class TelegramAPI:
 
     async def _sendDocument(self, form: Any) -> web.Response:
         return await self._upload(form, "document")
-
-    async def _sendVoice(self, form: Any) -> web.Response:
-        assert form.get("duration") is None or int(form["duration"]) > 0
-        if self.no_voice:
-            return _refused(400, "Bad Request: VOICE_MESSAGES_FORBIDDEN")
-        answer = await self._upload(form, "voice")
-        if answer.status == 200:
-            assert b"OpusHead" in self.sent[-1]["voice"][:64]  # Ogg with Opus, or the client shows a document
-        return answer
 
     async def _upload(self, form: Any, kind: str) -> web.Response:
         if problem := _problem(form):

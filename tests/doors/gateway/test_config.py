@@ -1,15 +1,17 @@
 import asyncio
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.io.plugins import installed
 from palaestra.doors.gateway.assembly import _chat_settings, assembled
 from palaestra.doors.gateway.command import EXAMPLE
 from palaestra.doors.gateway.config import GatewayConfig, PlatformConfig, read_config
-from palaestra.doors.gateway.platforms.registry import PLATFORMS, make_platform
+from palaestra.doors.gateway.platforms.registry import GROUP, PLATFORMS, make_platform
 from palaestra.tools.registry.build import build_tool_registry
 
 PAGE = Path(__file__).parents[3] / "docs/gateway.md"
@@ -54,6 +56,32 @@ def test_an_unknown_platform_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match=r"prot .*platforms\.openai\.extra.*port"):
         make_platform("openai", PlatformConfig(extra={"prot": 8000}))
     assert make_platform("webhook-2", PlatformConfig(extra={"reply_url": "http://x"})).name == "webhook-2"
+
+
+@pytest.mark.parametrize("name", ["mattermost", "signal", "sms"])
+def test_a_package_offers_a_platform(name, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=f"unknown platform '{name}'; the platforms are webhook, openai"):
+        make_platform(name, PlatformConfig())
+    (tmp_path / "their_chat.py").write_text(
+        "class Chat:\n    extra_settings = ('url',)\n    def __init__(self, name, config):\n        self.name = name\n"
+    )
+    info = tmp_path / "their_chat-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-chat\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = their_chat:Chat\nmatrix = their_chat:Chat\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    installed.cache_clear()
+    try:
+        assert make_platform(f"{name}-2", PlatformConfig(extra={"url": "x"})).name == f"{name}-2"
+        with pytest.raises(ConfigError, match=r"uri .*The settings are url"):
+            make_platform(name, PlatformConfig(extra={"uri": "x"}))
+        assert (
+            type(make_platform("matrix", PlatformConfig(token="t", extra={"homeserver": "http://x"}))).__name__
+            == "Matrix"
+        )
+    finally:
+        sys.modules.pop("their_chat", None)
+        installed.cache_clear()
 
 
 def test_an_unknown_toolset_ends_the_start(tmp_path):

@@ -236,5 +236,21 @@ def test_a_mailbox_of_the_earlier_version_gets_the_table(tmp_path):
     asyncio.run(main())
 
 
+def test_a_mailbox_of_the_version_with_voice_messages_loses_their_transcripts(tmp_path):
+    async def main():
+        path = tmp_path / "gateway.db"
+        await Mailbox(path).aclose()
+        with sqlite3.connect(path) as db:
+            db.execute("create table transcripts (hash text primary key, text text not null, at real not null)")
+            db.execute("pragma user_version = 4")
+        db.close()
+        await Mailbox(path).aclose()
+        with sqlite3.connect(path) as db:
+            assert db.execute("select name from sqlite_master where name = 'transcripts'").fetchall() == []
+        db.close()
+
+    asyncio.run(main())
+
+
 def test_the_tool_is_missing_without_a_gateway():
     assert "palaestra gateway" in build_tool_registry(["cronjob"]).missing["cronjob"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from doors.gateway import mattermost_api, signal_daemon, slack_api, telegram_api, twilio_api, whatsapp_api
+from doors.gateway import slack_api, telegram_api, whatsapp_api
 from doors.gateway.conftest import free_port
 from doors.gateway.echo_model import EchoModel
 from doors.gateway.kills import killed_again_and_again
@@ -30,16 +30,6 @@ class Conversation:
     settings: Callable[[], dict[str, Any]]
     write: Callable[[str], Awaitable[object]]
     read: Callable[[], list[str]]
-
-
-def mattermost() -> Conversation:
-    api = mattermost_api.MattermostAPI()
-    return Conversation(
-        api,
-        lambda: {"token": mattermost_api.TOKEN, "extra": {"url": api.url}},
-        api.write,
-        lambda: [each["message"] for each in api.posts if each["user_id"] == mattermost_api.BOT],
-    )
 
 
 def telegram() -> Conversation:
@@ -65,13 +55,6 @@ def slack() -> Conversation:
     )
 
 
-def signal() -> Conversation:
-    daemon = signal_daemon.SignalDaemon()
-    return Conversation(
-        daemon, lambda: {"extra": {"url": daemon.url}}, daemon.write, lambda: list(daemon.sent.values())
-    )
-
-
 def whatsapp() -> Conversation:
     api, port = whatsapp_api.WhatsAppAPI(), free_port()
     api.webhook = lambda: f"http://127.0.0.1:{port}"
@@ -92,16 +75,7 @@ def whatsapp() -> Conversation:
     )
 
 
-def sms() -> Conversation:
-    api, port = twilio_api.TwilioAPI(), free_port()
-    api.webhook = lambda: f"http://127.0.0.1:{port}"
-    extra = {"account_sid": twilio_api.ACCOUNT, "number": twilio_api.NUMBER, "url": twilio_api.PUBLIC, "port": port}
-    return Conversation(
-        api, lambda: {"token": twilio_api.TOKEN, "extra": {**extra, "api_url": api.url}}, api.write, api.sent
-    )
-
-
-@pytest.mark.parametrize("platform", [mattermost, telegram, slack, signal, whatsapp, sms])
+@pytest.mark.parametrize("platform", [telegram, slack, whatsapp])
 def test_a_gateway_that_is_killed_again_and_again_answers_every_message_once(
     platform: Callable[[], Conversation], tmp_path: Path
 ) -> None:

@@ -40,17 +40,22 @@ def form(*answers: object, weights: tuple[float, ...] = ()) -> FunctionForm:
     return toy
 
 
+class OnlyTask:
+    """A rollout for scores that ask for no more than its task."""
+
+    task = Task(id="one", prompt="?")
+    rng = random.Random(0)
+
+
+class NoView:
+    """The grading of a rollout whose scores ask for no sandbox."""
+
+    async def slot(self) -> None:
+        raise AssertionError("no hook asked for the sandbox")
+
+
 def scored(toy: FunctionForm) -> Score:
     """What the environment makes of its scores. None of them asks for a slot or the rollout."""
-
-    class OnlyTask:
-        task = Task(id="one", prompt="?")
-        rng = random.Random(0)
-
-    class NoView:
-        async def slot(self) -> None:
-            raise AssertionError("no hook asked for the sandbox")
-
     built = toy.build(toy.config_type()())
     return asyncio.run(built.score(OnlyTask(), NoView()))  # type: ignore[arg-type]
 
@@ -215,6 +220,26 @@ def test_a_function_that_waits_for_its_rows_holds_nobody_up() -> None:
     assert asyncio.run(main()) == ["0", "1", "2"]
     assert len(threads) == 1
     assert threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("answers_later", [False, True])
+def test_plain_scores_that_wait_hold_nobody_up(answers_later: bool) -> None:
+    """Each waits for the other, whether it answers at once or returns what is to be awaited."""
+    both = threading.Barrier(2, timeout=30)
+
+    def waiting(task: Task) -> object:
+        both.wait()
+        return asyncio.sleep(0, 0.5) if answers_later else 0.5
+
+    forms = form(), form()
+    for toy in forms:
+        toy.score(waiting)
+    built = [toy.build(toy.config_type()()) for toy in forms]
+
+    async def main() -> list[Score]:
+        return await asyncio.gather(*(each.score(OnlyTask(), NoView()) for each in built))  # type: ignore[arg-type]
+
+    assert [score.reward for score in asyncio.run(main())] == [0.5, 0.5]
 
 
 def test_a_function_that_breaks_says_at_which_task() -> None:

@@ -250,22 +250,6 @@ def test_a_misspelt_environment_variable_is_refused() -> None:
     assert said == "environment: PALAESTRA_OPENAI_API_KY sets nothing. Did you mean PALAESTRA_OPENAI_API_KEY?"
 
 
-def test_settings_without_effect_are_noticed() -> None:
-    run = parse("process", "--env.modal_workspace_base", "/w", "--env.wandb_name", "None")
-    (notice,) = run.notices
-    assert notice.startswith("env.modal_workspace_base (command line): no effect")
-
-
-def test_settings_without_effect_are_noticed_when_config_init_sets_them() -> None:
-    own = {"terminal_lifetime": 60, "modal_workspace_base": "/w", "tool_pool_size": 128, "group_size": 2}
-    line = CommandLine("x", HermesAgentEnvConfig, APIServerConfig, env_values=own)
-    found = line.parse(["process"], {})
-    assert isinstance(found, Parsed)
-    (notice,) = found.notices
-    assert "env.terminal_lifetime, env.modal_workspace_base (config_init)" in notice
-    assert "tool_pool_size" not in notice  # it has its default
-
-
 def test_an_unknown_parser_of_a_script_is_replaced_and_one_of_a_user_refused() -> None:
     line = CommandLine("x", HermesAgentEnvConfig, APIServerConfig, env_values={"tool_call_parser": "hermess"})
     found = line.parse(["process"], {})

@@ -43,11 +43,11 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, line: str) -> None:
 
 def test_which_one_wins_and_where_it_comes_from() -> None:
     dotenv = {"ATROPOS_SERVER_BASE_URL": "http://file/v1", "ATROPOS_SERVER_API_KEY": "sk-file"}
-    environ = {"ATROPOS_SERVER_MODEL": "shell", "TERMINAL_LIFETIME_SECONDS": "9"}
+    environ = {"ATROPOS_SERVER_MODEL": "shell", "TERMINAL_SSH_PORT": "9"}
     found = parsed("--env.terminal_timeout", "8", environ=environ, dotenv=dotenv)
     (server,) = found.server_configs
     assert (server.base_url, server.api_key, server.model_name) == ("http://file/v1", "sk-file", "shell")
-    assert (found.env_config.terminal_timeout, found.env_config.terminal_lifetime) == (8, 9)
+    assert (found.env_config.terminal_timeout, found.env_config.ssh_port) == (8, 9)
     where = {name: found.sources[name] for name in ("openai.base_url", "openai.model_name", "env.terminal_timeout")}
     assert where["openai.base_url"].startswith(".env")
     assert where["openai.model_name"].startswith("environment")

@@ -4,17 +4,14 @@ import asyncio
 import os
 
 import pytest
-from pydantic import BaseModel
 
 from palaestra.agent.budget import Budget
-from palaestra.contract.agent_env import AgentEnvConfig
-from palaestra.core.config import ConfigLayer, has_effect, merge, why_no_effect
+from palaestra.core.config import ConfigLayer, merge
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Prices
 from palaestra.envs.config.build import agent_settings
 from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
 from palaestra.envs.run.run import are_elsewhere, concurrency
-from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
@@ -29,7 +26,6 @@ CONTRACT = {
     "eval_handling": EvalHandlingEnum.STOP_TRAIN,
     "eval_limit_ratio": 0.5,
     "inference_weight": 1.0,
-    "batch_size": -1,
     "max_batches_offpolicy": 3,
     "use_wandb": True,
     "rollout_server_url": "http://localhost:8000",
@@ -52,7 +48,6 @@ CONTRACT = {
     "agent_temperature": 1.0,
     "terminal_backend": "local",
     "terminal_timeout": 120,
-    "terminal_lifetime": 3600,
     "dataset_name": None,
     "dataset_split": "train",
     "prompt_field": "prompt",
@@ -88,7 +83,6 @@ CONTRACT = {
     "modal_execution_timeout": 30,
     "modal_secrets": "",
     "modal_env_vars": "",
-    "modal_workspace_base": "/data",
 }
 
 
@@ -158,11 +152,6 @@ def test_toolsets_come_from_one_place() -> None:
         HermesAgentEnvConfig(enabled_toolsets=["terminal"], distribution="science")
 
 
-def test_remote_pools_settings_are_accepted_without_effect() -> None:
-    assert not has_effect(HermesAgentEnvConfig, "modal_workspace_base")
-    assert has_effect(HermesAgentEnvConfig, "tool_pool_mode")
-
-
 def test_a_limit_of_one_stage_leaves_the_others() -> None:
     limits = HermesAgentEnvConfig(idle_limits={"tool": 5.0, "model": 0}).idle_limits
     assert (limits["tool"], limits["model"], limits["grade"]) == (5.0, 0.0, IDLE_LIMITS["grade"])
@@ -223,13 +212,6 @@ def test_workers_per_model_server_and_of_evaluations() -> None:
     assert concurrency(BaseEnvConfig(max_num_workers_per_node=3, max_num_workers=5), 2) == 5
     assert BaseEnvConfig(max_eval_workers=2).evaluation_workers(8) == 2
     assert BaseEnvConfig().evaluation_workers(64) == 64
-
-
-@pytest.mark.parametrize("model_type", [HermesAgentEnvConfig, AgentEnvConfig, APIServerConfig])
-def test_every_setting_without_effect_says_why(model_type: type[BaseModel]) -> None:
-    for name, field in model_type.model_fields.items():
-        if not has_effect(model_type, name):
-            assert why_no_effect(model_type, name) != str(field.description), name
 
 
 class TenSlots(LocalBackend):

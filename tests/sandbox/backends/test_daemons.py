@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.testing.fake_modal import FakeModal
 from sandbox.containers import Docker, docker
 from sandbox.python_image import make_python_root
+from stand_ins.fake_modal import FakeModal
 
 GROUPS = int(os.environ.get("PALAESTRA_TEST_GROUPS", "60"))
 CONCURRENCY = os.environ.get("PALAESTRA_TEST_CONCURRENCY", "8")

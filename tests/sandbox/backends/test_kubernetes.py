@@ -30,9 +30,9 @@ from palaestra.sandbox.backends.kubernetes_pod import LABEL, ExistingPods, PodOp
 from palaestra.sandbox.backends.registry import make_backend
 from palaestra.sandbox.slot import Backend, Rung, Slot, SlotSpec
 from palaestra.testing.backend_conformance import BackendConformance
-from palaestra.testing.fake_kubernetes import FakeKubernetes, fake_kubernetes
-from palaestra.testing.fake_kubernetes_pod import PATH
 from programs import killed_after, nap, until
+from stand_ins.fake_kubernetes import FakeKubernetes, fake_kubernetes
+from stand_ins.fake_kubernetes_pod import PATH
 
 pytestmark = [
     pytest.mark.slots,

@@ -28,10 +28,10 @@ from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.backends.modal import ModalBackend, ModalSandboxConfig
 from palaestra.sandbox.slot import Backend, Mount, Rung, Slot, SlotSpec
 from palaestra.testing.backend_conformance import BackendConformance
-from palaestra.testing.fake_modal import FakeModal, Fault
 from programs import killed_after
 from sandbox.backends.test_conformance import ENVIRONMENT
 from sandbox.python_image import make_python_root
+from stand_ins.fake_modal import FakeModal, Fault
 
 pytestmark = [pytest.mark.slots, pytest.mark.xdist_group("backends")]
 

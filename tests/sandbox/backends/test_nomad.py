@@ -24,7 +24,7 @@ from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.remote.port_client import ask
 from palaestra.sandbox.slot import Backend, Slot, SlotSpec
 from palaestra.testing.backend_conformance import BackendConformance
-from palaestra.testing.fake_nomad import FakeNomad, NomadFault, fake_nomad
+from stand_ins.fake_nomad import FakeNomad, NomadFault, fake_nomad
 
 pytestmark = [pytest.mark.slots, pytest.mark.xdist_group("backends")]
 

@@ -15,7 +15,7 @@ import pytest
 from envs.scripts import groups_file
 from palaestra.testing import LoopbackServer, completion
 from palaestra.testing.fake_chat_server import FakeAnswer
-from palaestra.testing.fake_modal import FakeModal
+from stand_ins.fake_modal import FakeModal
 
 pytestmark = [pytest.mark.slots, pytest.mark.network, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -68,10 +68,10 @@ def test_installing_lines(line: str, wanted: str) -> None:
 def test_a_judge_without_a_network() -> None:
     failed = "anthropic.APIConnectionError: Connection error.\n"
     judge = "from anthropic import Anthropic\n"
-    assert lacks_network(["python /tests/judge.py\n"], [judge], failed)
-    assert not lacks_network(["python /tests/judge.py\n"], ["import calc\n"], failed)
-    assert not lacks_network([], [judge], "0 of 3 facts\n")
-    assert not lacks_network([], [judge], "NewConnectionError: HTTPConnection(host='127.0.0.1', port=80): refused\n")
+    assert lacks_network("python /tests/judge.py\n", [judge], failed)
+    assert not lacks_network("python /tests/judge.py\n", ["import calc\n"], failed)
+    assert not lacks_network("", [judge], "0 of 3 facts\n")
+    assert not lacks_network("", [judge], "NewConnectionError: HTTPConnection(host='127.0.0.1', port=80): refused\n")
 
 
 def test_a_program_that_itself_runs_pytest_is_not_a_test_session() -> None:
@@ -130,7 +130,7 @@ def test_whether_a_script_starts_pytest(text: str, wanted: bool) -> None:
     ],
 )
 def test_a_script_that_fetches_is_told_from_work_that_does(text: str, output: str, wanted: bool) -> None:
-    assert lacks_network([text], [], output) is wanted
+    assert lacks_network(text, [], output) is wanted
 
 
 def test_scripts_beside_it_are_changed_and_count() -> None:

@@ -9,7 +9,7 @@ import modal
 import pytest
 
 from palaestra.suites.terminal_bench.import_tasks import Finding
-from palaestra.testing.fake_modal import FakeModal
+from stand_ins.fake_modal import FakeModal
 from suites.terminal_bench.conftest import Try
 from suites.terminal_bench.mini import TASKS
 from suites.terminal_bench.roots import make_root

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from palaestra.contract.base_env import BaseEnv
-from palaestra.core.config import later, setting
+from palaestra.core.config import setting
 from palaestra.core.errors import ConfigError
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.inference.config import APIServerConfig, ServerBaseline
@@ -19,7 +19,6 @@ class TeacherDistillationConfig(BaseEnvConfig):
     """The settings of a `TeacherDistillationEnv`."""
 
     teacher_enabled: bool = setting(False, "Ask a teacher for its probabilities; refused by a run.")
-    teacher_top_k: int = later(0, "Tokens per position that the teacher returns.", "No teacher is asked.")
 
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
         super().check_runnable(sources)

@@ -14,7 +14,7 @@ from palaestra.doors.chat.service import ChatService
 from palaestra.doors.gateway.config import GatewayConfig
 
 DEFAULT = "default"
-_CHOSEN = ("model", "toolsets", "voice")
+_CHOSEN = ("model", "toolsets")
 
 
 def offered_toolsets(config: GatewayConfig, chat: ChatService) -> tuple[str, ...]:

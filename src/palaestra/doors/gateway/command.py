@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -33,7 +32,6 @@ server:
 toolsets: [terminal, file, todo, clarify]
 default_reset_policy: {mode: both, at_hour: 4, idle_minutes: 1440}
 limits: {messages_per_hour: 120}
-# speech: {base_url: http://127.0.0.1:8001/v1, transcription_model: NAME, speech_model: NAME}     # voice messages
 platforms:
   openai:                         # http://127.0.0.1:8643/v1 for any chat program
     token_file: ~/.palaestra/gateway/openai.token     # openssl rand -hex 32 > FILE
@@ -103,8 +101,6 @@ async def _serve(home: Path, config: Path | None, base_url: str | None, model: s
         given = {} if settings.server is None else settings.server.model_dump(exclude_unset=True)
         server = APIServerConfig(**given | {name: value for name, value in changes.items() if value})
         settings = settings.model_copy(update={"server": server})
-    if settings.speech is not None:
-        settings = settings.model_copy(update={"speech": settings.speech.with_variable(os.environ)})
     stop = told_to_stop()
     async with assembled(settings, home) as gateway:
         for platform in gateway.platforms.values():

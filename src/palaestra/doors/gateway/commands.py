@@ -14,7 +14,6 @@ COMMANDS = {  # each entry: arguments, two spaces, description
     "compact": "replace this session's history with a summary (also automatic, before the context window is full)",
     "model": "[NAME]  list the models, or use one of them from the next message on",
     "toolsets": "[+NAME -NAME …]  list the agent's toolsets, or turn some on and off",
-    "voice": "[on, off, auto]  also speak the answers: all of them, none, or those to voice messages",
     "status": "show the running turn, waiting messages, background processes and jobs of this chat",
     "approve": "CODE [session, always]  allow the command that the question with that code shows, or all of its kind",
     "deny": "reject the command that waits for approval",
@@ -23,7 +22,7 @@ COMMANDS = {  # each entry: arguments, two spaces, description
 ALIASES = {"reset": "new", "start": "help"}
 AT_ONCE = frozenset({"help", "stop", "status", "approve", "deny", "answer"})
 """Commands that run immediately, without waiting for the running turn."""
-WITH_WORDS = frozenset({"help", "stop", "approve", "deny", "answer", "model", "toolsets", "voice"})
+WITH_WORDS = frozenset({"help", "stop", "approve", "deny", "answer", "model", "toolsets"})
 """Commands that accept arguments. `help` is among them because some programs add arguments to the `/start` that they
 send automatically."""
 

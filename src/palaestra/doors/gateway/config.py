@@ -15,7 +15,6 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.doors.gateway.platform import ChatAddress, ChatType
 from palaestra.doors.gateway.session_reset import SessionResetPolicy
-from palaestra.doors.gateway.voice.speech_config import SpeechConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.tools.settings import ToolSettings
 
@@ -140,10 +139,6 @@ class GatewayConfig(Settings):
         20 << 20, "Maximum size of a file in bytes. Larger files are refused with a notice.", ge=0
     )
     max_queued: int = setting(50, "Maximum queued messages of one session; further ones are refused.", ge=1)
-    speech: SpeechConfig | None = setting(
-        None,
-        "The server that transcribes voice messages and speaks answers. Default: audio is only a file in the sandbox.",
-    )
     model_sees_images: bool = setting(False, "Whether images are also part of the message to the model.")
     approval_timeout_s: float = setting(
         300.0, "Seconds to wait for /approve; after that, the command is rejected.", gt=0

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 KEPT_S = 30 * 86_400.0
 """How long the ids of answered messages are kept, in seconds, so that a repeated message is recognised."""
 CODE_VALID_S = 3600.0
@@ -71,25 +71,21 @@ create table if not exists notes (platform text not null, name text not null, va
   primary key (platform, name));
 """
 """The table that version 3 of the file format added, for `MailboxNotes`."""
-_TRANSCRIPTS = """
-create table if not exists transcripts (hash text primary key, text text not null, at real not null);
-"""
-"""The table that version 4 of the file format added, for `voice/voice_notes.py`."""
+_NO_TRANSCRIPTS = "drop table if exists transcripts"
+"""Version 4 of the file format added transcripts of voice messages, and version 5 removes them."""
 
 Decision: TypeAlias = Literal["taken", "duplicate", "limited", "full"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to send: `text`, a file, or the recording of the text `spoken`, which is made before it is sent. `key`
-    identifies it permanently."""
+    """A message to send: `text` or a file. `key` identifies it permanently."""
 
     key: str
     address: ChatAddress
     text: str = ""
     file: Attachment | None = None
     answers: Answers | None = None
-    spoken: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,14 +349,13 @@ class Mailbox:
         await self.do(work)
 
     async def prune(self, now: float) -> None:
-        """Delete finished messages, costs and transcripts that are older than `KEPT_S`."""
+        """Delete finished messages and costs that are older than `KEPT_S`."""
 
         def work(connection: sqlite3.Connection) -> None:
             old = (now - KEPT_S,)
             connection.execute("delete from incoming where done = 1 and received_at < ?", old)
             connection.execute("delete from outgoing where state in ('sent', 'refused') and created_at < ?", old)
             connection.execute("delete from costs where at < ?", old)
-            connection.execute("delete from transcripts where at < ?", old)
 
         await self.do(work)
 
@@ -493,7 +488,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         version = connection.execute("pragma user_version").fetchone()[0]
         tables = connection.execute("select count(*) from sqlite_master").fetchone()[0]
         if 0 < version < VERSION or (version == 0 and tables == 0):
-            for statement in ";".join((_TABLES, _JOBS, _NOTES, _TRANSCRIPTS)[version:]).split(";"):
+            for statement in ";".join((_TABLES, _JOBS, _NOTES, "", _NO_TRANSCRIPTS)[version:]).split(";"):
                 connection.execute(statement)
             connection.execute(f"pragma user_version = {VERSION}")
             version = VERSION
@@ -532,11 +527,6 @@ def add_outgoing(connection: sqlite3.Connection, messages: Sequence[Outgoing], n
             " values (?, ?, ?, ?, 'waiting', ?)",
             (message.key, message.address.platform, _chat(message.address), _encode(message), now),
         )
-
-
-def restate_outgoing(connection: sqlite3.Connection, number: int, message: Outgoing) -> None:
-    """Replace the content of an unsent message, inside the transaction of `Mailbox.do`."""
-    connection.execute("update outgoing set body = ? where id = ?", (_encode(message), number))
 
 
 def _use_session(connection: sqlite3.Connection, session: SessionRow) -> None:

@@ -24,8 +24,8 @@ from palaestra.core.clock import Clock
 from palaestra.core.errors import PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.access import megabytes
 from palaestra.doors.gateway.long_replies import size, split_reply
-from palaestra.doors.gateway.mailbox import Mailbox, Outgoing, Unsent, restate_outgoing
-from palaestra.doors.gateway.platform import Answers, Attachment, ChatAddress, Incoming, Platform, PlatformLimits
+from palaestra.doors.gateway.mailbox import Mailbox, Outgoing, Unsent
+from palaestra.doors.gateway.platform import Answers, Attachment, ChatAddress, Incoming, Platform
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +33,15 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 SENT_AGAIN = "(The gateway restarted and may have sent this before.)\n"
 
 OnRefused: TypeAlias = Callable[[Outgoing, str], Awaitable[None]]
-Voiced: TypeAlias = Callable[[Outgoing, PlatformLimits], Awaitable[Outgoing]]
 Start: TypeAlias = Callable[[Coroutine[None, None, None], str], None]
 
 
 @dataclass(slots=True)
 class AnswerParts:
-    """The texts and files of an answer, the text that is also `spoken`, and what its turn used."""
+    """The texts and files of an answer, and what its turn used."""
 
     texts: list[str]
     files: list[Attachment] = field(default_factory=list)
-    spoken: str = ""
     cost: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -74,8 +72,6 @@ def outgoing_messages(message: Incoming, answer: AnswerParts, platforms: Mapping
     if not pieces and not small:
         pieces = ["(The model gave no answer.)"]
     found = [Outgoing("", address, text) for text in pieces] + [Outgoing("", address, file=file) for file in small]
-    if answer.spoken:
-        found.append(Outgoing("", address, spoken=answer.spoken))
     tokens = answer.prompt_tokens, answer.completion_tokens
     return [
         replace(
@@ -89,7 +85,7 @@ def outgoing_messages(message: Incoming, answer: AnswerParts, platforms: Mapping
 
 class Outbox:
     """Sends messages of `mailbox` in tasks that `start` starts. `on_refused` gets each message that a platform refuses,
-    with the reason. `voiced` makes the recording of a message that is to be spoken."""
+    with the reason."""
 
     def __init__(
         self,
@@ -98,9 +94,8 @@ class Outbox:
         on_refused: OnRefused,
         start: Start,
         clock: Clock,
-        voiced: Voiced,
     ) -> None:
-        self._start, self._voiced = start, voiced
+        self._start = start
         self._mailbox, self._platforms, self._on_refused, self._clock = mailbox, platforms, on_refused, clock
         self._sending: dict[ChatAddress, asyncio.Event] = {}
         self._connected: set[str] = set()
@@ -138,7 +133,6 @@ class Outbox:
                 try:
                     unsent = unsent or await self._mailbox.next_unsent(address)
                     if unsent is not None:
-                        unsent = await self._recorded(unsent)
                         unsent = await self._send_or_refuse(unsent)
                     failures = 0
                 except PlatformUnavailable as error:
@@ -154,15 +148,6 @@ class Outbox:
                     await self._wait(address, failures, PlatformUnavailable(f"{address.platform}: {error}"))
         finally:
             del self._sending[address]
-
-    async def _recorded(self, unsent: Unsent) -> Unsent:
-        """Return a message with the recording of its spoken text, which is stored first, so that a retry sends it."""
-        if not unsent.message.spoken:
-            return unsent
-        limits = self._platforms[unsent.message.address.platform].limits
-        message = await self._voiced(unsent.message, limits)
-        await self._mailbox.do(lambda connection: restate_outgoing(connection, unsent.id, message))
-        return replace(unsent, message=message)
 
     async def _send_or_refuse(self, unsent: Unsent) -> Unsent | None:
         """Send a message, and record if the platform refuses it. Returns the next unsent message for the same chat, or

@@ -37,13 +37,11 @@ class ChatAddress:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A file. Images have a `media_type` that begins with `image/`. An outgoing `voice` is Ogg with Opus, which the
-    platform sends as a voice message if it has them."""
+    """A file. Images have a `media_type` that begins with `image/`."""
 
     name: str
     media_type: str
     data: bytes
-    voice: bool = False
 
     @property
     def is_image(self) -> bool:

@@ -50,7 +50,6 @@ from palaestra.doors.gateway.platform import (
     session_key,
 )
 from palaestra.doors.gateway.sessions import GatewaySession, GatewaySessions
-from palaestra.doors.gateway.voice.voice_notes import VoiceNotes
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +89,7 @@ class Gateway:
         self._clock = clock or SystemClock()
         self._tasks = GatewayTasks(self._clock)
         self._notices = Notices(config, self.platforms, mailbox, self._clock, lambda to: self._outbox.wake(to))
-        self._voice = VoiceNotes(config.speech, mailbox, self._clock)
-        self._outbox = Outbox(
-            mailbox, self.platforms, self._notices.on_refused, self._tasks.start, self._clock, self._voice.voiced
-        )
+        self._outbox = Outbox(mailbox, self.platforms, self._notices.on_refused, self._tasks.start, self._clock)
         self._connections = Connections(
             self.platforms, self.receive, self._outbox, self._notices, self._tasks, self._clock
         )
@@ -178,9 +174,6 @@ class Gateway:
         )
         if receipt.decision == "taken":
             self._enqueue(key, message.address, receipt.row)
-            spoken = message.attachments and all(file.is_audio for file in message.attachments)
-            if spoken and questions.waits and not questions.unanswered and command is None:
-                self._tasks.start(self._answer_by_voice(session, message, receipt.row), f"voice {key}")
         elif receipt.decision == "limited":
             minutes = max(1, round((receipt.until - now) / 60))
             text = f"You have sent {limits.messages_per_hour} messages in an hour, which is the limit; "
@@ -205,18 +198,6 @@ class Gateway:
             await self._notices.answer(message, "The question is no longer open. Send this again if it is needed.")
         elif self.platforms[message.address.platform].limits.requests:
             await self._notices.answer(message, "Answered.")
-
-    async def _answer_by_voice(self, session: GatewaySession, message: Incoming, row: int) -> None:
-        """Answer the model's question with a voice message. A message without a transcript, or whose transcript comes
-        too late, stays queued until the turn has ended."""
-        questions, asked = session.questions, session.questions.how_to_answer
-        heard = await self._voice.heard(message)
-        transcribed = heard.message is not message and not heard.notes
-        open_ = questions.waits and questions.how_to_answer == asked and not questions.unanswered
-        if transcribed and open_ and questions.answer(heard.message.text):
-            session.waiting.remove(row)  # it is not the first one, which is the message of the running turn
-            done = partial(self.mailbox.finish, row, message, [], self._clock.wall())
-            await self._tasks.retried(done, f"{session.key}: an answer by voice")
 
     async def _is_repeated(self, message: Incoming) -> bool:
         """Return whether the gateway already has this request. If the request is answered, send its answer again.
@@ -327,10 +308,9 @@ class Gateway:
         conversation = session.conversation
         assert conversation is not None  # `_begin` opened it
         async with self._typing(message.address):
-            heard = await self._voice.heard(message)
             if session.stopped:
                 return AnswerParts(["Stopped before it began."])
-            content = again if again is not None else await self._content(conversation, heard.message)
+            content = again if again is not None else await self._content(conversation, message)
             ended = None
             async with aclosing(conversation.send(content, message_id=message.message_id)) as events:
                 async for event in events:
@@ -340,9 +320,7 @@ class Gateway:
                         await self._show(session, message, event)
             session.doing = ""
             assert ended is not None  # the last event of every turn
-            answer = await self._answer_of(session, conversation, message, ended)
-            answer.texts[:0] = heard.notes
-            return answer
+            return await self._answer_of(session, conversation, message, ended)
 
     async def _content(self, conversation: Conversation, message: Incoming) -> JSON:
         text, address = message.text, message.address
@@ -374,9 +352,8 @@ class Gateway:
         elif ended.outcome != NATURAL:
             advice = _FULL if isinstance(conversation.failure, ContextExceeded) else "/retry runs it again."
             texts.append(f"(The turn ended early, {ended.outcome}: {ended.error.rstrip('.')}. {advice})")
-        spoken = self._voice.to_say(conversation, message, text, limits) if ended.outcome == NATURAL else ""
         cost = 0.0 if ended.replayed else ended.cost or 0.0
-        return AnswerParts(texts, sent, spoken, cost, ended.prompt_tokens, ended.completion_tokens)
+        return AnswerParts(texts, sent, cost, ended.prompt_tokens, ended.completion_tokens)
 
     @asynccontextmanager
     async def _typing(self, address: ChatAddress) -> AsyncIterator[None]:
@@ -446,8 +423,6 @@ class Gateway:
             return AnswerParts([await choices.choose_model(self.chat, conversation, command.argument)])
         if command.name == "toolsets":
             return AnswerParts([await choices.choose_toolsets(self.config, self.chat, conversation, command.argument)])
-        if command.name == "voice":
-            return AnswerParts([self._voice.choose(conversation, command.argument)])
         if command.name == "undo":
             taken = await conversation.undo()
             return AnswerParts(["There is nothing to undo." if taken is None else "The last message was undone."])

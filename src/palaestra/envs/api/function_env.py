@@ -7,6 +7,7 @@ import functools
 import inspect
 import random
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from palaestra.core.errors import ConfigError, TaskError, WorkError
-from palaestra.core.io.threads import OneThread
+from palaestra.core.io.threads import OneThread, in_own_thread
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
 from palaestra.core.user_code import run_hook, score_of, settled
 from palaestra.envs import cache_key
@@ -222,16 +223,17 @@ async def _score(hook: Hook, sources: Mapping[str, Source]) -> Score:
 
 
 async def _call(hook: Hook, sources: Mapping[str, Source]) -> JSON:
-    """Call a hook's function with the arguments that its parameters name, and return its answer. Raises
-    `NotAwaited`."""
+    """Call a hook's function with the arguments that its parameters name, and return its answer. A plain function runs
+    in a thread, so that one that computes for long stops no other rollout. Raises `NotAwaited`."""
     arguments = {}
     for name in hook.wants:
         arguments[name] = await sources[name]()
     slot = arguments.get("sandbox")
-    if slot is None:
-        return await settled(hook.function(**arguments))
-    with AwaitedSlot(cast("Slot", slot)) as arguments["sandbox"]:
-        return await settled(hook.function(**arguments))
+    with nullcontext() if slot is None else AwaitedSlot(cast("Slot", slot)) as awaited:
+        if awaited is not None:
+            arguments["sandbox"] = awaited
+        call = partial(hook.function, **arguments)
+        return await settled(call() if inspect.iscoroutinefunction(hook.function) else await in_own_thread(call))
 
 
 class NotAwaited(RuntimeError):

@@ -29,7 +29,7 @@ from palaestra.core.config import (
     SHORT_FORMS,
     ConfigLayer,
     Merged,
-    has_effect,
+    is_old,
     is_secret,
     local_path,
     merge,
@@ -131,7 +131,7 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[EnvT_co, ServerT_co]):
     """A command line that can be run. `sources` maps `env.group_size` or `openai.base_url` to the source of the value.
-    `notices` are sentences for stderr about settings that have no effect or whose value was replaced."""
+    `notices` are sentences for stderr about settings whose value was replaced."""
 
     command: str
     env_config: EnvT_co
@@ -175,7 +175,9 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         given = _Given()
         if recorded is not None:
             own_servers = said_settings(recorded, "openai", (*UNSAID, DOTENV))  # the file is read again with its key
-            given.recorded = said_settings(recorded, "env"), own_servers
+            given.recorded = (
+                _known_here(said_settings(recorded, "env"), self.env_type), _known_here(own_servers, self.server_type)
+            )  # fmt: skip
         for written, words in flags:
             self._take(given, written, words)
         env, servers, replaced = self._merge(command, given, environ, dotenv)
@@ -226,6 +228,9 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             if name in model_type.model_fields:
                 given.values[group][name], given.spelled[group][name] = value, written
                 return
+        if is_old(self.env_type, name):
+            given.values["env"][name] = value
+            return
         known = ("policy", "resume", "config", *ARGUMENTS, *self.env_type.model_fields, *self.server_type.model_fields)
         raise ConfigError(f"unknown argument {written}.{nearest(written, known)}")
 
@@ -305,6 +310,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         name, dot, rest = key.partition(".")
         model_type = {"env": self.env_type, "openai": self.server_type}.get(group)
         name = name if model_type is None or name in model_type.model_fields else name.replace("-", "_")
+        if model_type is not None and name not in model_type.model_fields and is_old(model_type, name):
+            return group, name, rest if dot else None, JSON
         if model_type is None or name not in model_type.model_fields:
             raise ConfigError(f"unknown flag {written}.{_nearest_flag(written, self.known_flags())}")
         return group, name, rest if dot else None, model_type.model_fields[name].annotation
@@ -403,11 +410,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             dry_run=switches.get("dry-run", False),
             as_json=switches.get("json", False),
             sources=sources,
-            notices=(
-                *replaced,
-                *_notices("env", env),
-                *dict.fromkeys(notice for server in servers for notice in _notices("openai", server)),
-            ),
+            notices=tuple(replaced),
         )
 
 
@@ -466,16 +469,12 @@ def set_fields(config: BaseModel) -> dict[str, JSON]:
     return {name: getattr(config, name) for name in config.model_fields_set}
 
 
-def _notices(group: str, config: Merged[BaseModel]) -> Iterator[str]:
-    """Yield a sentence for each source that sets settings without effect."""
-    model_type, idle = type(config.value), dict[str, list[str]]()
-    for name, source in config.sources.items():
-        value, field_default = getattr(config.value, name), model_type.model_fields[name].get_default()
-        asked = source not in NOT_SAID and value not in (None, False)
-        if asked and (source != "config_init" or value != field_default) and not has_effect(model_type, name):
-            idle.setdefault(source, []).append(f"{group}.{name}")
-    for source, names in idle.items():
-        yield f"{', '.join(names)} ({source}): no effect in this version; `palaestra env show` has the reasons"
+def _known_here(recorded: Mapping[str, JSON], model_type: type[BaseModel]) -> dict[str, JSON]:
+    """Return the recorded settings that this version has. A warning names the others: an earlier version made the
+    run."""
+    if gone := sorted(name for name in recorded if name not in model_type.model_fields):
+        logger.warning("settings of the recorded run that this version does not have: %s", ", ".join(gone))
+    return {name: value for name, value in recorded.items() if name not in gone}
 
 
 def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
@@ -616,19 +615,11 @@ def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iter
     if own:
         yield "This environment", [_field("env", env, name, line.env_values.get(name)) for name in own]
     rest = [name for name in env.model_fields if name not in own]
-    shown = [name for name in rest if has_effect(env, name)] if everything else [n for n in _COMMON if n in rest]
+    shown = rest if everything else [n for n in _COMMON if n in rest]
     yield "All environments", [_field("env", env, name, line.env_values.get(name)) for name in shown]
     first = line.server_values[0] if line.server_values else {}
     names = [n for n in server.model_fields if everything or n in ("base_url", "model_name", "api_key", "server_type")]
     yield "The model server", [_field("openai", server, name, first.get(name)) for name in names]
-    if everything:
-        idle = [name for name in rest if not has_effect(env, name)]
-        yield (
-            "Accepted for existing scripts, but without effect yet",
-            textwrap.wrap(
-                " ".join(f"--env.{name}" for name in idle), _WIDTH, initial_indent="  ", subsequent_indent="  "
-            ),
-        )
 
 
 def _not_offered(info: FieldInfo) -> Sequence[JSON]:

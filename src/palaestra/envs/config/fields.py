@@ -1,8 +1,7 @@
 """The settings of environments: `BaseEnvConfig` and `HermesAgentEnvConfig`.
 
-Names and defaults are those that existing scripts and command lines use; `later` declares the fields that have no
-effect in this version. Sizes are in the unit that the name or description states; durations are in seconds. The
-settings of the model server are in `palaestra.inference.config`.
+Names and defaults are those that existing scripts and command lines use. Sizes are in the unit that the name or
+description states; durations are in seconds. The settings of the model server are in `palaestra.inference.config`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from palaestra.core.config import ARGUMENT, COMMAND_LINE, Settings, host_path, later, nearest, setting, slot_path
+from palaestra.core.config import ARGUMENT, COMMAND_LINE, Settings, host_path, nearest, setting, slot_path
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
@@ -26,9 +25,6 @@ from palaestra.tools.settings import ToolSettings
 
 LATER_BACKENDS = ("daytona", "slot_pool")
 """Slot backends that existing scripts name but that this version does not have. A run rejects them."""
-
-
-OWN_LIMITS = "Each tool limits its own results, and keeps longer output in a file of the sandbox."
 
 
 class EvalHandlingEnum(Enum):
@@ -131,14 +127,6 @@ class BaseEnvConfig(Settings):
         "What happens to a group with a rollout that an infrastructure failure ended: smaller keeps the "
         "rest, and whole replaces the rollout (at most as many times as the group has rollouts).",
     )
-    branches: int = setting(
-        0,
-        "Rollouts of a group that begin after a turn of another rollout of the group (trees); fewer than group_size.",
-        ge=0,
-    )
-    branch_at: Literal["random", "uncertain"] = setting(
-        "random", "Where branches begin: after random turns, or before the turns whose tokens were least likely."
-    )
     max_infra_rate: float = setting(
         0.2, "Share of infrastructure failures in the last 100 rollouts that pauses the run (exit code 3).", ge=0, le=1
     )
@@ -191,7 +179,6 @@ class BaseEnvConfig(Settings):
     inference_weight: float = setting(
         1.0, "Weight among the environments that feed the same trainer; negative: the smallest weight."
     )
-    batch_size: int = later(-1, "Rollouts per trainer batch.", "The trainer's server decides the size of its batches.")
     max_batches_offpolicy: int = setting(
         3, "Maximum batches in progress or waiting for the trainer; at least one is always allowed.", ge=0
     )
@@ -299,13 +286,6 @@ class BaseEnvConfig(Settings):
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
         """Raise `ConfigError` for settings with which no run can start. Called after all sources are merged, because a
         flag or a file may replace what a script sets. `sources` maps `env.FIELD` to the source of its value."""
-        if self.branches and self.branches >= self.group_size:
-            raise ConfigError(
-                f"branches {self.branches} needs a larger group_size than {self.group_size}, because the "
-                "branches of a group continue its other rollouts"
-            )
-        if self.branches and self.agent is not None:
-            raise ConfigError(f"branches cannot continue rollouts of the agent {self.agent}; set branches or agent")
         if self.strict_labels and self.reward != "strict":
             raise ConfigError(f"strict_labels has no effect with reward {self.reward}; set reward strict too")
 
@@ -453,13 +433,6 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     dataset_split: str = setting("train", "The split of a named data set.")
     prompt_field: str = setting("prompt", "The column that holds the prompt.")
 
-    default_result_size_chars: int = later(100_000, "Maximum characters of a tool's result.", OWN_LIMITS)
-    turn_budget_chars: int = later(200_000, "Maximum characters of all tool results of a turn.", OWN_LIMITS)
-    preview_size_chars: int = later(1_500, "Characters to show of a longer result.", OWN_LIMITS)
-    tool_result_overrides: dict[str, int] | None = later(None, "Maximum characters by tool.", OWN_LIMITS)
-    terminal_lifetime: int = later(
-        3600, "Seconds after which an idle sandbox ends.", "A slot lives as long as its rollout."
-    )
     nomad_address: str = setting("http://localhost:4646", "Nomad: the address of its API.")
     nomad_token: str | None = setting(
         None, "Nomad: an ACL token that may submit, scale, stop and read jobs, and read logs."
@@ -512,9 +485,6 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     )
     modal_secrets: str = setting("", "Modal: names of Modal secrets, separated by commas. All commands can read them.")
     modal_env_vars: str = setting("", "Modal: environment variables of all commands, as K=V;K=V.")
-    modal_workspace_base: str = later(
-        "/data", "Modal: the folder of workspaces.", "Every slot has its own workspace at /workspace."
-    )
 
     @field_validator("graded_paths")
     @classmethod
@@ -560,13 +530,6 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
                 "the script sets)"
             )
         return self
-
-    def build_budget_config(self) -> object:
-        """Return the settings for the sizes of tool results, which existing scripts pass to `HermesAgentLoop`."""
-        from palaestra.envs.config.budget_config import BudgetConfig  # only existing scripts need it
-
-        sizes = self.default_result_size_chars, self.turn_budget_chars, self.preview_size_chars
-        return BudgetConfig(*sizes, tool_overrides=self.tool_result_overrides or {})
 
     @property
     def slot_backend(self) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 
 from pydantic import BaseModel
 
-from palaestra.core.config import OWN_NAMES, ConfigLayer, nearest, read_yaml
+from palaestra.core.config import OWN_NAMES, ConfigLayer, is_old, nearest, read_yaml
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS
@@ -47,7 +47,6 @@ _OPENAI_VARIABLES = {"OPENAI_API_KEY": "api_key", "OPENAI_BASE_URL": "base_url"}
 _SLOT_VARIABLES = {
     "TERMINAL_ENV": "terminal_backend",
     "TERMINAL_TIMEOUT": "terminal_timeout",
-    "TERMINAL_LIFETIME_SECONDS": "terminal_lifetime",
     "TERMINAL_DOCKER_IMAGE": "docker_image",
     "TERMINAL_SINGULARITY_IMAGE": "singularity_image",
     "TERMINAL_SSH_HOST": "ssh_hosts",
@@ -64,7 +63,6 @@ _SLOT_VARIABLES = {
     "TERMINAL_MODAL_MAX_LIFETIME": "modal_max_lifetime",
     "TERMINAL_MODAL_ACQUIRE_TIMEOUT": "modal_acquire_timeout",
     "TERMINAL_MODAL_EXEC_TIMEOUT": "modal_execution_timeout",
-    "TERMINAL_MODAL_WORKSPACE": "modal_workspace_base",
     "TERMINAL_MODAL_GPU": "modal_gpu",
     "TERMINAL_MODAL_CPU": "modal_cpu",
     "TERMINAL_MODAL_MEMORY": "modal_memory",
@@ -155,6 +153,9 @@ def read_environ(
         if not environ.get(variable):
             continue
         field_name, _, entry = name.partition(".")
+        if field_name not in model_type.model_fields and is_old(model_type, field_name):
+            values[name] = environ[variable]
+            continue
         if field_name not in model_type.model_fields:
             known = [start + known_name.upper() for known_name in model_type.model_fields]
             raise ConfigError(f"{where}: {variable} sets nothing.{nearest(variable, known)}")

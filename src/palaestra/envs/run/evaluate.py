@@ -117,7 +117,7 @@ class Evaluation:
             self.totals.add(group)
             self.on_group(group)
 
-        settings = replace(self.run_context.settings, group_size=samples, branches=0)
+        settings = replace(self.run_context.settings, group_size=samples)
         runner = Runner(
             environment,
             replace(self.run_context, settings=settings),

@@ -11,7 +11,7 @@ from palaestra.rollouts.counterfactual import Counterfactual
 from palaestra.rollouts.schedule import Numbered
 
 _OF_THE_RUN = frozenset({
-    "group_size", "total_steps", "branches", "branch_at", "short_groups", "steps_per_eval", "data_path_to_save_groups",
+    "group_size", "total_steps", "short_groups", "steps_per_eval", "data_path_to_save_groups",
     "data_dir_to_save_evals", "ensure_scores_are_not_same", "timings_from", "metrics_port",
 })  # fmt: skip
 """Settings of the earlier run that do not concern a single rollout."""

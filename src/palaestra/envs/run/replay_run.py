@@ -67,14 +67,14 @@ HOST_SETTINGS = frozenset({
 """Settings that act on this machine or that reach other machines. No recording decides them."""
 
 PORTABLE_SETTINGS = frozenset({
-    "group_size", "total_steps", "seed", "short_groups", "branches", "branch_at", "infra_retries", "max_failures",
+    "group_size", "total_steps", "seed", "short_groups", "infra_retries", "max_failures",
     "max_infra_rate", "acquire_timeout_s", "worker_timeout", "idle_limits", "drain_s", "include_messages",
     "ensure_scores_are_not_same", "held_out", "dataset_split", "prompt_field", "dataset_fields",
     "max_agent_turns", "max_token_length", "max_rollout_tokens", "max_rollout_completion_tokens",
     "max_rollout_output_bytes", "agent_temperature", "agent_max_steps", "agent_max_tokens", "agent_tool_delay_s",
     "system_prompt", "thinking_mode", "reasoning_effort", "max_reasoning_tokens", "custom_thinking_prompt",
     "tool_call_parser", "enabled_toolsets", "disabled_toolsets", "distribution", "strict_tools", "terminal_timeout",
-    "terminal_lifetime", "freeze_slots", "grading", "live", "share_setup", "graded_paths", "graded_programs",
+    "freeze_slots", "grading", "live", "share_setup", "graded_paths", "graded_programs",
     "save_workspaces", "reward", "strict_labels", "world_miss", "browser_snapshot_chars", "vision_max_tokens",
     "moa_max_tokens",
     "shuffle", "n", "level", "families", "areas", "task_filter", "skip_tasks", "max_items", "prompt_mode",

@@ -376,8 +376,6 @@ def _run_settings(config: BaseEnvConfig) -> RunSettings:
         group_size=config.group_size,
         infra_retries=config.infra_retries,
         whole_groups=config.short_groups == "whole",
-        branches=config.branches,
-        branch_at=config.branch_at,
         idle_limits=config.idle_limits,
     )
 

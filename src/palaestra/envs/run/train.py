@@ -199,5 +199,4 @@ def make_trainer(
         return TinkerTrainer(servers[0], config, url=tinker_url, local=local, seed=env.seed)
     from palaestra.trainers.trl import TrlTrainer
 
-    most = config.groups * (env.group_size + env.branches)  # each branch may split a row of its parent
-    return TrlTrainer(servers[0], config, rollouts=most, temperature=temperature)
+    return TrlTrainer(servers[0], config, rollouts=config.groups * env.group_size, temperature=temperature)

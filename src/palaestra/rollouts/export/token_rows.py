@@ -8,14 +8,14 @@ TRL and Tinker. Invariant: a rollout that has only placeholder tokens is exporte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import IO
 
 import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Label
-from palaestra.inference.ledger import UNTRAINED, LedgerRecord, SequenceSpan, TokenRow
+from palaestra.inference.ledger import UNTRAINED, SequenceSpan, TokenRow
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 from palaestra.rollouts.records import Group, Trajectory
 
@@ -37,9 +37,8 @@ class ExportedRow(msgspec.Struct, kw_only=True):
     without gaps and names the sampled sequence of every token; it is empty for tokens that no engine sampled. `segment`
     counts from 0; `segments` is the rollout's number of lines.
 
-    In tree rollouts, `parent` is (rollout id, turn): the rollout continues that rollout after that turn. `credit` has
-    (start, stop, value) for the sampled spans of the completion, in order, where value is the mean reward of the
-    rollouts that share the span. It is omitted if all sampled tokens have the rollout's own reward.
+    In runs with tree rollouts, which earlier versions made, `parent` is (rollout id, turn): the rollout continues that
+    rollout after that turn.
 
     A row of a counterfactual rollout has `origin`: (run id, rollout id, turn), the point that the rollout continues.
 
@@ -69,7 +68,6 @@ class ExportedRow(msgspec.Struct, kw_only=True):
     source: str
     parent: tuple[str, int] | msgspec.UnsetType = msgspec.UNSET
     origin: tuple[str, str, int] | msgspec.UnsetType = msgspec.UNSET
-    credit: list[tuple[int, int, float]] | msgspec.UnsetType = msgspec.UNSET
     official: float | msgspec.UnsetType = msgspec.UNSET
     labels: list[Label] | msgspec.UnsetType = msgspec.UNSET
     annotations: dict[str, JSON] | msgspec.UnsetType = msgspec.UNSET
@@ -88,13 +86,12 @@ class RowsExporter:
         report = ExportReport()
         encoder = msgspec.json.Encoder()
         for group in groups:
-            values = credit_of(group.trajectories)
             for trajectory in report.chosen(group, meta):
                 if trajectory.unsaid and not meta.placeholders:
                     report.left_out[WITHOUT_TOKENS] += 1
                     continue
                 _require_tokens(trajectory, meta)
-                rows = exported_rows(trajectory, values.get(trajectory.index, ()), counterfactual=True)
+                rows = exported_rows(trajectory, counterfactual=True)
                 if not rows:
                     report.left_out[WITHOUT_TOKENS] += 1
                     continue
@@ -106,19 +103,8 @@ class RowsExporter:
         return report
 
 
-def credit_of(trajectories: Sequence[Trajectory]) -> Mapping[int, Sequence[tuple[int, float]]]:
-    """Return `trees.credit` of a group's rollouts; empty if no rollout continues another."""
-    if all(each.parent is None for each in trajectories):
-        return {}
-    from palaestra.rollouts.trees import credit  # imported here, because most runs have no trees
-
-    return credit(trajectories)
-
-
-def exported_rows(
-    trajectory: Trajectory, values: Sequence[tuple[int, float]] = (), *, counterfactual: bool = False
-) -> list[ExportedRow]:
-    """Return the training rows of one rollout; `values` is the rollout's entry in `credit_of`. Raises `ConfigError` if
+def exported_rows(trajectory: Trajectory, *, counterfactual: bool = False) -> list[ExportedRow]:
+    """Return the training rows of one rollout. Raises `ConfigError` if
     arrays differ in length, the mask of a trained token is not the token itself, or the reward or a log-probability is
     not finite; also for a rollout that continues a rollout of another run, unless `counterfactual` is true."""
     if trajectory.origin is not None and not counterfactual:
@@ -140,22 +126,7 @@ def exported_rows(
     if (origin := trajectory.origin) is not None:
         mark = origin.run_id, origin.rollout_id, origin.turn
         exported = [msgspec.structs.replace(each, origin=mark) for each in exported]
-    if values and trajectory.ledger is not None:
-        exported = [_credited(each, trajectory, trajectory.ledger, values) for each in exported]
     return exported
-
-
-def _credited(
-    row: ExportedRow, trajectory: Trajectory, ledger: LedgerRecord, values: Sequence[tuple[int, float]]
-) -> ExportedRow:
-    """Return the row with the value of each of its sampled spans."""
-    before = 0 if trajectory.parent is None else trajectory.parent.turn
-    found = []
-    for span in ledger.segments[row.segment].spans:
-        if span.kind == "sampled" and span.stop > span.start:
-            value = next((value for last, value in values if span.turn + before <= last), values[-1][1])
-            found.append((span.start - len(row.prompt_ids), span.stop - len(row.prompt_ids), value))
-    return msgspec.structs.replace(row, credit=found)
 
 
 def _first_trained(row: TokenRow) -> int:

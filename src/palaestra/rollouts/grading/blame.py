@@ -13,7 +13,6 @@ from palaestra.core.errors import PalaestraError
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.scripted import NoopPolicy, OraclePolicy, ScriptedEngine
 from palaestra.rollouts.events import Alive, JournalEvent, MemoryEvent
-from palaestra.rollouts.grading.grader import SESSION_S
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Middleware
@@ -51,12 +50,6 @@ async def blame(rollout: Rollout, failure: PalaestraError) -> Rollout:
         failure.add_note(f"{what} fails too" if str(failure) in error else f"{what} fails too: {error:.2000}")
         raise failure
     return reference
-
-
-def session_s(reference: Rollout) -> float | None:
-    """Return the seconds of the longest session of tests over a reference solution; None if there was none."""
-    found: float | None = reference.meta.get(SESSION_S)
-    return None if reference.task.solution is None else found
 
 
 async def replay(rollout: Rollout) -> Rollout:

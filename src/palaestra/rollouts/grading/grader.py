@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from contextvars import ContextVar
 from dataclasses import replace
 from enum import StrEnum
+from posixpath import dirname
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
 from palaestra.core.printable import one_line
@@ -73,7 +74,7 @@ def note_way(way: Way, example: str = "") -> None:
         ways.setdefault(way, example)
 
 
-SESSION_S = "session_s"
+_SESSION_S = "session_s"
 """The key of a rollout's `meta` with the seconds of the longest session of tests in its check."""
 _LEAST_AGAIN_S = 10.0
 _MOST_IN_LABEL = 5
@@ -90,17 +91,17 @@ class Grading:
         self.rollout = rollout
         self.spec = spec
         self.live = rollout.task.grading == LIVE
-        self.repeated = False
-        """Whether the check is repeated, after the reference has got through it."""
-        self.usual_s: float | None = None
-        """The seconds of the longest session of tests over the reference solution, if there is one."""
+        self._repeats = rollout.spec.replays
+        self._usual_s: float | None = None
         self._slot: Slot | None = None
         self._shown: Slot | None = None
         self._trouble: InfraError | None = None
         self._leasing, self._sealing = asyncio.Lock(), asyncio.Lock()  # a check may make concurrent calls
         self._sealed: Snapshot | None = None
         self._made: list[Snapshot] = []
-        self._seal_done = self._carried = self._kept = False
+        self.begun = False
+        """Whether the agent's slot is sealed."""
+        self._carried = self._kept = False
         self._lost: tuple[str, ...] = ()
         self.processes_at_end = 0
         self._libraries: Sequence[str] | None = None
@@ -125,9 +126,9 @@ class Grading:
         if self.live:
             raise GraderError(f"task {self.rollout.task.id} is graded live, so its work is not sealed")
         async with self._sealing:
-            if not self._seal_done:
+            if not self.begun:
                 await self.carry_scratch()
-                self._seal_done = True  # set on failure too, because the agent's work is then lost
+                self.begun = True  # set on failure too, because the agent's work is then lost
                 try:
                     with self._troubled():
                         self._sealed = await self.rollout.workspace.seal(self.rollout.seat, view)
@@ -157,7 +158,7 @@ class Grading:
                 self._sealed = await self.rollout.workspace.checkpoint(self.rollout.seat)
                 if self._sealed is None:
                     return None
-                self._seal_done = True
+                self.begun = True
                 self._made.append(self._sealed)
                 await slot.remove(CARRIED)
                 return slot
@@ -220,22 +221,22 @@ class Grading:
         )  # a hard link could join a file of the check to a file of the work; BusyBox's cp does not copy hard links
         await slot.execute(["/bin/sh", "-c", f"{copies} rm -rf {CARRIED}"], cwd="/", timeout_s=_COPY_S)
 
-    @property
-    def begun(self) -> bool:
-        """Whether the agent's slot is sealed."""
-        return self._seal_done
+    def repeat_after(self, reference: Rollout) -> None:
+        """Note that the check is repeated now, after this rollout of the reference has got through it."""
+        self._repeats = True
+        self._usual_s = None if reference.task.solution is None else reference.meta.get(_SESSION_S)
 
     def limit_s(self, limit_s: float) -> float:
         """Return the time limit of a session of tests, usually `limit_s`. A reference solution and a repetition may
         take a few times as long, since a busy machine must not decide. If the time that the reference solution took at
         this load is known, a repetition may take a few times that."""
-        if not (self.repeated or self.rollout.spec.replays):
+        if not self._repeats:
             return limit_s
-        return enough_time(limit_s if self.usual_s is None else self.usual_s, _LEAST_AGAIN_S)
+        return enough_time(limit_s if self._usual_s is None else self._usual_s, _LEAST_AGAIN_S)
 
     def took(self, seconds: float) -> None:
         """Record how long a session of tests took."""
-        self.rollout.meta[SESSION_S] = max(seconds, self.rollout.meta.get(SESSION_S, 0.0))
+        self.rollout.meta[_SESSION_S] = max(seconds, self.rollout.meta.get(_SESSION_S, 0.0))
 
     async def restart(self) -> None:
         """Release the grading slot and clear any failure that was kept. The next slot shows the same work again."""
@@ -277,7 +278,7 @@ class Grading:
                     if scratch:
                         await self.restore_scratch(self._slot)
                         await self.disarm(self._slot, self.rollout.task, self._seen)
-                    await _start_somewhere(self._slot)
+                    await restore_directory(self._slot)
                 return self._slot
 
     async def _live_slot(self) -> Slot:
@@ -288,7 +289,7 @@ class Grading:
             self._kept = True
             self.processes_at_end = await self._shown.freeze()
             await self.rollout.workspace.keep_files(self.rollout.seat)
-        await _start_somewhere(self._shown)
+        await restore_directory(self._shown)
         return self._shown
 
     async def check_sound(self) -> None:
@@ -307,11 +308,13 @@ class Grading:
         programs: Collection[str] = (),
         text: str | None = None,
         env: Mapping[str, str] | None = None,
+        solved: Callable[[Sequence[str]], Awaitable[Collection[str]]] | None = None,
     ) -> View:
         """Return a view of all changes without those of the table in `tampering.py`, which become labels.
 
         Changes below `paths`, and to `programs`, are always seen. `text` is what the task tells the agent, by default
-        its messages; `env` are variables that the check sets.
+        its messages; `env` are variables that the check sets. `solved` returns those of some paths that the reference
+        solution changes too, so that they are seen.
         """
         changes = await self.changes()
         async with AsyncExitStack() as opened:
@@ -326,6 +329,11 @@ class Grading:
             )
             found = await rule.left_out(changes)
             self._libraries = await library_directories(names) if CACHE in found else None
+        if REPLACED in found.values():  # a file may have been changed through a link that the task names
+            async with self.prepared() as root:
+                found = {path: found[path] for path in found.keys() - await _targets(root, rule.named)}
+        for path in await solved([path for path, label in found.items() if label]) if solved else ():
+            found.pop(path, None)
         for label in (REPLACED, SHADOWED, STARTUP, HOME_SETTINGS):
             self.note(label, [path for path, its in found.items() if its == label])
         self.left_out = (*self._lost, *sorted(path for path, label in found.items() if label))[:MOST_LEFT_OUT]
@@ -360,10 +368,10 @@ class Grading:
         sealed = await self.seal()
         if sealed is None:
             return self.rollout.workspace.snapshot
-        if view is None and self.rollout.task.grading == FILES:
-            return sealed
         if view is None:
             task = self.rollout.task
+            if task.grading == FILES:
+                return sealed
             view = await self.view(task.paths, programs=task.programs)
             self._seen = changes_in(view, await self.changes())
         if view == View():
@@ -375,8 +383,8 @@ class Grading:
     async def disarm(
         self, slot: Slot, task: Task, changes: Sequence[Change], private: Collection[str] = ()
     ) -> tuple[str, ...]:
-        """Replace links between the work and files of the check, remove `.pth` files with code, and remove directories
-        that are too deep to be examined.
+        """Replace links between the work and files of the check, remove `.pth` files with code or, for an editable
+        installation, put its directories in place of the code, and remove directories that are too deep to be examined.
 
         `changes` are the changes that the slot shows, and `private` the directories of the check. Returns the paths of
         what was removed or replaced, which become labels too.
@@ -388,8 +396,12 @@ class Grading:
         if gone:
             changes = [each for each in changes if not is_below(each.path, gone)]
         starting = [each.path for each in changes if _PTH.fullmatch(each.path) and await _has_code(slot, each)]
-        for path in starting:
-            await slot.remove(path)
+        for path in list(starting):
+            if places := await _editable(slot, path):
+                starting.remove(path)
+                await slot.write_text(path, places)
+            else:
+                await slot.remove(path)
         self.note(SHADOWED, starting)
         links: tuple[str, ...] = ()
         # most work has no links, and then the module is not imported
@@ -433,6 +445,14 @@ class Grading:
             await self.pool.snapshots.forget(self._made.pop())
 
 
+async def _targets(root: Slot, links: Sequence[str]) -> set[str]:
+    """Return where these paths lead in a root."""
+    command = ("/bin/sh", "-c", 'for each; do readlink -f -- "$each"; done', "sh")
+    return {
+        line for some in batches(links) for line in (await root.execute([*command, *some], cwd="/")).output.split("\n")
+    }
+
+
 _EMPTY_BYTES = 40
 """The size of an empty directory in a tmpfs. Each entry adds 20. Source: BOGO_DIRENT_SIZE in the kernel's
 `mm/shmem.c`."""
@@ -471,18 +491,29 @@ async def _has_code(slot: Slot, change: Change) -> bool:
     return any(line.startswith(("import ", "import\t")) for line in text.splitlines())
 
 
+async def _editable(slot: Slot, path: str) -> str:
+    """Return lines with the directories of an editable installation by setuptools, which its code adds; empty if a
+    `.pth` file is something else."""
+    text = (await slot.read_bytes(path, max_bytes=_MOST_PTH_BYTES)).decode("utf-8", "replace")
+    code = re.fullmatch(r"import (__editable___\w+); \1\.install\(\)\s*", text)
+    finder = await slot.read_text(f"{dirname(path)}/{code[1]}.py", missing="") if code else ""
+    mapped = re.search(r"^MAPPING\b[^=\n]*= \{([^\n]*)\}$", finder[:_MOST_PTH_BYTES], re.MULTILINE)
+    return "".join(f"{dirname(place)}\n" for place in re.findall(r": '(/[^'\\\n]+)'", mapped[1] if mapped else ""))
+
+
 def _is_too_deep(path: str) -> bool:
     return path.count("/") >= _DEEPEST or len(path.encode("utf-8", "surrogateescape")) > _LONGEST_BYTES
 
 
-async def _start_somewhere(slot: Slot) -> None:
-    """Create an empty workspace if the agent removed it, since deleted work must not look like a broken check."""
+async def restore_directory(slot: Slot, path: str = WORKSPACE) -> None:
+    """Create an empty directory if the agent removed it or put something else in its place, since deleted work must not
+    look like a broken check."""
     try:
-        found = await slot.stat(f"{WORKSPACE}/.")
+        found = await slot.stat(f"{path}/.")
     except InfraError:
         raise
     except OSError:
         found = None
     if found is None:
-        await slot.remove(WORKSPACE)
-        await slot.make_dir(WORKSPACE)
+        await slot.remove(path)
+        await slot.make_dir(path)

@@ -4,8 +4,9 @@ A check often writes the expected result to a file of its own and compares the w
 a link to the other, the work equals whatever the check wrote. So before a check, this module examines the agent's links
 between a file that the task's messages name and a file that they do not name. Each such link is replaced by a copy of
 its target. A link is removed if its target is missing, is neither a file nor a directory, or contains the link. A named
-file with hard links becomes a copy. A symbolic link that the messages name stays if the messages mention links, unless
-it leads to `/proc`, `/sys` or `/dev`.
+file with hard links becomes a copy. A symbolic link that the messages name stays if the messages mention links, and
+hard links stay if the messages mention these. Links into `/proc`, `/sys` and `/dev` are removed, unless the messages
+name the link or it is a log, and ask for its target. A link to a file below `/usr` stays: no check writes there.
 
 Not covered: messages that name both files or neither, and a check that runs programs of the work, which can copy its
 files.
@@ -25,6 +26,11 @@ from palaestra.sandbox.slot import WORKSPACE, Change, Slot
 
 _NAME = re.compile(r"[\w.+@%-]+")
 _ABOUT_LINKS = re.compile(r"\b(?:sym|hard)?links?\b|\blinked\b|\bln\b|\bsymbolic", re.IGNORECASE)
+_ABOUT_HARD_LINKS = re.compile(r"\bhard[ -]?link|\bln\b|\binodes?\b", re.IGNORECASE)
+_KERNEL_FILES = re.compile(r"/dev/(null|zero|u?random|stdout|stderr)|/proc/(?:self/)?(mounts)|.*/fd/([12])")
+"""Files of the kernel that tasks ask for. None of them leads a check to a file of its own."""
+_OUT, _ERRORS = "stdout|standard output", "stderr|standard error"
+_ASKS = {"null": "null|discard|mask", "stdout": _OUT, "1": _OUT, "stderr": _ERRORS, "2": _ERRORS}
 
 _OF_PROGRAMS = frozenset({"bin", ".bin"})
 """Folders in which packages put links to programs."""
@@ -56,6 +62,18 @@ for each; do
   if [ -e "$copy" ]; then mv -- "$copy" "$each"; fi
 done
 """
+_RELINK = """\
+while IFS= read -r each; do
+  inode=$(stat -c %i -- "$each") || continue
+  eval "first=\\$first_$inode"
+  if [ "$first" ]; then ln -f -- "$first" "$each"
+  else
+    cp -a -- "$each" "$each.palaestra-copy" && mv -- "$each.palaestra-copy" "$each"
+    eval "first_$inode=\\$each"
+  fi
+done
+"""
+"""Gives each file as many hard links as the agent gave it. Copies of a layer share their files by hard links too."""
 _OF_KERNEL = ("/proc", "/sys", "/dev")
 """Directories without files of the work, except for `/dev/shm`. Some of their files differ between processes."""
 
@@ -82,12 +100,21 @@ class NamedFiles:
         """
         target = normpath(join(dirname(link), end))
         if is_below(target, _OF_KERNEL) and not is_below(target, SCRATCH):
-            return True
+            return not ((self.has(link) or "log" in link) and self._asks_for(target))
+        if is_below(target, ("/usr",)) and kind == "file":
+            return False
         link_named, end_named = self.has(link), self.has(end)
         end_named = end_named or (kind == "dir" and end in with_answers)
         if link_named and (self.about_links or end_named):
             return False
         return kind == "none" or link_named != end_named
+
+    def _asks_for(self, target: str) -> bool:
+        """Return whether the messages ask for a file of the kernel."""
+        words = [
+            _ASKS.get(word, word) for match in [_KERNEL_FILES.fullmatch(target)] if match for word in match.groups("")
+        ]
+        return any(word and re.search(rf"\b(?:{word})", self.text, re.IGNORECASE) for word in words)
 
     def has(self, path: str) -> bool:
         """Return whether the messages name a file.
@@ -123,7 +150,12 @@ async def detach_links(
     replaced: list[str] = []
     named = NamedFiles(task)
     hard = ("-prune", "-type", "f", "-links", "+1", "-exec", *_DETACHING, "{}", ";")
-    for some in batches([each.path for each in changes if each.kind == "file" and named.has(each.path)]):
+    files = [each.path for each in changes if each.kind == "file"]
+    if _ABOUT_HARD_LINKS.search(named.text):
+        listed = "\n".join(path for path in files if "\n" not in path).encode("utf-8", "surrogateescape")
+        await slot.execute(["/bin/sh", "-c", _RELINK], cwd="/", stdin=listed + b"\n", timeout_s=_DETACH_S, spill=False)
+        files = []
+    for some in batches([path for path in files if named.has(path)]):
         await slot.execute(["find", *some, *hard], cwd="/", timeout_s=_DETACH_S, spill=False)
     links = sorted((each.path for each in changes if each.kind == "symlink"), key=lambda path: not named.has(path))
     with_answers = named.directories(each.path for each in changes if each.kind in ("file", "symlink"))

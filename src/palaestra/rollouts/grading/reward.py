@@ -44,9 +44,6 @@ LABELS = _OF_SAME_RUN.union(
 )
 """The names of the labels that checks give. Environments declare those of their own as `label_names`."""
 
-_BY_VIEW = "changes that the check does not see"
-_UNKNOWN = "the check itself"
-_LOST = "they were lost, because the agent ended its sandbox, filled its disk or replaced programs"
 _SEEN = re.compile(r"/(?:workspace|tmp|var/tmp|dev/shm)(?:/|$)")
 """Places whose changes a check sees without a declaration, unless they stand in for a program."""
 
@@ -125,21 +122,18 @@ def _cause(score: Score, against: Sequence[Label], strict: Collection[str], reme
     for label in sorted(changing, key=lambda label: label.name not in _OF_SAME_RUN)[:1]:
         return label.name, label.evidence, remedy
     if unseen:
-        return _BY_VIEW, ", ".join(unseen[:5]), remedy
-    return _UNKNOWN, "it gives both figures, and no label explains the difference", remedy
+        return "changes that the check does not see", ", ".join(unseen[:5]), remedy
+    return "the check itself", "it gives both figures, and no label explains the difference", remedy
 
 
 def how_to_see(paths: Collection[str]) -> str:
     """Return the settings with which a check sees these paths. None brings back a scratch directory that could not be
     copied before the check."""
     kept = [path for path in paths if path not in SCRATCH]
-    return f"{_settings(kept)} shows them" if kept else _LOST
-
-
-def _settings(paths: Collection[str]) -> str:
-    outside = [path for path in paths if not _SEEN.match(path)]
-    folders = list(dict.fromkeys(path if dirname(path) == "/" else dirname(path) for path in outside))
-    named = (basename(path) for path in paths if path not in outside or basename(dirname(path)) in ("bin", "sbin"))
-    programs = list(dict.fromkeys(named))
-    words = [f"--env.graded_paths {' '.join(folders[:3])}"] if folders else []
-    return " ".join([*words, *([f"--env.graded_programs {' '.join(programs[:3])}"] if programs else [])])
+    if not kept:
+        return "they were lost, because the agent ended its sandbox, filled its disk or replaced programs"
+    outside = [path for path in kept if not _SEEN.match(path)]
+    folders = dict.fromkeys(path if dirname(path) == "/" else dirname(path) for path in outside)
+    named = (basename(path) for path in kept if path not in outside or basename(dirname(path)) in ("bin", "sbin"))
+    settings = {"graded_paths": [*folders][:3], "graded_programs": [*dict.fromkeys(named)][:3]}
+    return " ".join(f"--env.{name} {' '.join(values)}" for name, values in settings.items() if values) + " shows them"

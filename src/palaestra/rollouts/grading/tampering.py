@@ -14,9 +14,10 @@ A check sees everything that the agent left, with three exceptions:
 | programs of a check read no settings of the agent | files in home directories whose names begin with a dot, files in
   `~/.config` and `~/.jq`, and `~/.NAME/config` | `home_settings` |
 
-None holds for a path that the task declares or that its messages name, or for a program or package that the task
-declares or asks to install or, for the third, to configure. Each exception becomes a label, so that no score differs
-without a stated cause.
+None holds for a path that the task declares or that its messages name, for the target of such a path in the original
+root, or for a program or package that the task declares or asks to install, to repair or, for the third, to configure.
+An environment can except what its reference solution changes too. Each exception becomes a label, so that no score
+differs without a stated cause.
 
 Invariant: the decision depends on the paths and kinds of the changes, on the names in the original root and on the
 task, but never on the content of a file.
@@ -111,9 +112,21 @@ _MODULE = re.compile(r"(\w+)(?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so)")
 _VENV_PROGRAM = re.compile(r"(?:python|pip)[\d.]*")
 
 _INSTALLS = re.compile(
-    r"\b(?:re)?(?:install|upgrade|downgrade|replace)(?:s|d|ed|ing)?\s+((?:[^\s.;]+\s+){0,3}[^\s;]+)", re.IGNORECASE
+    r"\b(?:re|un)?(?:install|upgrade|downgrade|replace)(?:s|d|ed|ing)?\s+((?:[^\s.;]+\s+){0,3}[^\s;]+)", re.IGNORECASE
 )
 """A request to install something, and the four words that follow."""
+_BROKEN = re.compile(
+    r"\b(?:fix|repair|debug|correct|patch|rewrit|bug|broken|crash|fail|wrong|rename|remov|delet)", re.I
+)
+_COMMANDS = re.compile(
+    r"\b(?:fix|repair|debug|correct|patch|rewrite|rename|remove|delete|commands?|programs?|scripts?|tools?|utility|executable)"
+    r"(?:\s+(?:the|our|a|bug|bugs|in|command|program|script|tool|called|named|broken)){0,4}[\s:]+[`'\"*]+([\w.+-]+)[`'\"*]"
+    r"|[`'\"*]([\w.+-]+)[`'\"*]+\s+(?:command|program|script|tool|utility|executable)\b|(?<!\S)([\w.+-]+)(?=\s+command\b)",
+    re.I,
+)
+"""A command that a text asks to repair or rename. Programs of the distribution do not count, which are mere tools."""
+_OF_DISTRIBUTION = re.compile(r"/(?:usr/(?!local/)|s?bin/|lib).*", re.DOTALL)
+_ABOUT_TIME_ZONE = re.compile(r"\btime[ -]?zone|localtime", re.I)
 _PATH = re.compile(r"(?<![\w.:/~$}>-])(?:/[\w.+@%-]+)+")
 _TOO_WIDE = frozenset(
     {
@@ -176,11 +189,6 @@ def batches(paths: Sequence[str]) -> Iterator[Sequence[str]]:
     return (paths[start : start + _AT_ONCE] for start in range(0, len(paths), _AT_ONCE))
 
 
-def is_home_setting(path: str) -> bool:
-    """Return whether programs read a file of this path as settings in a home directory."""
-    return _HOME.fullmatch(path) is not None
-
-
 def intended(paths: Iterable[str]) -> Iterator[str]:
     """Yield the changed paths without those that ordinary commands change by the way, such as caches."""
     return (path for path in paths if not _BY_THE_WAY.search(path))
@@ -222,7 +230,10 @@ class Rule:
     ) -> None:
         self._names, self._workspace, self._text, self._env = names, workspace, text, env or {}
         above = [workspace, *map(str, PurePosixPath(workspace).parents)]
-        self._named = tuple(({*named} | paths_in(text)).difference(above))
+        zone = {"/etc/localtime"} if _ABOUT_TIME_ZONE.search(text) else set[str]()
+        self.named = tuple(({*named} | paths_in(text) | zone).difference(above))
+        """The paths that the task declares or names."""
+        self._repaired = {name for found in _COMMANDS.findall(text) for name in found if name and _BROKEN.search(text)}
         words = [word for found in _INSTALLS.findall(text) for word in found.split()]
         self._wanted = frozenset(word.strip("`'\",.()*") for word in words).union(programs)
         self._searched = {
@@ -291,7 +302,9 @@ class Rule:
     def _is_named(self, path: str, name: str) -> bool:
         """Return whether the task declares or names a path, or a program or package of this name. The workspace and the
         directories above it do not count."""
-        if is_below(path, self._named):
+        if is_below(path, self.named):
+            return True
+        if not (_OF_DISTRIBUTION.fullmatch(path) or self._repaired.isdisjoint(path.split("/"))):
             return True
         site = _SITE.fullmatch(path)
         wanted = {name, _distribution(site[2])} if site else {name}

@@ -37,7 +37,7 @@ from palaestra.rollouts.events import (
     TurnTaken,
 )
 from palaestra.rollouts.export.atropos import encode_line, group_line, line_messages, line_rollout
-from palaestra.rollouts.export.token_rows import ExportedRow, credit_of, exported_rows
+from palaestra.rollouts.export.token_rows import ExportedRow, exported_rows
 from palaestra.rollouts.journal.journal import checksum, read_journal
 from palaestra.rollouts.records import CUT_OFF, Group, Trajectory, have_same_scores
 
@@ -380,10 +380,6 @@ def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> I
     twice. An export may leave out rollouts, but a rollout that appears must have all its rows."""
     decoder = msgspec.json.Decoder(ExportedRow)
     due: dict[str, dict[int, ExportedRow]] = {}
-    values: dict[str, Mapping[int, Sequence[tuple[int, float]]]] = {}
-    groups: dict[str, list[Trajectory]] = {}
-    for one in ends.values():
-        groups.setdefault(one.group_id, []).append(one)
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             try:
@@ -396,10 +392,7 @@ def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> I
                 yield f"{place} is not in the journal"
                 return
             if row.rollout_id not in due:
-                one = ends[row.rollout_id]
-                if one.group_id not in values:
-                    values[one.group_id] = credit_of(groups[one.group_id])
-                rows = exported_rows(one, values[one.group_id].get(one.index, ()), counterfactual=True)
+                rows = exported_rows(ends[row.rollout_id], counterfactual=True)
                 due[row.rollout_id] = {each.segment: each for each in rows}
             recorded = due[row.rollout_id].pop(row.segment, None)
             if recorded is None:

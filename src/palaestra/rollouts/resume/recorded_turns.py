@@ -29,7 +29,7 @@ from palaestra.inference.ledger import Piece, SampledTurn, pieces_of
 from palaestra.inference.parsers import get_parser
 from palaestra.rollouts.events import ReplyReceived, TurnTaken
 from palaestra.rollouts.journal.journal import checksum
-from palaestra.rollouts.records import Fork, Origin
+from palaestra.rollouts.records import Origin
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
 from palaestra.rollouts.resume.state import CutOff
 from palaestra.sandbox.slot import Snapshot
@@ -106,15 +106,9 @@ class RecordedTurns:
         return None
 
     @property
-    def parent(self) -> Fork | None:
-        """The point at which the rollout continues another one; None if it starts from its own beginning, and once
-        resuming has failed."""
-        return self.cut_off.parent if self.failed is None else None
-
-    @property
     def shared(self) -> int:
-        """The number of turns at the beginning that belong to another rollout; 0 once resuming has failed."""
-        return 0 if self.parent is None else self.parent.turn
+        """The number of turns at the beginning that belong to a rollout of another run."""
+        return 0
 
     @property
     def shared_samples(self) -> int:

@@ -33,7 +33,7 @@ from palaestra.rollouts.events import (
     TurnTaken,
 )
 from palaestra.rollouts.journal.journal import event_at, is_whole, placed_events
-from palaestra.rollouts.records import CUT_OFF, Beside, Fork, Group, Trajectory
+from palaestra.rollouts.records import CUT_OFF, Beside, Group, Trajectory
 
 _NOT_FINISHED = str(json.loads(NOT_FINISHED)["error"])
 
@@ -43,23 +43,20 @@ class CutOff:
     """An unfinished rollout: its turns and the hash of its tools.
 
     `replies` has the replies recorded in turns with sub-agents, each with the index of its turn in `events`. `ended` is
-    the record of the latest attempt, or None if the run was killed before that record was written. With a `parent`,
-    `events` begins with the turns of the rollout that this one continues. The same is true of a counterfactual rollout,
-    with `shared` turns of a rollout of another run.
+    the record of the latest attempt, or None if the run was killed before that record was written. In a counterfactual
+    rollout, `events` begins with the `shared` turns of a rollout of another run.
     """
 
     tools_hash: str
     events: list[TurnTaken] = field(default_factory=list)
     replies: list[tuple[int, ReplyReceived]] = field(default_factory=list)
     ended: Trajectory | None = None
-    parent: Fork | None = None
     shared: int = 0
 
     @property
     def own(self) -> list[TurnTaken]:
         """The turns that the rollout itself took."""
-        shared = self.shared if self.parent is None else self.parent.turn
-        first = shared + 1 if shared else 0
+        first = self.shared + 1 if self.shared else 0
         return [event for event in self.events if event.turn >= first]
 
     def add(self, event: TurnTaken) -> None:
@@ -92,11 +89,10 @@ class CutOff:
             outcome=Outcome.CANCELLED,
             reward=None,
             blame=Blame.RUN,
-            error="the run was killed" if self.parent is None else "its shared turns differ from the recorded ones",
+            error="the run was killed",
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             cost=prices.cost(prompt_tokens, completion_tokens) if prices else None,
-            parent=self.parent,
             beside=Beside(started_at=(self.own or self.events)[0].at),
         )
 
@@ -145,9 +141,8 @@ class EarlierWork:
 
     The groups of `ended` are without their rollouts; `whole` adds them.
 
-    `asked` has a checksum of each group's prompt by group id, and `tasks` has each task's id by its number. `turns`
-    has, by rollout id, the turns of finished rollouts that others of their group can continue. `run` is None for a new
-    run.
+    `asked` has a checksum of each group's prompt by group id, and `tasks` has each task's id by its number. `run`
+    is None for a new run.
     """
 
     run: RunStarted | None = None
@@ -156,7 +151,6 @@ class EarlierWork:
     cut_off: dict[str, CutOff] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
     tasks: dict[int, str] = field(default_factory=dict)
-    turns: dict[str, list[TurnTaken]] = field(default_factory=dict)
 
     def whole(self, number: int) -> Group:
         """Return an ended group with its rollouts, in the order of their indices."""
@@ -232,11 +226,6 @@ class _Reader:
                     cut_off[rollout_id].add(event)
             case ReplyReceived(rollout_id=rollout_id) if rollout_id in cut_off:
                 cut_off[rollout_id].replies.append((len(cut_off[rollout_id].events), event))
-            case RolloutResumed(rollout_id=rollout_id, turns=turns, parent=int(parent)):
-                group_id = rollout_id.rpartition("/")[0]
-                shared = taken_until(work.turns.get(f"{group_id}/{parent}", []), turns)
-                if shared:
-                    cut_off[rollout_id] = CutOff(self._begun[group_id].tools_hash, shared, parent=Fork(parent, turns))
             case RolloutResumed(rollout_id=rollout_id, anew=anew):
                 if anew:
                     cut_off.pop(rollout_id, None)
@@ -250,9 +239,7 @@ class _Reader:
                 if trajectory.blame not in CUT_OFF:
                     rollouts.put(trajectory, place)
                     missing.discard(trajectory.index)
-                    ended = cut_off.pop(trajectory.rollout_id, None)
-                    if trajectory.fork_points and ended is not None:
-                        work.turns[trajectory.rollout_id] = ended.events
+                    cut_off.pop(trajectory.rollout_id, None)
                 else:
                     rollouts.remove(trajectory.index)
                     missing.add(trajectory.index)
@@ -262,8 +249,6 @@ class _Reader:
                 group = self._begun[group_id]
                 group.error, group.blame = event.error, event.blame or group.blame
                 work.ended[number] = group
-                for index in work.rollouts[group_id]:
-                    work.turns.pop(f"{group_id}/{index}", None)
             case _:
                 pass
 

@@ -15,8 +15,8 @@ A pod that ends, is evicted or whose node fails is a lost place, whose rollouts 
 this process: they are deleted when the backend closes. If this process is killed, a pod ends by itself five minutes
 after its stream has ended, and the next run on this machine deletes it. A deadline ends every pod.
 
-Tested with kubectl 1.20 to 1.33 against a stand-in of the API server (`palaestra.testing.fake_kubernetes`), which runs
-pods as processes in namespaces; not on a real cluster.
+Tested with kubectl 1.20 to 1.33 against a stand-in of the API server (tests/stand_ins), which runs pods as processes in
+namespaces; not on a real cluster.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from . import files, syscalls
 from .event_loop import READ, WRITE, EpollLoop, Job
-from .exec import background, pipes
+from .exec import background, pipes, process_tree
 from .exec.background import BackgroundProcesses
 from .exec.pipes import Shelf
 from .exec.stateful_shell import ShellProcesses
@@ -128,7 +128,7 @@ class ServerSlot:
 
     def end_hung(self) -> None:
         if self.state is LifeStage.LIVE and os.waitid(os.P_PIDFD, self.process, _IF_DEAD) is None:
-            self._hung = True
+            self._hung = not process_tree.is_exiting(self.pid)
             self._kill_init()
 
     def make_socket(self, make: Callable[[], socket.socket]) -> socket.socket:

@@ -18,7 +18,7 @@ from pydantic import Field
 from palaestra.agent.result import AgentResult
 from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.dataset_env import ListedEnv
-from palaestra.core.config import later, local_path
+from palaestra.core.config import local_path
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
 from palaestra.envs.config.fields import ListedEnvConfig
@@ -99,11 +99,6 @@ class EndlessTerminalsEnvConfig(ListedEnvConfig):
     container_build_timeout_s: float = Field(
         default=600.0, gt=0, description="Time limit in seconds for building an image."
     )
-
-    use_local_dir: bool = later(True, "Task folders are always read in place.")
-    prebuild_images: bool = later(False, "Each image is built once, when the group of its task starts.")
-    max_concurrent_builds: int = later(4, "Images are built concurrently for all running groups.")
-    docker_image_prefix: str = later("endless-terminals", "Built images are exported and removed from the tool.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,18 +14,17 @@ import functools
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 
-from palaestra.core.errors import InfraError
 from palaestra.core.types import Label
 from palaestra.rollouts.grading.grader import WAYS
 from palaestra.sandbox.slot import Slot
-from palaestra.suites.grading.falsified import named_tests, parse, tests_in
+from palaestra.suites.grading.falsified import literal, named_tests, parse, tests_in
+from palaestra.suites.slot_commands import content_of
 
 COPIED, ENCODED = "answers_copied", "encoded_data"
 """The names of the labels."""
 
 _PLAIN = str.maketrans("[]{}", "()()", "\"'\\")
 _SPACE, _AROUND = re.compile(r"(?:\s|\\[nrt])+"), re.compile(r" ?([,:()]) ?")
-_LITERALS = (ast.Constant, ast.UnaryOp, ast.List, ast.Tuple, ast.Set, ast.Dict)
 _SHORTEST, _FEWEST, _SHARE = 3, 2, 1 / 4
 _ENCODED = re.compile(r"[\w+/=-]{80,}", re.ASCII)
 _LEAST_LETTERS = 20
@@ -77,14 +76,10 @@ async def python_texts(slot: Slot, paths: Iterable[str]) -> dict[str, str]:
     left = _MOST_IN_ALL
     for path in paths:
         if path.endswith(".py") and not _NO_WORK.search(path) and len(found) < _MOST_FILES and left > 0:
-            try:
-                data = await slot.read_bytes(path, max_bytes=min(_MOST_BYTES, left))
+            data = await content_of(slot, path, min(_MOST_BYTES, left))
+            if data is not None:
                 found[path] = data.decode("utf-8", "replace")
                 left -= len(data)
-            except InfraError:
-                raise
-            except OSError:
-                continue  # it is gone, or it is no file
     return found
 
 
@@ -124,14 +119,11 @@ def _constants(nodes: Iterable[ast.AST], *, parts: bool = False) -> Iterator[str
     left = list(nodes)
     while left:
         node = left.pop()
-        try:
-            value = ast.literal_eval(node) if isinstance(node, _LITERALS) else None
-        except (ValueError, TypeError):  # not only constants
-            value = None
-        if value not in (None, True, False):
+        value = literal(node)
+        if value not in (None, True, False, ...):
             yield _plain(repr(value))
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if (parts or value is None) and not docstring:
+        if (parts or value is ...) and not docstring:
             left += ast.iter_child_nodes(node)
 
 

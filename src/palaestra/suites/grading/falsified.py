@@ -57,6 +57,7 @@ _EQUALITY = re.compile(
     r"|assert_(?:(?:array_|frame_|series_|index_)?(?:almost_)?equal|allclose)"
 )
 """Assertion methods that compare their first two arguments."""
+_LITERALS = (ast.Constant, ast.UnaryOp, ast.List, ast.Tuple, ast.Set, ast.Dict)
 _RAISING = re.compile(r"raises|assert(?:Raises|Warns)(?:Regex)?|assertLogs")
 """Context managers that fail if their body does nothing."""
 _REJECTED = {
@@ -250,6 +251,14 @@ def parse(source: str) -> ast.Module | None:
         return None
 
 
+def literal(node: ast.AST) -> object:
+    """Return the value of a constant, or of a list, tuple, set or dict of constants; `...` for any other node."""
+    try:
+        return ast.literal_eval(node) if isinstance(node, _LITERALS) else ...
+    except (ValueError, TypeError):  # not only constants
+        return ...
+
+
 def tests_in(body: Iterable[ast.stmt], owner: str) -> list[tuple[str, Function]]:
     """Return the test functions of a module, each with the names of its classes as a prefix (`Class::`)."""
     found = _functions(body, owner)
@@ -294,7 +303,7 @@ def falsify(sources: Mapping[str, str], names: Collection[str], *, alone: bool =
     again = None
     for path, parsed in trees.items():
         source, wanted = sources[path], set(map(id, wanted_in[path]))
-        edits, used = [], _names_used(parsed.tree)
+        edits, used = [], {_name_of(node) for node in ast.walk(parsed.tree)}
         tests = [each for _, each in tests_in(parsed.tree.body, "")]
         for _, function in _functions(parsed.tree.body, "") if wanted else ():
             place = path, function.name
@@ -396,7 +405,8 @@ class _Assertions(ast.NodeTransformer):
 
     def _compared(self, sides: list[ast.expr], statement: ast.stmt, what: str) -> ast.stmt | list[ast.stmt]:
         """Return the statement, which compares `_SIDES`, after one that makes these: the sides, one of them changed."""
-        literals = [at for at in (0, 1) if _is_literal(sides[at])]
+        values = [literal(each) for each in sides]
+        literals = [at for at in (0, 1) if values[at] is not ...]
         names = [at for at in (0, 1) if isinstance(sides[at], ast.Name)]
         shown, texts = ["", ""], [ast.unparse(each) for each in sides]
         for at in (0, 1):
@@ -407,7 +417,7 @@ class _Assertions(ast.NodeTransformer):
         order = literals[:1] or sorted((0, 1), key=lambda at: (names != [at], -at))
         self.changes += 1
         self.compared |= {texts[at] for at in names}
-        right: object = ast.literal_eval(texts[order[0]]) if len(literals) == 1 else ...
+        right = values[order[0]] if len(literals) == 1 else ...
         if changed := (wrong := _other(right, *_factor())) is not right:
             texts[order[0]] = repr(wrong)  # code that reads its test finds the wrong value too
         made = f"_falsified_sides = _falsified_change({', '.join(texts)}, {order!r}, {changed})"
@@ -468,17 +478,6 @@ def _may_be_result(side: ast.expr, bound: Collection[str]) -> bool:
     return not (isinstance(side, ast.Attribute) and side.attr.isupper())
 
 
-def _is_literal(node: ast.expr) -> bool:
-    """Return whether the node is a constant, or a list, tuple or dict of constants."""
-    if isinstance(node, ast.List | ast.Tuple | ast.Set):
-        return all(map(_is_literal, node.elts))
-    if isinstance(node, ast.Dict):
-        return all(each is not None and _is_literal(each) for each in (*node.keys, *node.values))
-    if isinstance(node, ast.UnaryOp):
-        return isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
-    return isinstance(node, ast.Constant)
-
-
 def _is_generator(function: Function) -> bool:
     inner = [each for each in ast.walk(function) if isinstance(each, Function | ast.Lambda) and each is not function]
     own = {*ast.walk(function)}.difference(*map(ast.walk, inner))
@@ -487,11 +486,6 @@ def _is_generator(function: Function) -> bool:
 
 def _is_fixture(function: Function) -> bool:
     return any("fixture" in _name_of(each) for top in function.decorator_list for each in ast.walk(top))
-
-
-def _names_used(tree: ast.Module) -> set[str]:
-    """Return the names and attributes that a file refers to."""
-    return {_name_of(node) for node in ast.walk(tree)}
 
 
 def _function_of(node_id: str) -> tuple[str, str]:

@@ -24,6 +24,9 @@ from palaestra.core.types import JSON, Label
 from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import ExecutionResult, Slot
 
+FOLDER = "/tmp/.palaestra-grade"  # noqa: S108  in the slot; saved file systems do not contain it
+"""The folder of the harness in the slot."""
+
 
 class TestsTimedOut(GraderError):
     """Raised if a test session did not end in time. A second session can show whether the work or a slow machine is the
@@ -33,33 +36,23 @@ class TestsTimedOut(GraderError):
 
 
 class Status(StrEnum):
-    """The outcome of one test over all its phases."""
+    """The outcome of one test over all its phases, the worst first. A skipped tear-down or subtest does not make a
+    passed test a skipped one: pytest lists it as passed."""
 
-    PASSED = "passed"
-    FAILED = "failed"
     ERROR = "error"
-    SKIPPED = "skipped"
-    XFAILED = "xfailed"
-    """The test is marked `xfail` and failed."""
+    FAILED = "failed"
     XFAIL_CALLED = "xfail called"
     """The test, or the code under test, called `pytest.xfail`."""
+    XFAILED = "xfailed"
+    """The test is marked `xfail` and failed."""
     XPASSED = "xpassed"
+    PASSED = "passed"
+    SKIPPED = "skipped"
     MISSING = "missing"
 
 
 FAILED = frozenset({Status.FAILED, Status.ERROR})
 """The statuses of tests that failed in one of their phases."""
-
-_WORST_FIRST = (
-    Status.ERROR,
-    Status.FAILED,
-    Status.XFAIL_CALLED,
-    Status.XFAILED,
-    Status.XPASSED,
-    Status.PASSED,
-    Status.SKIPPED,
-)
-"""A skipped tear-down or subtest does not make a passed test a skipped one: pytest lists it as passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +123,17 @@ async def run_harness(
     script: str,
     plan: Mapping[str, JSON],
     *,
-    folder: str,
     env: Mapping[str, str],
     timeout_s: float,
 ) -> tuple[list[Mapping[str, JSON]], ExecutionResult]:
-    """Copy `script` of `in_slot` into `folder`, start it with `command` in `plan["root"]`, and return its records.
+    """Copy `script` of `in_slot` into `FOLDER`, start it with `command` in `plan["root"]`, and return its records.
 
     Raises `GraderError` if the script does not send `start`.
     """
     note_way(Way.RUN_TESTS)
-    await send_scripts(slot, folder, script)
+    await send_scripts(slot, FOLDER, script)
     result = await slot.execute(
-        [*command, f"{folder}/{script}"],
+        [*command, f"{FOLDER}/{script}"],
         cwd=plan["root"],
         env=env,
         stdin=json.dumps(plan).encode(),
@@ -149,7 +141,7 @@ async def run_harness(
         verdict=True,
     )
     records = read_records(result.verdict)
-    if not has_started(records):
+    if not any(record["kind"] == "start" for record in records):
         raise GraderError(f"the test harness did not start in {slot.slot_id}: {result.error}\n{result.output[-2000:]}")
     return records, result
 
@@ -194,11 +186,6 @@ def alarms_in(records: Sequence[Mapping[str, JSON]]) -> tuple[Label, ...]:
     return tuple(labels)
 
 
-def has_started(records: Sequence[Mapping[str, JSON]]) -> bool:
-    """Return whether the harness sent `start`."""
-    return any(record["kind"] == "start" for record in records)
-
-
 def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> TestRun:
     """Return the test run that the records of one command describe; the command may have started pytest several
     times."""
@@ -229,7 +216,7 @@ def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> 
 
 def _status(phases: Sequence[Mapping[str, JSON]]) -> Status:
     """Return the worst outcome of a test's phases: a failing teardown overrides a passing call."""
-    return min((_phase_status(phase) for phase in phases), key=_WORST_FIRST.index)
+    return min(map(_phase_status, phases), key=[*Status].index)
 
 
 def _phase_status(phase: Mapping[str, JSON]) -> Status:

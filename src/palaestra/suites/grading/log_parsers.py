@@ -24,7 +24,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -79,27 +78,17 @@ def _joined(separator: str, suites: Iterable[str], name: str) -> str:
     return separator.join([*(suite[:_LONGEST_NAME] for suite in suites), name])[:_LONGEST_NAME]
 
 
-@dataclass(frozen=True, slots=True)
-class LineParser:
-    """A runner that prints one line for each test. Later lines replace earlier ones."""
+def _lines(pattern: str, **words: str) -> Parser:
+    """A runner that prints one line for each test. Later lines replace earlier ones. `words` maps a status to the words
+    that the runner prints for it, separated by commas."""
+    compiled = re.compile(pattern)
+    statuses = {word: Status(status) for status, text in words.items() for word in text.split(",")}
 
-    pattern: re.Pattern[str]
-    statuses: Mapping[str, Status]
+    def read(log: str) -> Statuses:
+        matches = (compiled.match(line.strip()) for line in lines_of(log))
+        return {match["name"]: statuses[match["status"]] for match in matches if match and match["status"] in statuses}
 
-    def __call__(self, log: str) -> Statuses:
-        found: Statuses = {}
-        for line in lines_of(log):
-            match = self.pattern.match(line.strip())
-            status = match and self.statuses.get(match["status"])
-            if match and status:
-                found[match["name"]] = status
-        return found
-
-
-def _lines(pattern: str, **words: str) -> LineParser:
-    """`words` maps a status to the words that a runner prints for it, separated by spaces."""
-    statuses = {word: Status(status) for status, text in words.items() for word in text.split()}
-    return LineParser(re.compile(pattern), statuses)
+    return read
 
 
 LINES: Mapping[str, Parser] = {
@@ -112,13 +101,13 @@ LINES: Mapping[str, Parser] = {
     "vitest": _lines(r"(?P<status>[✓×↓])\s(?P<name>.+?)(?:\s(?:\d+\s*m?s?|\[skipped\]))?$",
                      passed="✓", failed="×", skipped="↓"),
     "test_files": _lines(r"(?P<status>PASS|FAIL)\s(?P<name>.*?)(?:\s\([\d.]+\s?m?s\))?$", passed="PASS", failed="FAIL"),
-    "ant": _lines(r"\[junit\]\s+\[(?P<status>PASS|FAIL|ERR)\]\s+(?P<name>.*)$", passed="PASS", failed="FAIL ERR"),
+    "ant": _lines(r"\[junit\]\s+\[(?P<status>PASS|FAIL|ERR)\]\s+(?P<name>.*)$", passed="PASS", failed="FAIL,ERR"),
     "phpunit_lines": _lines(r"(?P<status>[✔✘↩])\s*(?P<name>.*)$", passed="✔", failed="✘", skipped="↩"),
     "minitest_verbose": _lines(r"(?P<name>[^#]+#.+) = \d+\.\d+ s = (?P<status>[.FES])$",
-                               passed=".", failed="F E", skipped="S"),
+                               passed=".", failed="F,E", skipped="S"),
     "cucumber": _lines(r"(?P<name>.*) \.+(?P<status>\.|F)", passed=".", failed="F"),
     "ruby_unit": _lines(r"(?:test: )?(?P<name>.+):\s+(?P<status>\.|E\b|F\b|O\b)",
-                        passed=".", failed="E F", skipped="O"),
+                        passed=".", failed="E,F", skipped="O"),
     "rspec_transformed_json": _lines(r"(?P<name>.+) - (?P<status>passed|failed)", passed="passed", failed="failed"),
     "jq": _lines(r"(?P<status>PASS|FAIL):\s(?P<name>.+)$", passed="PASS", failed="FAIL"),
     "micropython_test": _lines(r"(?P<status>pass|FAIL|skip)\s+(?P<name>.+)$",
@@ -127,9 +116,15 @@ LINES: Mapping[str, Parser] = {
                          passed="OK", failed="FAILED"),
     "ctest": _lines(r"\d+/\d+\s+Test\s+#\d+:\s+(?P<name>\S+)\s+(?:\.+\s*)?(?:\*\*\*)?(?P<status>Passed|Failed|Not|"
                     r"Timeout|Exception|Skipped)\b",
-                    passed="Passed", failed="Failed Not Timeout Exception", skipped="Skipped"),
+                    passed="Passed", failed="Failed,Not,Timeout,Exception", skipped="Skipped"),
     "pytest": _lines(r"(?P<status>PASSED|FAILED|ERROR|XFAIL) (?P<name>\S+?::\S+|\S+\.py\b\S*).*$",
                      passed="PASSED", failed="FAILED", error="ERROR", xfailed="XFAIL"),
+    # SWE-bench keeps the description with its leading dash, and so do the names in its rows.
+    "tap": _lines(r"(?P<status>ok|not ok) \d+ (?P<name>.+)$", passed="ok", failed="not ok"),
+    # The name of a test that failed is followed by its file.
+    "redis": _lines(r"\[(?P<status>ok|(?P<bad>err)|skip|ignore)\]:\s(?P<name>.+?)(?(bad)(?:(?<!\s)\s+in\s+\S+)?)"
+                    r"(?:\s\(\d+\s*m?s\))?$",
+                    passed="ok", failed="err", skipped="skip,ignore"),
     "swift": _lines(r"Test Case '(?P<name>[^']+)'\s+(?P<status>passed|failed|skipped)\b.*$",
                     passed="passed", failed="failed", skipped="skipped"),
 }  # fmt: skip
@@ -152,23 +147,6 @@ def _minitest(log: str) -> Statuses:
         name = line[: max(0, line.rfind(". ", 0, max(0, line.rfind("=", 0, max(0, last)))))]
         if name:
             found[name] = _PASSED if line[last] == "." else _FAILED
-    return found
-
-
-def _tap(log: str) -> Statuses:
-    """TAP 13. SWE-bench keeps the description with its leading dash, and so do the names in its rows."""
-    matches = (re.match(r"(ok|not ok) \d+ (.+)$", line.strip()) for line in lines_of(log))
-    return {match[2]: _PASSED if match[1] == "ok" else _FAILED for match in matches if match}
-
-
-def _redis(log: str) -> Statuses:
-    found: Statuses = {}
-    for line in lines_of(log):
-        match = re.match(r"\[(ok|err|skip|ignore)\]:\s(.+?)(?:\s\(\d+\s*m?s\))?$", line.strip())
-        if match and match[1] == "err":  # its name is followed by the file
-            found[re.sub(r"\sin\s+\S+$", "", match[2]).rstrip()] = _FAILED
-        elif match:
-            found[match[2]] = _PASSED if match[1] == "ok" else _SKIPPED
     return found
 
 
@@ -418,8 +396,6 @@ def _either(*parsers: Parser) -> Parser:
 PARSERS: Mapping[str, Parser] = {
     **LINES,
     "minitest": _minitest,
-    "tap": _tap,
-    "redis": _redis,
     "phpunit": _phpunit,
     "maven": _maven,
     "surefire": _surefire,
@@ -430,14 +406,12 @@ PARSERS: Mapping[str, Parser] = {
     "doctest": _doctest,
     "junit": _junit,
     "gotest_json": _json_lines,
-    "node": _either(_marks, _tap, LINES["jest_json"]),
+    "node": _either(_marks, LINES["tap"], LINES["jest_json"]),
     "java": _either(_junit, _gradle, _surefire, _maven),
     "rspec": _either(LINES["rspec_transformed_json"], _rspec),
     "ruby": _either(LINES["minitest_verbose"], LINES["ruby_unit"], _rspec),
-    "c": _either(LINES["ctest"], LINES["googletest"], _tap, LINES["jq"]),
-    "carbon": LINES["test_files"],
-    "react_pdf": LINES["test_files"],
-    "grommet": LINES["test_files"],
+    "c": _either(LINES["ctest"], LINES["googletest"], LINES["tap"], LINES["jq"]),
+    **dict.fromkeys(("carbon", "react_pdf", "grommet"), LINES["test_files"]),
     "marked": _failures(r"^\d+\)\s(.*)$"),
     "eslint": _eslint,
     "chart_js": _failures(r"Chrome\s[\d.]+\s\([^()]+\)\s(.*)(?<=FAILED)$"),

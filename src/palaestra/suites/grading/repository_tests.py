@@ -16,10 +16,9 @@ from dataclasses import replace
 from palaestra.core.errors import GraderError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Slot
-from palaestra.suites.grading.harness import FailedTest, Status, TestRun, alarms_in, read_run, run_harness
+from palaestra.suites.grading.harness import FOLDER, FailedTest, Status, TestRun, alarms_in, read_run, run_harness
 from palaestra.suites.toolchain.toolchain import Toolchain
 
-_FOLDER = "/tmp/.palaestra-grade"  # noqa: S108  a path in the grading slot
 _CANARY_TIMEOUT_S = 60.0
 _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
@@ -93,14 +92,12 @@ async def _run(
         "python_path": [f"{root}/{path}".removesuffix("/.") for path in toolchain.python_path],
         "dependencies": list(toolchain.dependencies),
     }
-    return await run_harness(
-        slot, toolchain.command, script, plan, folder=_FOLDER, env=_ENVIRONMENT, timeout_s=timeout_s
-    )
+    return await run_harness(slot, toolchain.command, script, plan, env=_ENVIRONMENT, timeout_s=timeout_s)
 
 
 async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:
     """Run the canary, a test that cannot fail. Raises `GraderError` if it does not pass."""
-    root = f"{_FOLDER}/canary"
+    root = f"{FOLDER}/canary"
     await slot.write_text(f"{root}/test_canary.py", _CANARY)
     await slot.write_text(f"{root}/pytest.ini", "[pytest]\n")
     canary = await _pytest(slot, toolchain, root, ["test_canary.py"], _CANARY_TIMEOUT_S)

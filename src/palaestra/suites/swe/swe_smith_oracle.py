@@ -49,7 +49,7 @@ from palaestra.suites.swe.command_tests import install_language, language_toolch
 from palaestra.suites.swe.declared import FILES, declared, required_python
 from palaestra.suites.swe.failure_cause import cause_of
 from palaestra.suites.swe.languages import PYTHON, Language
-from palaestra.suites.swe.protected import outside, protected, tests_of
+from palaestra.suites.swe.protected import Protected, outside, protected, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
 from palaestra.suites.swe.row_tests import (
@@ -469,14 +469,18 @@ class SweEnvironment(ContractEnvironment):
         if found.differs:
             await grading.restart()
             graded = await self._verdict(rollout, grading, judged, found.guarded)
-        judged = graded.row
+        controls, built = Controlled(), None
+        if official.resolved and not graded.row.verdict(graded.run).resolved:
+            edited = [each.path for each in changes if each.path.removeprefix(f"{REPOSITORY}/") in pristine]
+            built = await self._with_build_files(rollout, grading, judged, found, edited)
+        graded, judged = built or graded, graded.row
         guarded = judged.verdict(graded.run)
         earned = guarded.resolved
         if judged.recipe is not None:  # a log of tests that passed counts only if its command did not fail
             earned = earned and judged.official(graded.run).resolved
-        controls, copied = Controlled(), list[Label]()
+        copied = list[Label]()
         if guarded.resolved and self.settings.controls:
-            controls = await self._control(judged, graded.work, graded)
+            controls = controls if built else await self._control(judged, graded.work, graded)
             copied = await self._copied(judged, graded)
         detail: dict[str, JSON] = {
             "resolved": official.resolved,
@@ -503,6 +507,22 @@ class SweEnvironment(ContractEnvironment):
             *excuses(judged, graded.run),
         ]
         return Score(float(earned), numbers(detail), detail, float(official.resolved), labels)
+
+    async def _with_build_files(
+        self, rollout: Rollout, grading: Grading, row: SweRow, found: Protected, edited: Sequence[str]
+    ) -> Graded | None:
+        """Return the verdict with the work's own build files, which may list its new sources; None if the work has
+        none, if it passes without its `edited` sources too or not at all, or unless all its falsified tests fail."""
+        if row.recipe is None or not found.build_files or not self.settings.controls:
+            return None
+        kept = [path for path in found.guarded if path not in found.build_files]
+        for without in ([*kept, *(path for path in edited if path not in found.build_files)], kept):
+            await grading.restart()
+            graded = await self._verdict(rollout, grading, row, without)
+            if graded.row.official(graded.run).resolved is (without is not kept):
+                return None
+        controls = await self._control(graded.row, graded.work, graded)
+        return None if controls.labels or controls.uncontrolled else graded
 
     async def _verdict(self, rollout: Rollout, grading: Grading, row: SweRow, without: Sequence[str]) -> Graded:
         """Run the row's tests over the work without the changed paths `without`. Raises `GraderError`."""

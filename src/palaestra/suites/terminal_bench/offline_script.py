@@ -83,6 +83,17 @@ class OfflineScript:
     pytest: bool = False
     others: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def whole(self) -> str:
+        """The text of all scripts."""
+        return "\n".join([self.text, *self.others.values()])
+
+
+_ABOUT_SERVICES = re.compile(
+    r"\b(?:serv(?:e|es|ing|ers?|ices?)|daemons?|listen(?:s|ing)?|ports?|background|process(?:es)?|running)\b",
+    re.IGNORECASE,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class GradedPart:
@@ -96,6 +107,11 @@ class GradedPart:
     def step_name(self) -> str:
         """The name of the step; empty for a whole task."""
         return self.step.name if self.step else ""
+
+    @property
+    def asks_for_service(self) -> bool:
+        """Whether the instruction asks for something that runs until the check."""
+        return _ABOUT_SERVICES.search(self.task.instruction) is not None
 
 
 def parts_of(task: TerminalTask) -> tuple[GradedPart, ...]:
@@ -130,11 +146,11 @@ def offline(text: str) -> OfflineScript:
     return OfflineScript("\n".join(new) + "\n", replaced, tuple(requirements), pytest)
 
 
-def lacks_network(scripts: Iterable[str], helpers: Iterable[str], output: str) -> bool:
+def lacks_network(scripts: str, helpers: Iterable[str], output: str) -> bool:
     """Return whether the output of a verifier has the words of a failed connection, and its scripts download something
     or its files ask a model. Work can print such words too, so they only raise a doubt."""
     failed = _OF_LOOPBACK.sub("", output)
-    lines = [line for text in scripts for line in text.splitlines() if not line.lstrip().startswith("#")]
+    lines = [line for line in scripts.splitlines() if not line.lstrip().startswith("#")]
     if _CANNOT_REACH.search(failed) and any(map(_REACHES_OUT.search, lines)):
         return True
     return _NO_JUDGE.search(failed) is not None and any(map(_JUDGE.search, [*lines, *helpers]))

@@ -139,6 +139,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         self._prepared: dict[str, PreparedSlot] = {}
         self._needs_processes: dict[str, bool] = {}
         self._playing: dict[str, asyncio.Lock] = {}
+        self._solved: dict[str, frozenset[str]] = {}
 
     async def open(self) -> None:
         self.roots.check()  # before the run's folder is made
@@ -314,7 +315,9 @@ class TerminalBenchEnvironment(ContractEnvironment):
     def verification(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Verification:
         """Return the verification of a part of the rollout's task."""
         network = self.slot_spec(rollout.task, Phase.PREPARE).network
-        context = VerifierContext(self.settings, self._prepared, network, self._needs_processes, self._playing)
+        context = VerifierContext(
+            self.settings, self._prepared, network, self._needs_processes, self._playing, self._solved
+        )
         return Verification(rollout, grading, part, context)
 
 

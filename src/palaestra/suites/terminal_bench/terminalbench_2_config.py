@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from palaestra.core.config import later
 from palaestra.envs.config.fields import ListedEnvConfig
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.images.task_images import PullPolicy
@@ -33,7 +32,6 @@ class TerminalBench2EvalConfig(ListedEnvConfig):
     controls: bool = Field(
         default=True, description="Check a positive verdict with rewritten tests, some of them falsified."
     )
-    eval_concurrency: int = later(0, "Tasks evaluated concurrently; use max_num_workers.")
     keep_programs: list[str] = Field(
         default=[], description="System programs that an agent may replace, for tasks about them."
     )

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shlex
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from posixpath import basename
 
-from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
+from palaestra.core.errors import GraderError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.blame import blame
-from palaestra.rollouts.grading.grader import LIVE, Grading
+from palaestra.rollouts.grading.grader import LIVE, Grading, restore_directory
 from palaestra.rollouts.grading.tampering import (
     CARRIED,
     HOME_SETTINGS,
@@ -25,7 +24,6 @@ from palaestra.rollouts.grading.tampering import (
     SHADOWED,
     changes_in,
     is_below,
-    is_home_setting,
     paths_in,
 )
 from palaestra.rollouts.rollout import Rollout
@@ -144,13 +142,14 @@ class VerifierContext:
     """What all verifications of an environment share: its settings, what preparing each workspace has found, by task,
     and the network while a verifier's root is built. `needs_processes` has the verifiers that the reference solution
     has shown to be able to give a verdict, by task and step: whether the solution is paid only where the processes run
-    that it leaves. `playing` has a lock for each."""
+    that it leaves. `playing` has a lock for each, and `solved` the paths that the solution changes."""
 
     settings: TerminalBench2EvalConfig
     prepared: dict[str, PreparedSlot]
     build_network: Network | AllowList
     needs_processes: dict[str, bool]
     playing: dict[str, asyncio.Lock]
+    solved: dict[str, frozenset[str]]
 
 
 class Verification:
@@ -159,15 +158,14 @@ class Verification:
     def __init__(self, rollout: Rollout, grading: Grading, part: GradedPart, context: VerifierContext) -> None:
         self._rollout, self._grading, self._part = rollout, grading, part
         self._work: ResolvedTask = rollout.task.data
-        self._settings, self._prepared, self._build_network = context.settings, context.prepared, context.build_network
-        self._needs_processes, self._playing = context.needs_processes, context.playing
+        self._context, self._settings = context, context.settings
         self._doubts = ""
         """Why the output of a verifier suggests that it could not judge the work; only the reference can show it."""
 
     async def score(self) -> Score:
         """Return the score from a part's verifier: its official verdict, and the reward in the guarded view."""
         score = await self._verdicts()
-        if not self._doubts or self._key in self._needs_processes:
+        if not self._doubts or self._key in self._context.needs_processes:
             return score
         failure = GraderError(self._doubts)
         has_next = self._grading.live and self._part.step is not None  # a next step, which needs the slot
@@ -189,10 +187,9 @@ class Verification:
                 await group.collect(self._part.step_name, self._part.task.verifier.collect, ())
             slot = await self._grading.slot()
             setup = self._setup()
-            before = (
-                None if self._work.plan is None else self._grading.prepared
-            )  # the solution cannot run without the services
-            checked = await self._checked(setup, lambda: _same(slot), alone=False, prepared=before)
+            # the solution cannot run without the services
+            before = None if self._work.plan is None else self._grading.prepared
+            checked = await self._checked(setup, lambda: nullcontext(slot), alone=False, prepared=before)
             checked = replace(checked, processes=self._grading.processes_at_end)
             score = self._score(checked, checked)
             return score if group is None else replace(score, detail={**score.detail, "services": await group.report()})
@@ -201,41 +198,42 @@ class Verification:
             return self._score(official, official)
         if official is None or not official.processes:
             return self._score(await self._guarded(), official)
-        needs = self._needs_processes.get(self._key)
-        if not needs:
-            guarded = await self._guarded()
-            if official.reward <= guarded.reward:
-                return self._score(guarded, official)
-            self._rollout.meta.setdefault("needs_processes", {})[step] = True
-            if needs is not None or self._rollout.spec.replays or self._rollout.task.solution is None:
-                return self._score(guarded, official)
+        needs = self._context.needs_processes.get(self._key)
+        if needs:
+            await self._view()
+            if not await self._lacks_programs():
+                return self._score(official, official)
+        guarded = await self._guarded()
+        if needs or official.reward <= guarded.reward:
+            return self._score(guarded, official)
+        self._rollout.meta.setdefault("needs_processes", {})[step] = True
+        unsolved = self._rollout.task.solution is None
+        if needs is None and not self._rollout.spec.replays and (self._part.asks_for_service or not unsolved):
             await self._grading.restart()
-            if not await self._reference(GraderError(f"the verifier of {self._part.task.name} fails")):
-                return self._score(guarded, official)
-        return await self._where_it_runs(official)
+            failure = GraderError(f"the verifier of {self._part.task.name} fails")
+            if (unsolved or await self._reference(failure)) and not await self._lacks_programs():
+                return self._score(official, official)
+        return self._score(guarded, official)
 
-    async def _where_it_runs(self, official: Checked) -> Score:
-        """Return the score of work that is a running service: the verdict of the agent's own slot, unless the guarded
-        view lacks something that programs use."""
-        await self._view()
+    async def _lacks_programs(self) -> bool:
+        """Return whether the guarded view lacks something that programs use, so that work which is a running service
+        must not be judged in the agent's own slot."""
         changes = await self._grading.changes()
         changed = [each.path.removeprefix(CARRIED) for each in changes if each.kind != "dir"]  # the folders may be old
-        unsafe = {REPLACED, SHADOWED, HOME_SETTINGS, "checkers_changed"} & {
-            label.name for label in self._grading.labels
-        }
-        if unsafe or any(is_below(path, (TESTS_DIR, VERIFIER_LOGS)) for path in changed):
-            return self._score(await self._guarded(), official)
-        return self._score(official, official)
+        unsafe = {REPLACED, SHADOWED, HOME_SETTINGS, "checkers_changed"}
+        return not unsafe.isdisjoint(label.name for label in self._grading.labels) or any(
+            is_below(path, (TESTS_DIR, VERIFIER_LOGS)) for path in changed
+        )
 
     async def _reference(self, failure: GraderError) -> bool:
         """Play the reference solution, and return whether this verifier needs the processes that it leaves. Raises
         `failure` if it gets no verdict. The rollout must hold no slot."""
-        async with self._playing.setdefault(self._key, asyncio.Lock()):  # once for all rollouts of a group
-            if self._key not in self._needs_processes:
+        known = self._context.needs_processes
+        async with self._context.playing.setdefault(self._key, asyncio.Lock()):  # once for all rollouts of a group
+            if self._key not in known:
                 played = await blame(self._rollout, failure)
-                needs = bool(played.meta.get("needs_processes", {}).get(self._part.step_name))
-                self._needs_processes[self._key] = needs
-        return self._needs_processes[self._key]
+                known[self._key] = bool(played.meta.get("needs_processes", {}).get(self._part.step_name))
+        return known[self._key]
 
     @property
     def _key(self) -> str:
@@ -302,9 +300,8 @@ class Verification:
                     await put(slot, collected)
                     yield slot
 
-            untouched = self._verifier_slot
-            setup = await self._setup_apart(untouched)
-            checked = await self._checked(setup, views, alone=True, prepared=untouched)
+            setup = await self._setup_apart()
+            checked = await self._checked(setup, views, alone=True, prepared=self._verifier_slot)
         score = self._score(checked, checked)
         problems = [*problems, *(() if beside is None else beside.problems)]
         left: dict[str, JSON] = {"artifacts_left_out": list(collected.left_out), "collect_failed": problems}
@@ -316,7 +313,7 @@ class Verification:
         """Yield a fresh slot over the root file system of a separate verifier."""
         environment, root = self._part.task.verifier.environment, self._work.roots[self._part.step_name]
         assert environment is not None
-        spec, built = await verifier_files(self._rollout, self._part, self._grading.spec, self._build_network)
+        spec, built = await verifier_files(self._rollout, self._part, self._grading.spec, self._context.build_network)
         try:
             slot = await self._rollout.workspace.lease_slot(f"{self._rollout.rollout_id}:verifier", spec, built)
         except SandboxError:
@@ -329,17 +326,18 @@ class Verification:
         finally:
             await asyncio.shield(self._grading.pool.release(slot))
 
-    async def _setup_apart(self, untouched: GradedViews) -> VerifierSetup:
+    async def _setup_apart(self) -> VerifierSetup:
         """Return how a separate verifier runs. What its image has for pytest is looked up once per task."""
         environment, root = self._part.task.verifier.environment, self._work.roots[self._part.step_name]
         assert environment is not None
         key = f"{self._rollout.task.id}:{self._part.step_name}:verifier"
-        if key not in self._prepared:
-            async with untouched() as slot:
-                self._prepared[key] = await prepared_for(slot, self._work.tools, root.config.user, own=True)
+        prepared = self._context.prepared
+        if key not in prepared:
+            async with self._verifier_slot() as slot:
+                prepared[key] = await prepared_for(slot, self._work.tools, root.config.user, own=True)
         env = {**root.config.env, **environment.env}
         workdir = environment.workdir or root.config.workdir
-        return self._setup_in(root, self._prepared[key], env, workdir, keeps=environment.has_tests)
+        return self._setup_in(root, prepared[key], env, workdir, keeps=environment.has_tests)
 
     async def _official(self) -> Checked | None:
         own = await self._grading.checkpoint()
@@ -348,10 +346,10 @@ class Verification:
         made = [each.path.removeprefix(CARRIED) for each in await self._grading.changes() if each.kind == "file"]
         try:
             slot = await self._grading.slot(View()) if own is None else own
-            await _restore_workdir(slot, self._work.workdir)
+            await restore_directory(slot, self._work.workdir)
             setup = replace(self._setup(), made=made)
             serves = own is not None and self._grading.processes_at_end > 0
-            checked = await self._checked(setup, lambda: _same(slot), alone=False, watched=serves)
+            checked = await self._checked(setup, lambda: nullcontext(slot), alone=False, watched=serves)
         except TestsTimedOut:  # work that hangs costs one time limit, not two
             raise
         except GraderError as error:
@@ -382,11 +380,11 @@ class Verification:
             async with slot.fork() as fork:
                 await self._grading.restore_scratch(fork)
                 await self._grading.disarm(fork, about, shown, ALWAYS_HIDDEN)
-                await _restore_workdir(fork, self._work.workdir)
+                await restore_directory(fork, self._work.workdir)
                 yield fork
 
         made = [change.path for change in shown if change.kind == "file"]
-        setup = replace(self._setup(ignored), made=made)
+        setup = replace(self._setup(), made=made, ignored=ignored)
         checked = await self._checked(setup, views, alone=True)
         changed = {change.path for change in changes}
         return replace(checked, hidden=tuple(path for path in (*view.without, *ignored) if path in changed))
@@ -406,19 +404,18 @@ class Verification:
         setup = replace(setup, timeout_s=self._grading.limit_s(setup.timeout_s))
         async with views() as slot:
             started = time.monotonic()
-            verdict = await verify(slot, self._part.task, self._part.script, setup, alone=alone, watched=watched)
+            verdict = await verify(slot, setup, alone=alone, watched=watched)
             self._grading.took(time.monotonic() - started)
-        labels: Sequence[Label] = verdict.labels
-        uncontrolled: Sequence[str] = ()
-        certain = any(label.certain for label in labels)
+        found = Checked(verdict, verdict.labels)
+        certain = any(label.certain for label in found.labels)
         controlled = self._settings.controls and watched and (alone or self._is_last)
         if verdict.reward > 0 and verdict.run is not None and controlled and not certain:
             solved = self._part.step is None and prepared is None and self._rollout.task.solution
             reference = partial(_solved, self._rollout.task, self._grading) if solved else None
             before = prepared or self._grading.prepared
-            shown = await falsified(views, self._part.task, self._part.script, setup, verdict, before, reference)
-            labels, uncontrolled = (*labels, *shown.labels), shown.uncontrolled
-        return Checked(verdict, labels, uncontrolled)
+            shown = await falsified(views, setup, verdict, before, reference)
+            return replace(found, labels=(*found.labels, *shown.labels), uncontrolled=shown.uncontrolled)
+        return found
 
     def _score(self, guarded: Checked, official: Checked | None) -> Score:
         """Return the score of two verdicts, which may be the same."""
@@ -432,14 +429,14 @@ class Verification:
             "grading": self._rollout.task.grading,
             "uncontrolled": list(guarded.uncontrolled[:50]),
         }
-        rewards, reward, own = verdict.rewards, verdict.reward, None if official is None else official.verdict
-        self._doubts = verdict.doubts or ("" if own is None else own.doubts)
+        own = verdict if official is None or official.verdict is None else official.verdict
+        rewards, reward, self._doubts = verdict.rewards, verdict.reward, verdict.doubts or own.doubts
         if guarded is official and guarded.processes and guarded.reward > 0:
             evidence = f"{guarded.processes} processes of the agent ran during the check"
             labels.append(Label("graded_where_it_runs", evidence))
         if official is not None and official is not guarded:
             labels += official.labels
-        if own is not None and own is not verdict:
+        if own is not verdict:
             detail["official_output"] = own.output[-2000:]
             if own.reward < reward:
                 rewards, reward = own.rewards, own.reward
@@ -452,19 +449,13 @@ class Verification:
                 labels.append(
                     Label("guarded_view_fails", f"the verifier pays less in a fresh sandbox{hidden}: {shown}")
                 )
-        detail |= {"rewards": dict(rewards), "official_rewards": dict((own or verdict).rewards)}
-        official_reward = (own or verdict).reward
-        return Score(reward, {**numbers(detail), **rewards}, detail, official=official_reward, labels=labels)
-
-    @property
-    def _programs(self) -> tuple[str, ...]:
-        """The programs that a verifier uses as the agent left them."""
-        return (*self._settings.keep_programs, *self._settings.graded_programs)
+        detail |= {"rewards": dict(rewards), "official_rewards": dict(own.rewards)}
+        return Score(reward, {**numbers(detail), **rewards}, detail, official=own.reward, labels=labels)
 
     async def _view(self) -> View:
         """Return the guarded view of the work."""
         env = {**self._work.env, **self._part.task.verifier.env}
-        script = "\n".join([self._part.script.text, *self._part.script.others.values()])
+        script = self._part.script.whole
         if starts_inline_python(script):
             env["PYTHONPATH"] = ":".join(filter(None, [self._work.workdir, env.get("PYTHONPATH", "")]))
         changes = await self._grading.changes()
@@ -474,17 +465,25 @@ class Verification:
         checkers = await asyncio.to_thread(  # the agent decides how many paths there are
             lambda: [path for path in changed if basename(path) not in about and runs(texts, path, self._work.workdir)]
         )
-        solved = await self._solved_too([*checkers, *filter(is_home_setting, changed)])
+        if checkers:  # a new file is work
+            async with self._grading.prepared() as before:
+                checkers = [path for path in checkers if await before.stat(path) is not None]
+        solved = await self._solved_paths() if checkers else None
+
+        async def solved_too(paths: Sequence[str]) -> Collection[str]:
+            return (await self._solved_paths() or ()) if paths else ()
+
         table = await self._grading.view(
-            (*self._work.scope.paths, *self._settings.graded_paths, *solved.get(True, ())),
+            (*self._work.scope.paths, *self._settings.graded_paths),
             workspace=self._work.workdir,
-            programs=self._programs,
+            programs=(*self._settings.keep_programs, *self._settings.graded_programs),
             text=self._part.task.instruction,
             env=env,
+            solved=solved_too,
         )
-        checkers = [path for path in checkers if path in solved.get(False, ()) or path in solved.get(None, ())]
+        checkers = [path for path in checkers if path not in (solved or ())]
         self._grading.note("checkers_changed", checkers)
-        kept = [path for path in checkers if path in solved.get(False, ()) and not is_below(path, paths_in(about))]
+        kept = [path for path in checkers if solved is not None and not is_below(path, paths_in(about))]
         without = hidden_paths(
             changes,
             (*table.without, *kept),
@@ -502,54 +501,40 @@ class Verification:
         self._grading.note("test_settings_ignored", [path for path in without if path in shown - {*ALWAYS_HIDDEN}])
         return View(table.only, without)
 
-    async def _solved_too(self, paths: Sequence[str]) -> Mapping[bool | None, list[str]]:
-        """Return the prepared or new files at these paths by whether the reference solution changes them too; None if
-        it cannot be played. A prepared file that it leaves alone is no result of the work."""
-        found: dict[bool | None, list[str]] = {}
-        if not paths:
-            return found
-        plays = self._part.step is None and self._work.plan is None and self._rollout.task.solution is not None
-        async with AsyncExitStack() as opened:
-            before = await opened.enter_async_context(self._grading.prepared())
-            was = {path: await _content(before, path) for path in paths}
-            was = {path: each for path, each in was.items() if each is not None or is_home_setting(path)}
-            after = (
-                await opened.enter_async_context(_solved(self._rollout.task, self._grading)) if plays and was else None
-            )
-            for path, content in was.items():
-                changes = None if after is None else await _content(after, path) != content
-                found.setdefault(changes, []).append(path)
-        return found
+    async def _solved_paths(self) -> frozenset[str] | None:
+        """Return the paths that the reference solution changes; None if it cannot be played here."""
+        task, grading, key = self._rollout.task, self._grading, self._key
+        if self._part.step is not None or self._work.plan is not None or task.solution is None:
+            return None
+        if key not in self._context.solved:
+            async with _solved(task, grading) as slot:
+                made = await grading.pool.checkpoint(slot)
+            self._context.solved[key] = frozenset(change.path for change in await grading.pool.changes(made))
+            await grading.pool.snapshots.forget(made)
+        return self._context.solved[key]
 
-    def _setup(self, ignored: Collection[str] = ()) -> VerifierSetup:
+    def _setup(self) -> VerifierSetup:
         keeps = self._part.step is None and self._rollout.task.grading != LIVE
-        found = self._prepared[self._rollout.task.id]
+        found = self._context.prepared[self._rollout.task.id]
         if (self._part.task.verifier.user or self._work.root.config.user) != self._work.user:
             found = replace(found, home="/root")
-        return self._setup_in(self._work.root, found, self._work.env, self._work.workdir, ignored, keeps=keeps)
+        return self._setup_in(self._work.root, found, self._work.env, self._work.workdir, keeps=keeps)
 
     def _setup_in(
-        self,
-        root: TaskRoot,
-        prepared: PreparedSlot,
-        variables: Mapping[str, str],
-        workdir: str,
-        ignored: Collection[str] = (),
-        *,
-        keeps: bool,
+        self, root: TaskRoot, prepared: PreparedSlot, variables: Mapping[str, str], workdir: str, *, keeps: bool
     ) -> VerifierSetup:
         """Return how a part's verifier runs in a slot over `root`."""
         verifier = self._part.task.verifier
         path = variables.get("PATH", SYSTEM_PATH)
         env = {**variables, "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1", **verifier.env}
         return VerifierSetup(
+            part=self._part,
             command=prepared.command,
             dependencies=prepared.dependencies,
             env={"HOME": prepared.home, **env, "PATH": f"{HARNESS_DIR}/bin:{path}"},
             workdir=workdir,
             user=verifier.user or root.config.user,
             timeout_s=verifier.timeout_s or self._settings.test_timeout,
-            ignored=ignored,
             keeps=keeps,
         )
 
@@ -582,28 +567,6 @@ async def prepared_for(slot: Slot, tools: TestTools, user: str, *, own: bool) ->
 def _no_verdict(why: str) -> Checked:
     label = Label("official_failed", f"the verifier gave no verdict in the agent's own sandbox: {why:.300}")
     return Checked(None, (label,))
-
-
-async def _restore_workdir(slot: Slot, workdir: str) -> None:
-    """Make the task's directory if the agent removed or replaced it, so that the verifier can start."""
-    if not (await slot.execute(["/bin/sh", "-c", f"cd {shlex.quote(workdir)}"], cwd="/")).success:
-        await slot.remove(workdir)
-        await slot.make_dir(workdir)
-
-
-async def _content(slot: Slot, path: str) -> bytes | None:
-    """Return the first MiB of a file; None if there is no such file."""
-    try:
-        return await slot.read_bytes(path, max_bytes=1 << 20)
-    except InfraError:
-        raise
-    except OSError:
-        return None
-
-
-@asynccontextmanager
-async def _same(slot: Slot) -> AsyncIterator[Slot]:
-    yield slot
 
 
 @asynccontextmanager

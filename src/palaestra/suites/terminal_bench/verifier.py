@@ -21,19 +21,21 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON, Label
 from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
-from palaestra.suites.grading.falsified import Controlled, RunFiles, control
+from palaestra.suites.grading.falsified import Controlled, control
 from palaestra.suites.grading.harness import FAILED, Status, TestRun, TestsTimedOut, read_records, read_run
 from palaestra.suites.images.as_user import as_user
+from palaestra.suites.slot_commands import content_of
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.default_tests import default_tests
-from palaestra.suites.terminal_bench.offline_script import OfflineScript, lacks_network
+from palaestra.suites.terminal_bench.offline_script import GradedPart, OfflineScript, lacks_network
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
 from palaestra.suites.terminal_bench.terminal_task import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
 from palaestra.suites.terminal_bench.verifier_files import HARNESS_DIR, install, place_tests, script_name
@@ -68,9 +70,11 @@ agent's slot, in which every run takes place."""
 
 @dataclass(frozen=True, slots=True)
 class VerifierSetup:
-    """The settings of a verifier's run. `command` and `dependencies` are for pytest, and `ignored` are the agent's
-    files that pytest must not load. `made` are the paths that the agent created or changed."""
+    """A part of a task with the settings of its verifier's run. `command` and `dependencies` are for pytest, and
+    `ignored` are the agent's files that pytest must not load. `made` are the paths that the agent created or
+    changed."""
 
+    part: GradedPart
     command: tuple[str, ...]
     dependencies: tuple[str, ...]
     env: Mapping[str, str]
@@ -113,21 +117,12 @@ class VerifierVerdict:
         return found
 
 
-async def verify(
-    slot: Slot,
-    task: TerminalTask,
-    script: OfflineScript,
-    setup: VerifierSetup,
-    *,
-    alone: bool,
-    watched: bool = True,
-) -> VerifierVerdict:
+async def verify(slot: Slot, setup: VerifierSetup, *, alone: bool, watched: bool = True) -> VerifierVerdict:
     """Run the verifier over the work in a slot. If `alone` is true, every other process of the slot is killed after the
     script has run. If `watched` is true, a positive verdict has labels. Raises `GraderError`.
     """
-    await _install(slot, task, setup)
-    session = await _session(slot, task, script, setup, {}, alone=alone)
-    run, output = session.run, session.output
+    session = await _session(slot, setup, {}, alone=alone)
+    task, run, output = setup.part.task, session.run, session.output
     if task.format is Format.TERMINAL_BENCH_1:
         assert run is not None
         passed = bool(run.statuses) and run.complete and run.passed(run.statuses) == len(run.statuses)
@@ -138,34 +133,19 @@ async def verify(
         except GraderError as error:
             raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
     reward, doubts = single(rewards), ""
-    if reward < 1 and lacks_network((script.text, *script.others.values()), test_files(task).values(), output):
+    if reward < 1 and lacks_network(setup.part.script.whole, test_files(task).values(), output):
         doubts = f"no network: the verifier of {task.name} needs the network, which it does not have{_tail(output)}"
     elif run is not None and not run.statuses:
         why = f"the verifier of {task.name} ran no test{_why_no_test(run, output)}"
         if reward > 0:
             raise GraderError(f"{why}\nIt gives {reward:g} all the same")
         doubts = why if task.solution is not None else ""  # doing nothing cannot show whether tests can run
-    watch = watched and reward > 0
-    labels = await _labels(slot, task, script, reward, session, alone=alone) if watch else []
+    labels = await _labels(slot, setup.part, reward, session, alone=alone) if watched and reward > 0 else []
     return VerifierVerdict(reward, rewards, run, output, session.exit_code, labels, doubts)
-
-
-async def _install(slot: Slot, task: TerminalTask, setup: VerifierSetup, *, ends_well: bool = False) -> None:
-    await install(
-        slot,
-        setup.command,
-        setup.dependencies,
-        setup.env.get("LD_LIBRARY_PATH"),
-        ignored=setup.ignored,
-        names=[name.rpartition("/")[2] for name in test_files(task)],
-        ends_well=ends_well,
-    )
 
 
 async def falsified(
     views: GradedViews,
-    task: TerminalTask,
-    script: OfflineScript,
     setup: VerifierSetup,
     verdict: VerifierVerdict,
     prepared: GradedViews,
@@ -176,55 +156,37 @@ async def falsified(
 
     `prepared` opens a slot with the prepared workspace, and `reference` one with the reference solution.
     """
-    run = verdict.run
+    task, run = setup.part.task, verdict.run
     assert run is not None
     passed = [name for name, status in run.statuses.items() if status is Status.PASSED]
     files = _files_of(test_files(task), passed)
 
-    def over(slots: GradedViews) -> RunFiles:
-        async def run_files(texts: Mapping[str, str]) -> TestRun:
-            instead = {files[path][0]: text for path, text in texts.items()}
-            return await _with_tests(slots, task, script, setup, instead)
-
-        return run_files
+    async def over(slots: GradedViews, texts: Mapping[str, str]) -> TestRun:
+        return await _with_tests(slots, setup, {files[path][0]: text for path, text in texts.items()})
 
     async def known() -> list[str]:
         async with prepared() as before:
             texts = await python_texts(before, work)
-        return [task.instruction, *texts.values(), *_solution_texts(task)]
+        solution = task.solution
+        paths = [] if solution is None else [solution.folder / name for name in (solution.script, *solution.files)]
+        return [task.instruction, *texts.values(), *(read_text(path, "replace") for path in paths)]
 
     texts = {path: text for path, (_, text) in files.items()}
     async with views() as fork:
         work = await python_texts(fork, setup.made)
     copied = await copied_answers(texts, passed, work, known)
-    result = await control(texts, passed, over(views), None if reference is None else over(reference))
+    result = await control(texts, passed, partial(over, views), partial(over, reference) if reference else None)
     skipped = [name for name, status in run.statuses.items() if status in _SKIPPED]
     return Controlled((*copied, *result.labels), (*result.uncontrolled, *skipped))
 
 
-def _solution_texts(task: TerminalTask) -> list[str]:
-    solution = task.solution
-    return (
-        []
-        if solution is None
-        else [read_text(solution.folder / name, "replace") for name in (solution.script, *solution.files)]
-    )
-
-
-async def _with_tests(
-    views: GradedViews,
-    task: TerminalTask,
-    script: OfflineScript,
-    setup: VerifierSetup,
-    texts: Mapping[str, str],
-) -> TestRun:
+async def _with_tests(views: GradedViews, setup: VerifierSetup, texts: Mapping[str, str]) -> TestRun:
     """Run the script with these texts in place of its tests. Only the outcomes of the tests count, because a script may
     write no reward when a test fails. Raises `GraderError` if the run times out, since a slow machine is not a sign of
     tampering."""
     async with views() as fork:
-        await _install(fork, task, setup, ends_well=True)
         try:
-            session = await _session(fork, task, script, replace(setup, made=()), texts, alone=False)
+            session = await _session(fork, setup, texts, alone=False)
         except TestsTimedOut:
             raise
         except GraderError:
@@ -237,13 +199,13 @@ def left_out_tests(task: TerminalTask, script: OfflineScript, run: TestRun) -> l
     script selects none by name. A file counts if the script names it, or names no Python file."""
     if _SELECTS.search(script.text) or run.collect_errors:
         return []
-    found = []
+    found, ids = [], [node_id.partition("::") for node_id in run.statuses]
     files = {name: at for at, (name, _) in _files_of(test_files(task), run.statuses).items()}
     for name, text in test_files(task).items():
         base = name.rpartition("/")[2]
         if name not in files and not (_COLLECTED.fullmatch(base) and (base in script.text or ".py" not in script.text)):
             continue
-        reported = {each.partition("[")[0] for each in _in_file(run.statuses, files.get(name, ""))}
+        reported = {test.partition("[")[0] for path, _, test in ids if path == files.get(name)}
         found += [f"{name}::{test}" for test in sorted(default_tests(text) - reported)]
     return found
 
@@ -272,11 +234,6 @@ def _files_of(texts: Mapping[str, str], node_ids: Collection[str]) -> dict[str, 
     return found
 
 
-def _in_file(statuses: Mapping[str, Status], path: str) -> dict[str, Status]:
-    """Return the statuses of a file's tests by the part of their node ids after its path."""
-    return {name.partition("::")[2]: each for name, each in statuses.items() if name.partition("::")[0] == path}
-
-
 @dataclass(frozen=True, slots=True)
 class _Session:
     """One run of the script. `run` is what pytest reported, or None if the script does not use pytest."""
@@ -288,18 +245,21 @@ class _Session:
     """The verifier's files, as `_facts` returned them before the run."""
 
 
-async def _session(
-    slot: Slot,
-    task: TerminalTask,
-    script: OfflineScript,
-    setup: VerifierSetup,
-    instead: Mapping[str, str],
-    *,
-    alone: bool,
-) -> _Session:
-    """Run the script, with the texts of `instead` in place of tests. Raises `GraderError` if it gave no verdict."""
+async def _session(slot: Slot, setup: VerifierSetup, instead: Mapping[str, str], *, alone: bool) -> _Session:
+    """Run the script. With the texts of `instead` in place of tests, pytest exits with status 0, so that the script
+    starts it as often as for passing work. Raises `GraderError` if the script gave no verdict."""
+    task, script = setup.part.task, setup.part.script
     note_way(Way.RUN_TESTS if script.pytest else Way.EXIT_CODE, script_name(task))
-    await place_tests(slot, task, script, instead, keeps=setup.keeps)
+    await install(
+        slot,
+        setup.command,
+        setup.dependencies,
+        setup.env.get("LD_LIBRARY_PATH"),
+        ignored=setup.ignored,
+        names=[name.rpartition("/")[2] for name in test_files(task)],
+        ends_well=bool(instead),
+    )
+    await place_tests(slot, setup.part, instead, keeps=setup.keeps)
     placed = await _facts(slot)
     broker = [*setup.command, f"{HARNESS_DIR}/verdict_broker.py"] if setup.command else []
     start = [*broker, "/bin/sh", "-c", _IN_BASH, "sh", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"]
@@ -322,24 +282,22 @@ async def _session(
     return _Session(result.exit_code, run, output, placed)
 
 
-async def _labels(
-    slot: Slot, task: TerminalTask, script: OfflineScript, reward: float, session: _Session, *, alone: bool
-) -> list[Label]:
+async def _labels(slot: Slot, part: GradedPart, reward: float, session: _Session, *, alone: bool) -> list[Label]:
     """Return the labels of a positive verdict from the run itself."""
-    run = session.run
+    task, script, run = part.task, part.script, session.run
     found = [] if run is None else [*run.labels]
     failed = [] if run is None else _failed_tests(task, run)
     if reward >= 1 and failed:
         evidence = f"the reward is {reward:g} although {len(failed)} tests failed, {failed[0]} first"
         found.append(Label("reward_not_of_the_tests", evidence, certain=True))
-    if run is not None and failed and reward not in (literal := _literal_rewards(task, script) or [reward]):
+    if run is not None and failed and reward not in (literal := _literal_rewards(part) or [reward]):
         evidence = f"the reward is {reward:g}, but the verifier writes only {', '.join(map(str, sorted(literal)))}"
         found.append(Label("reward_not_of_the_tests", evidence, certain=True))
     if run is not None and (missing := left_out_tests(task, script, run)):
         found.append(Label("tests_left_out", f"{len(missing)} tests were not reported, {missing[0]} first"))
     if run is not None and (skipped := skipped_tests(task, run)):
         found.append(Label("tests_skipped", f"{len(skipped)} tests were skipped, {skipped[0]} first"))
-    if changed := await _changed_files(slot, task, script) or await _replaced(slot, script, session.placed):
+    if changed := await _changed_files(slot, part) or await _replaced(slot, script, session.placed):
         found.append(Label("verifier_changed", f"{changed} changed while the verifier ran", certain=True))
     if not alone:
         again = f"cd {VERIFIER_LOGS} && rm -f reward.txt reward.json && sleep 0.3 && ls reward.txt reward.json"
@@ -357,9 +315,9 @@ def _failed_tests(task: TerminalTask, run: TestRun) -> list[str]:
     return [name for name, status in run.statuses.items() if status in FAILED and name.partition("::")[0] in own]
 
 
-def _literal_rewards(task: TerminalTask, script: OfflineScript) -> set[float]:
+def _literal_rewards(part: GradedPart) -> set[float]:
     """Return the numbers that a verifier can write as its reward; empty if it computes them."""
-    texts = [script.text, *script.others.values(), *test_files(task).values()]
+    texts = [part.script.whole, *test_files(part.task).values()]
     lines = [
         line for text in texts for line in text.splitlines() if re.search(r"reward\.(?:txt|json)|\breward\b", line)
     ]
@@ -377,8 +335,7 @@ async def _facts(slot: Slot) -> dict[str, str]:
 async def _replaced(slot: Slot, script: OfflineScript, placed: Mapping[str, str]) -> str | None:
     """Return a file of the verifier's code that was replaced or written while the verifier ran, even if it has its
     content again. Files that its own scripts write or edit do not count."""
-    texts = "\n".join([script.text, *script.others.values()])
-    now = await _facts(slot)
+    texts, now = script.whole, await _facts(slot)
     for path, facts in placed.items():
         code = path.endswith((".py", ".sh")) and not _TOUCHES.search(texts) and not _edits(texts, path)
         if now.get(path, facts) != facts and (code or path.startswith(f"{HARNESS_DIR}/")):
@@ -392,23 +349,17 @@ def _edits(texts: str, name: str) -> bool:
     return re.search(rf"(?:sed\s+-i|>|\bcp\b|\bmv\b|\btee\b)[^\n]*{base}", texts) is not None
 
 
-async def _changed_files(slot: Slot, task: TerminalTask, script: OfflineScript) -> str | None:
+async def _changed_files(slot: Slot, part: GradedPart) -> str | None:
     """Return the name of a file of the verifier whose content differs after the run, or None. Files that the verifier's
     own scripts write or edit do not count."""
-    texts = "\n".join([script.text, *script.others.values()])
+    task, script = part.task, part.script
     files = [each for each in task.verifier.files().items() if each[1].is_file() and each[1].suffix != ".pyc"]
     for name, path in files[:_MOST_COMPARED]:
         wanted = script.text if name == script_name(task) else script.others.get(name)
         data = wanted.encode(errors="surrogateescape") if wanted is not None else path.read_bytes()
-        if len(data) > _MAX_REWARD_BYTES or _edits(texts, name):
+        if len(data) > _MAX_REWARD_BYTES or _edits(script.whole, name):
             continue
-        try:
-            now = await slot.read_bytes(f"{TESTS_DIR}/{name}", max_bytes=_MAX_REWARD_BYTES)
-        except InfraError:
-            raise
-        except OSError:
-            return name
-        if now != data:
+        if await content_of(slot, f"{TESTS_DIR}/{name}", _MAX_REWARD_BYTES) != data:
             return name
     return None
 
@@ -441,9 +392,9 @@ async def _read(slot: Slot, name: str) -> bytes | None:
     """Return a reward file, or None if there is none. Raises `GraderError` for anything else than a file."""
     try:
         return await slot.read_bytes(f"{VERIFIER_LOGS}/{name}", max_bytes=_MAX_REWARD_BYTES)
-    except (InfraError, FileNotFoundError) as error:
-        if isinstance(error, InfraError):
-            raise
+    except FileNotFoundError:
         return None
+    except InfraError:
+        raise
     except OSError as error:
         raise GraderError(f"the verifier's {name} cannot be read: {error}") from None

@@ -26,8 +26,8 @@ from palaestra.rollouts.grading.tampering import is_below
 from palaestra.sandbox.slot import Change, Slot
 from palaestra.suites.grading.harness import send_scripts
 from palaestra.suites.slot_commands import check_execute
-from palaestra.suites.swe.protected import CONFIG_NAMES
-from palaestra.suites.terminal_bench.offline_script import STARTUP_FILES, OfflineScript
+from palaestra.suites.swe import protected
+from palaestra.suites.terminal_bench.offline_script import STARTUP_FILES, GradedPart
 from palaestra.suites.terminal_bench.terminal_task import (
     AGENT_LOGS,
     ARTIFACT_LOGS,
@@ -57,6 +57,9 @@ _LOADING = frozenset(
     | {"GCONV_PATH", "LOCPATH", "OPENSSL_CONF", "OPENSSL_MODULES", "GIT_CONFIG_GLOBAL", "GIT_EXEC_PATH"}
 )
 """Variables that name files that shells, the loader and interpreters load when they start, whatever they run."""
+
+CONFIG_NAMES = protected.CONFIG_NAMES - {"pyvenv.cfg", "noxfile.py", ".coveragerc"}
+"""Settings files that pytest reads, or code that it or Python runs."""
 
 _ABSOLUTE = re.compile(r"/[^\s:;=,'\"]+")
 
@@ -139,11 +142,10 @@ async def install(
         await slot.write_text(f"{HARNESS_DIR}/bin/{name}", text, mode=0o755)
 
 
-async def place_tests(
-    slot: Slot, task: TerminalTask, script: OfflineScript, instead: Mapping[str, str], *, keeps: bool
-) -> None:
+async def place_tests(slot: Slot, part: GradedPart, instead: Mapping[str, str], *, keeps: bool) -> None:
     """Remove old rewards and copy the verifier's files. If `keeps` is true, other files stay in the verifier's folders,
     as in Harbor for a task without steps. Raises `GraderError`."""
+    task, script = part.task, part.script
     logs = f"{VERIFIER_LOGS} {AGENT_LOGS} {ARTIFACT_LOGS}"
     old = f"{VERIFIER_LOGS}/reward.txt {VERIFIER_LOGS}/reward.json" if keeps else f"{TESTS_DIR} {VERIFIER_LOGS}"
     fresh = f"rm -rf {old} && mkdir -p {TESTS_DIR} {logs} && chmod 777 {logs}"
@@ -182,7 +184,8 @@ def runs(texts: Collection[str], path: str, workdir: str) -> bool:
     texts = [text for text in texts if basename(path) in text]
     if not texts:
         return False
-    names = "|".join(map(re.escape, {path, path.removeprefix(f"{workdir}/"), basename(path)}))
+    bare = "" if "." in basename(path) else "(?<=/)"  # a name without a folder is that of a program in PATH
+    names = "|".join([*map(re.escape, (path, path.removeprefix(f"{workdir}/"))), bare + re.escape(basename(path))])
     named = re.compile(rf"(?<![\w.-])(?:{names})(?![\w/-])")
     found = [(text, line, match) for text in texts for line in text.splitlines() if (match := named.search(line))]
     return any(

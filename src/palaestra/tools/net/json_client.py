@@ -69,24 +69,20 @@ class JsonServer:
         """Send a POST request and return the unparsed reply. Raises as `post` does."""
         return await self._ask_for_bytes("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
-    async def post_form(self, path: str, body: bytes, content_type: str) -> JSON:
-        """Send an encoded form in a POST request and return the JSON reply. Raises as `post` does."""
-        return await self._ask("POST", URL(self.base_url) / path.lstrip("/"), body, content_type)
-
-    async def _ask(self, method: str, url: URL, body: bytes | None, content_type: str = _JSON) -> JSON:
-        told = await self._ask_for_bytes(method, url, body, content_type)
+    async def _ask(self, method: str, url: URL, body: bytes | None) -> JSON:
+        told = await self._ask_for_bytes(method, url, body)
         try:
             return msgspec.json.decode(told)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise self._down(f"did not answer with JSON: {self._said(told)}") from None
 
-    async def _ask_for_bytes(self, method: str, url: URL, body: bytes | None, content_type: str = _JSON) -> bytes:
+    async def _ask_for_bytes(self, method: str, url: URL, body: bytes | None) -> bytes:
         clock = self.clock or SystemClock()
 
         async def send(tries: int, left_s: float) -> bytes:
             try:
                 timeout_s = min(left_s, self.try_timeout_s)
-                status, told, retry_after = await self._send(method, url, body, content_type, timeout_s)
+                status, told, retry_after = await self._send(method, url, body, timeout_s)
             except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError too
                 why = str(error) or type(error).__name__
                 raise TransientFailure(self._down(f"cannot be reached ({why}), tried {_times(tries)}")) from error
@@ -102,10 +98,8 @@ class JsonServer:
             send, retry=self.retry, timeout_s=TIMEOUT_S, clock=clock, rng=self.rng or random.Random(), again=again
         )
 
-    async def _send(
-        self, method: str, url: URL, body: bytes | None, content_type: str, timeout_s: float
-    ) -> tuple[int, bytes, str | None]:
-        headers = {**_HEADERS, **self.headers, **({"Content-Type": content_type} if body is not None else {})}
+    async def _send(self, method: str, url: URL, body: bytes | None, timeout_s: float) -> tuple[int, bytes, str | None]:
+        headers = {**_HEADERS, **self.headers, **({"Content-Type": _JSON} if body is not None else {})}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 10.0))
         await take_turn(self.lane)
         try:

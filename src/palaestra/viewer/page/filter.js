@@ -1,4 +1,4 @@
-// The filter's grammar, which is that of `filter_words.py`: `reward<1 outcome:max_turns label=tests_edited parser`.
+// The filter's grammar: `reward<1 outcome:max_turns label=tests_edited parser`.
 // The rest are words in task, error, category and answer.
 
 const TEXTS = ["task", "id", "outcome", "blame", "label", "error", "category", "answer", "group"];

@@ -17,7 +17,6 @@ from palaestra.core.errors import PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Incoming
 from palaestra.doors.gateway.platforms.telegram import Telegram
-from palaestra.testing.fake_speech_server import silent_opus
 
 # #user and #chat
 ANNA = {"id": CHAT, "is_bot": False, "first_name": "Anna", "last_name": "B", "username": "anna", "language_code": "en"}
@@ -214,17 +213,5 @@ def test_a_group_that_became_a_supergroup_gets_its_messages():
             await platform.send_text(HERE, "text", key="k1")
             await platform.send_file(HERE, Attachment("a.txt", "text/plain", b"data"), key="k2")
         assert [each.get("text") or each["document"] for each in api.sent] == ["text", b"data"]
-
-    asyncio.run(main())
-
-
-def test_a_person_who_accepts_no_voice_messages_gets_a_file():
-    async def main():
-        api = TelegramAPI()
-        api.no_voice = True
-        voice = Attachment("answer.ogg", "audio/ogg", silent_opus(1.0), voice=True)
-        async with api.serving(), started(platform := telegram(api.url)):
-            await platform.send_file(HERE, voice, key="k")
-        assert [each["document"] for each in api.sent] == [voice.data]
 
     asyncio.run(main())

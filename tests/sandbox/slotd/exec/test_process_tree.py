@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import time
 
 from palaestra.sandbox.slotd.exec import process_tree
 from palaestra.sandbox.slotd.exec.process_tree import Command, ProcessStat, tree
@@ -74,3 +76,23 @@ def test_a_moment_is_told_by_the_youngest_process_of_then() -> None:
 def noted_in(tick: int, last: int) -> process_tree.Noted:
     """Within a tick, when a process had the last number that was given out."""
     return (tick + 0.5) / os.sysconf("SC_CLK_TCK"), b"0.00 0.00 0.00 1/100 %d\n" % last
+
+
+def test_a_process_that_ends_is_known_before_it_is_dead() -> None:
+    """Its first thread has ended, and another one still runs: as when a busy machine has not yet ended it."""
+    program = (
+        "import ctypes, sys, threading\n"
+        "threading.Thread(target=sys.stdin.read).start()\n"
+        "print(flush=True)\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert not process_tree.is_exiting(os.getpid())
+        child.stdout.readline()
+        deadline = time.monotonic() + 30
+        while not process_tree.is_exiting(child.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        child.kill()

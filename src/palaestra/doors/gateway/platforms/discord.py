@@ -17,14 +17,12 @@ import asyncio
 import contextlib
 import hashlib
 import io
-import json
 import logging
 import re
 import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 
@@ -42,7 +40,6 @@ from palaestra.doors.gateway.platform import (
     PlatformLimits,
     PlatformNotes,
 )
-from palaestra.doors.gateway.voice.audio_length import audio_seconds, flat_waveform
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # about audioop, which discord.py imports for voice
@@ -65,7 +62,6 @@ _MOST_BYTES = 20 << 20
 _START_S = 60.0
 _LONGEST_RATE_LIMIT_S = 30.0
 _LONGEST_WAIT_S = 60.0
-_NO_VOICE_MESSAGES = 50173
 _FOR_GOOD = frozenset({4004, 4010, 4011, 4012, 4013, 4014})
 """Close codes after which connecting again does not help: a wrong token, intents, version or shard."""
 
@@ -356,33 +352,9 @@ class Discord:
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
     ) -> str:
         async with self._failures():
-            if file.voice:
-                try:
-                    return await self._send_voice(address, file, _nonce(key))
-                except discord.HTTPException as error:
-                    if error.code != _NO_VOICE_MESSAGES:
-                        raise
             content = discord.File(io.BytesIO(file.data), file.name)
             sent = await self._chat(address).send(file=content, nonce=_nonce(key))
         return str(sent.id)
-
-    async def _send_voice(self, address: ChatAddress, file: Attachment, nonce: str) -> str:
-        """Send a voice message, for which discord.py has no method. It needs its length, and has no text."""
-        channel, content = self._chat(address).id, discord.File(io.BytesIO(file.data), file.name)
-        seconds = audio_seconds(file.data) or 0.0
-        about = {"id": 0, "filename": file.name, "duration_secs": seconds, "waveform": flat_waveform(seconds)}
-        flags = discord.MessageFlags(voice=True).value
-        payload = {"attachments": [about], "flags": flags, "nonce": nonce, "enforce_nonce": True}
-        part: dict[str, Any] = {
-            "name": "files[0]",
-            "value": content.fp,
-            "filename": file.name,
-            "content_type": file.media_type,
-        }
-        form = [{"name": "payload_json", "value": json.dumps(payload)}, part]
-        with discord.http.MultipartParameters(None, form, [content]) as parameters:
-            sent = await self._running().http.send_message(channel, params=parameters)
-        return str(sent["id"])
 
     async def stream_text(self, message: Incoming, text: str) -> None:
         raise NotImplementedError("this platform cannot stream answers")

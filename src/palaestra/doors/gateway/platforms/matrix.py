@@ -63,7 +63,6 @@ from palaestra.doors.gateway.platforms.matrix_encryption import (
     encrypted_file,
 )
 from palaestra.doors.gateway.platforms.matrix_server import MatrixServer
-from palaestra.doors.gateway.voice.audio_length import audio_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -328,10 +327,6 @@ class Matrix:
             **place,
             "info": {"mimetype": file.media_type, "size": len(file.data)},
         }
-        if file.voice:  # MSC3245, in the form that clients read
-            milliseconds = round((audio_seconds(file.data) or 0) * 1000)
-            content["info"]["duration"] = milliseconds
-            content |= {"org.matrix.msc1767.audio": {"duration": milliseconds}, "org.matrix.msc3245.voice": {}}
         return await self._send(address, content, key)
 
     async def stream_text(self, message: Incoming, text: str) -> None:

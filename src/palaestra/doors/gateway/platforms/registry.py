@@ -1,15 +1,25 @@
-"""The platforms by name, each imported when it is used."""
+"""The platforms by name, each imported when it is used.
+
+A package offers a platform as an entry point of `palaestra.platforms`, whose name is the platform's in `gateway.yaml`:
+
+    [project.entry-points."palaestra.platforms"]
+    mattermost = "my_package.mattermost:Mattermost"
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from typing import Any
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.extras import install_command
+from palaestra.core.io.plugins import installed, load
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Platform
+
+GROUP = "palaestra.platforms"
 
 PLATFORMS: Mapping[str, str] = {
     "webhook": "palaestra.doors.gateway.platforms.webhook:Webhook",
@@ -18,10 +28,7 @@ PLATFORMS: Mapping[str, str] = {
     "telegram": "palaestra.doors.gateway.platforms.telegram:Telegram",
     "discord": "palaestra.doors.gateway.platforms.discord:Discord",
     "email": "palaestra.doors.gateway.platforms.email:Email",
-    "mattermost": "palaestra.doors.gateway.platforms.mattermost:Mattermost",
-    "signal": "palaestra.doors.gateway.platforms.signal_cli:SignalCli",
     "whatsapp": "palaestra.doors.gateway.platforms.whatsapp:WhatsApp",
-    "sms": "palaestra.doors.gateway.platforms.sms:Sms",
     "matrix": "palaestra.doors.gateway.platforms.matrix:Matrix",
 }
 """The class of each platform, as module and name. The class is called with the platform's name and its
@@ -31,22 +38,26 @@ PLATFORMS: Mapping[str, str] = {
 def make_platform(name: str, config: PlatformConfig) -> Platform:
     """Return the platform with this name in the configuration: `KIND` or `KIND-WORD`, such as `webhook-2`.
 
-    Raises `ConfigError` for an unknown platform, for unusable settings and if the extra `gateway` is not installed.
+    Raises `ConfigError` for an unknown platform, for unusable settings, for a plug-in that cannot be loaded, and if the
+    extra `gateway` is not installed.
     """
-    kind = name if name in PLATFORMS else name.partition("-")[0]
-    if kind not in PLATFORMS:
-        raise ConfigError(
-            f"unknown platform {name!r}; the platforms are {', '.join(PLATFORMS)}.{nearest(name, PLATFORMS)}"
-        )
-    module, _, attribute = PLATFORMS[kind].partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"platform {name} needs {error.name}: {install_command('gateway')}") from None
+    offered = installed(GROUP)
+    known = dict.fromkeys([*PLATFORMS, *offered])
+    kind = name if name in known else name.partition("-")[0]
+    if kind not in known:
+        raise ConfigError(f"unknown platform {name!r}; the platforms are {', '.join(known)}.{nearest(name, known)}")
+    found: Any = _own(name, *PLATFORMS[kind].split(":")) if kind in PLATFORMS else load(offered[kind])
     for setting in config.extra:
         if setting not in found.extra_settings:
-            known = f"{nearest(setting, found.extra_settings)} The settings are {', '.join(found.extra_settings)}."
-            known = known if found.extra_settings else " This platform has no such settings."
-            raise ConfigError(f"unknown setting {setting} of platforms.{name}.extra.{known}")
+            hint = f"{nearest(setting, found.extra_settings)} The settings are {', '.join(found.extra_settings)}."
+            hint = hint if found.extra_settings else " This platform has no such settings."
+            raise ConfigError(f"unknown setting {setting} of platforms.{name}.extra.{hint}")
     platform: Platform = found(name, config)
     return platform
+
+
+def _own(name: str, module: str, attribute: str) -> object:
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"platform {name} needs {error.name}: {install_command('gateway')}") from None

@@ -23,7 +23,6 @@ from aiogram.client.session.aiohttp import AiohttpSession
 from aiogram.client.telegram import TelegramAPIServer
 from aiogram.exceptions import (
     TelegramAPIError,
-    TelegramBadRequest,
     TelegramConflictError,
     TelegramMigrateToChat,
     TelegramNetworkError,
@@ -46,7 +45,6 @@ from palaestra.doors.gateway.platform import (
     Incoming,
     PlatformLimits,
 )
-from palaestra.doors.gateway.voice.audio_length import audio_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -187,13 +185,6 @@ class Telegram:
 
         async def send(chat: str | int) -> Message:
             content = BufferedInputFile(file.data, file.name)
-            if file.voice:
-                seconds = round(audio_seconds(file.data) or 0) or None
-                try:
-                    return await bot.send_voice(chat, content, message_thread_id=thread, duration=seconds)
-                except TelegramBadRequest as error:
-                    if "VOICE_MESSAGES_FORBIDDEN" not in error.message:  # the person accepts no voice messages
-                        raise
             if file.is_image and len(file.data) <= 10 << 20:  # the limit for photos
                 return await bot.send_photo(chat, content, message_thread_id=thread)
             return await bot.send_document(chat, content, message_thread_id=thread)

@@ -171,8 +171,6 @@ class WhatsApp:
         form.add_field("type", file.media_type)
         form.add_field("file", file.data, filename=file.name, content_type=file.media_type)
         number = (await self._api.json("POST", f"/{self._number}/media", data=form))["id"]
-        if file.voice:
-            return await self._send(address, "audio", {"id": number, "voice": True})
         if file.media_type in ("image/png", "image/jpeg") and len(file.data) <= _MOST_IMAGE_BYTES:
             return await self._send(address, "image", {"id": number})
         return await self._send(address, "document", {"id": number, "filename": file.name})

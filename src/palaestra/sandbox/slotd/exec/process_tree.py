@@ -26,6 +26,7 @@ PATIENCE_S = 2.0
 Moment = tuple[int, int]  # a time in clock ticks since boot, and the last process id that had been assigned by then
 ALWAYS: Moment = (0, 0)
 _STOPPED = (b"T", b"t")
+_EXITING = 0x4  # PF_EXITING among the flags of `/proc/PID/stat`; source: proc_pid_stat(5)
 
 # A moment, quick to record: the seconds since boot, and the content of `/proc/loadavg`, which ends with the last pid.
 Noted = tuple[float, bytes]
@@ -186,6 +187,12 @@ def descendants(pid: int, table: Sequence[ProcessStat]) -> list[ProcessStat]:
 def is_stopped(pid: int) -> bool:
     """Return whether a child of this process is stopped by a signal or a tracer."""
     return _fields(pid)[0] in _STOPPED
+
+
+def is_exiting(pid: int) -> bool:
+    """Return whether a child of this process has begun to end. Its descriptors may be closed long before it is dead, if
+    the machine is busy."""
+    return int(_fields(pid)[6]) & _EXITING != 0
 
 
 def held_children(init: int) -> list[int]:

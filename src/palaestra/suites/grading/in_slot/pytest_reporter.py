@@ -41,16 +41,15 @@ class Reporter:
 
         # it runs after all other plugins, because for unittest's tests one of them puts the exception into `call`
         pytest.hookimpl(hookwrapper=True)(Reporter.pytest_runtest_makereport)
-        self._send = channel.send
-        self._watch = (lambda: Framework(channel)) if watching else None
-        self._framework: Framework | None = None
+        self._send, self._watching = channel.send, watching
+        self._framework = Framework(channel)
         self._failures: dict[tuple[str, str], dict[str, object]] = {}
         self._marked: set[str] = set()
 
     def pytest_load_initial_conftests(self) -> None:
         """Note the framework's functions: installed plug-ins have changed some, and no code of the work has run."""
-        if self._watch is not None:
-            self._framework = self._watch()
+        if self._watching:
+            self._framework.note()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -60,8 +59,7 @@ class Reporter:
         self._marked = {item.nodeid for item in items if item.get_closest_marker("xfail") is not None}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        if self._framework is not None:
-            self._framework.check()
+        self._framework.check()
         self._send("collected", node_ids=[item.nodeid for item in session.items])
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
@@ -86,8 +84,7 @@ class Reporter:
         )
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if self._framework is not None:
-            self._framework.check()
+        self._framework.check()
         self._send("finish", exit_status=int(exitstatus))
 
 

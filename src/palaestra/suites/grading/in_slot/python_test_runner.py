@@ -85,8 +85,9 @@ def main() -> None:
     plan = read_plan()
     channel = VerdictChannel()
     channel.send("start")
-    framework = Framework(channel) if plan["watching"] else None
-    if framework is not None:
+    framework = Framework(channel)
+    if plan["watching"]:
+        framework.note()
         watch(channel, plan["root"], [])
     sys.path += [os.path.join(plan["root"], path).removesuffix("/.") for path in plan["python_path"]]
     sys.path += [site.getusersitepackages()]  # pip installs there if it cannot write another directory
@@ -101,8 +102,7 @@ def main() -> None:
         failure = {"message": error[-_MAX_TEXT:]} if error else None
         outcome = "failed" if error else "passed"
         channel.send("test", node_id=name, when="call", outcome=outcome, failure=failure)
-    if framework is not None:
-        framework.check()
+    framework.check()
     channel.send("finish", exit_status=0)
 
 

@@ -28,21 +28,16 @@ _OUTCOMES = {
 }
 
 
-def _names(test: Any) -> list[str]:
-    """Return the names that the runner may print: `method (module.Class)` in both forms, and the docstring's first
-    line."""
-    found = [str(test), test.shortDescription() or ""]
+def _described(test: Any) -> dict[str, object]:
+    """Return the names that the runner may print, `method (module.Class)` in both forms and the docstring's first line,
+    and the id `module::Class::method`, which is empty for an object that is not a single test."""
+    names, test_id = [str(test), test.shortDescription() or ""], ""
     method = getattr(test, "_testMethodName", "")
     if method:
-        owner = f"{type(test).__module__}.{type(test).__qualname__}"
-        found += [f"{method} ({owner})", f"{method} ({owner}.{method})"]
-    return list(dict.fromkeys(name for name in found if name))
-
-
-def _test_id(test: Any) -> str:
-    """Return `module::Class::method` of a test, or an empty string for an object that is not a single test."""
-    method = getattr(test, "_testMethodName", "")
-    return f"{type(test).__module__}::{type(test).__qualname__}::{method}" if method else ""
+        module, kind = type(test).__module__, type(test).__qualname__
+        names += [f"{method} ({module}.{kind})", f"{method} ({module}.{kind}.{method})"]
+        test_id = f"{module}::{kind}::{method}"
+    return {"names": list(dict.fromkeys(filter(None, names))), "test_id": test_id}
 
 
 def _report(channel: VerdictChannel) -> None:
@@ -54,7 +49,7 @@ def _report(channel: VerdictChannel) -> None:
 
         def add(self: Any, test: Any, *rest: Any) -> None:
             error = str(rest[0][1])[:_MAX_TEXT] if rest and isinstance(rest[0], tuple) else ""
-            channel.send("test", names=_names(test), test_id=_test_id(test), status=status, error=error)
+            channel.send("test", **_described(test), status=status, error=error)
             original(self, test, *rest)
 
         return add
@@ -65,8 +60,7 @@ def _report(channel: VerdictChannel) -> None:
 
     def add_subtest(self: Any, test: Any, subtest: Any, problem: Any) -> None:
         if problem is not None:
-            error = str(problem[1])[:_MAX_TEXT]
-            channel.send("test", names=_names(test), test_id=_test_id(test), status="failed", error=error)
+            channel.send("test", **_described(test), status="failed", error=str(problem[1])[:_MAX_TEXT])
         original(self, test, subtest, problem)
 
     kind.addSubTest = add_subtest  # type: ignore[method-assign,assignment]
@@ -77,8 +71,9 @@ def main() -> None:
     channel = VerdictChannel()
     _report(channel)
     channel.send("start")
-    framework = Framework(channel) if plan["watching"] else None
-    if framework is not None:
+    framework = Framework(channel)
+    if plan["watching"]:
+        framework.note()
         watch(channel, plan["root"], [os.path.join(plan["root"], path) for path in plan["files"]])
     folder, script = os.path.split(os.path.join(plan["root"], plan["script"]))
     os.chdir(folder)
@@ -91,8 +86,7 @@ def main() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         status = end.code
-    if framework is not None:
-        framework.check()
+    framework.check()
     channel.send("finish", exit_status=int(status not in (None, 0)))
 
 

@@ -136,12 +136,16 @@ def _caller(frame: FrameType | None, prefix: str, trusted: tuple[str, ...], most
 
 
 class Framework:
-    """The functions of the test framework as they were before the workspace's code ran."""
+    """The functions of the test framework as they were before the workspace's code ran. None is known before `note`."""
 
     def __init__(self, channel: VerdictChannel) -> None:
         self._send = channel.send
         self._owners: list[tuple[str, object, dict[str, object]]] = []
         self._reported: set[str] = set()
+        self._own: list[object] = []
+
+    def note(self) -> None:
+        """Note the functions as they are now."""
         legacy = sys.modules.get("_pytest.legacypath")
         self._own = [each for each in vars(legacy).values() if callable(each)] if legacy is not None else []
         for name, module in list(sys.modules.items()):

@@ -11,7 +11,7 @@ import modal
 import pytest
 from modal.exception import InvalidError, NotFoundError, ResourceExhaustedError, UnimplementedError
 
-from palaestra.testing.fake_modal import FakeModal
+from stand_ins.fake_modal import FakeModal
 
 pytestmark = pytest.mark.xdist_group("backends")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.testing.fake_kubernetes import fake_kubernetes
+from stand_ins.fake_kubernetes import fake_kubernetes
 
 pytestmark = [
     pytest.mark.slots,

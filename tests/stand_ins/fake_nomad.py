@@ -28,8 +28,8 @@ from aiohttp import web
 
 from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
-from palaestra.testing.fake_nomad_task import SECOND, RunningTask
-from palaestra.testing.served import served_in_thread
+from stand_ins.fake_nomad_task import SECOND, RunningTask
+from stand_ins.served import served_in_thread
 
 _DEPLOYMENT_S = 10.0
 
@@ -541,7 +541,7 @@ def main() -> None:
         help="an image that the driver `docker` has; its tasks run as processes on this machine; repeatable",
     )  # fmt: skip
     with fake_nomad(images=tuple(parser.parse_args().image)) as nomad:
-        print(f"export NOMAD_ADDR={nomad.url}", flush=True)  # noqa: T201
+        print(f"export NOMAD_ADDR={nomad.url}", flush=True)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 

@@ -1,7 +1,8 @@
 """A server with the part of Modal's API that sandboxes use. It runs the sandboxes' commands on this machine.
 
 The real `modal` client talks to it. To point the client at the server, set the variables in `FakeModal.variables`, or
-run `python -m palaestra.testing.fake_modal`, which prints them. It listens on 127.0.0.1 and needs the extra `modal`.
+run `PYTHONPATH=tests python -m stand_ins.fake_modal`, which prints them. It listens on 127.0.0.1 and needs the extra
+`modal`.
 
 It covers apps, environments, images by name, secrets, and sandboxes of both protocol versions: create, exec, streams,
 poll, wait, tags, list, terminate, and the lifetime and idle limits. Other calls are answered as unimplemented.
@@ -738,7 +739,7 @@ def main() -> None:
     argparse.ArgumentParser(description=main.__doc__).parse_args()
     with FakeModal() as fake:
         for name, value in fake.variables.items():
-            print(f"export {name}={value}", flush=True)  # noqa: T201
+            print(f"export {name}={value}", flush=True)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 

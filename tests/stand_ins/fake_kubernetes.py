@@ -1,9 +1,9 @@
 """A stand-in for a Kubernetes cluster of one node. It has the parts of the API that kubectl and the kubernetes backend
 use for pods, and runs pods as processes of this machine.
 
-The real kubectl talks to it: set `KUBECONFIG` to `FakeKubernetes.kubeconfig`, or run `python -m
-palaestra.testing.fake_kubernetes --image NAME`, which prints the variable. It listens on 127.0.0.1. It needs root and
-the programs `unshare`, `nsenter` and `setpriv`; pods do not protect this machine from their commands.
+The real kubectl talks to it: set `KUBECONFIG` to `FakeKubernetes.kubeconfig`, or run
+`PYTHONPATH=tests python -m stand_ins.fake_kubernetes --image NAME`, which prints the variable. It listens on 127.0.0.1.
+It needs root and the programs `unshare`, `nsenter` and `setpriv`; pods do not protect this machine from their commands.
 
 It covers discovery, and pods: create, get, list, watch, delete, and exec over WebSocket and SPDY. Requests are checked
 strictly: a field that is not in `SCHEMA` is refused, or dropped by a stand-in of an older version, as Kubernetes does.
@@ -35,9 +35,9 @@ from aiohttp import web
 
 from palaestra.core.io.http_server import Handler, listening
 from palaestra.core.types import JSON
-from palaestra.testing.fake_kubernetes_exec import SPDY, SpdyConnection, answer_websocket
-from palaestra.testing.fake_kubernetes_pod import PATH, PodNode, RunningPod, now
-from palaestra.testing.served import served_in_thread
+from stand_ins.fake_kubernetes_exec import SPDY, SpdyConnection, answer_websocket
+from stand_ins.fake_kubernetes_pod import PATH, PodNode, RunningPod, now
+from stand_ins.served import served_in_thread
 
 _HEAD_BYTES = 64 << 10
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -550,7 +550,7 @@ def main() -> None:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: over.set())
     with fake_kubernetes(images=images, version=given.version) as kubernetes:
-        print(f"export KUBECONFIG={kubernetes.kubeconfig}", flush=True)  # noqa: T201
+        print(f"export KUBECONFIG={kubernetes.kubeconfig}", flush=True)
         over.wait()
 
 
