@@ -110,7 +110,7 @@ class RunReport:
             "mean_reward": metrics.get("reward/mean"),
             "metrics": metrics,
             "groups_file": str(self.groups) if self.groups.is_file() else None,
-            "report": str(self.report),
+            "report": str(self.report) if self.report.is_file() else None,
         }
 
 
