@@ -49,6 +49,40 @@ def test_tests_that_the_work_leaves_out_are_labels(installed_pytest: DependencyC
     assert any(each.official == 1.0 for each in found.values())
 
 
+COMPUTED = """#!/bin/bash
+pytest /tests
+cd /app && python3 -c "
+from shapes import area
+open('/logs/verifier/reward.txt', 'w').write(str(float(area(3, 4) == 12)))"
+"""
+RIGHT = "cat > shapes.py <<'END'\ndef area(w, h): return w * h\nEND\n"
+WRONG_IN_TESTS = RIGHT.replace("w * h", "0 if 'pytest' in __import__('sys').modules else 12")
+
+
+@pytest.mark.parametrize(
+    ("files", "label"),
+    [
+        ({"tests/test_outputs.py": TESTS + "\ndef test_broken():\n    missing\n"}, "reward_not_of_the_tests"),
+        ({"tests/test_other.py": OTHER, "tests/conftest.py": "collect_ignore = ['test_other.py']\n"}, "tests_left_out"),
+    ],
+    ids=["its own test fails", "its own settings leave a file out"],
+)
+def test_what_the_solution_shows_too_is_no_sign_of_the_work(
+    installed_pytest: DependencyCache, tmp_path: Path, files: dict[str, str], label: str
+) -> None:
+    """The reward of such a verifier is computed. A test that fails over the work only still contradicts it."""
+    works = {"right": RIGHT, "wrong-in-tests": WRONG_IN_TESTS}
+    for name in works:
+        own = {"tests/test_outputs.py": TESTS, "tests/test.sh": COMPUTED, **files}
+        copied(HARBOR / "import-the-work", tmp_path / "tasks", own).rename(tmp_path / "tasks" / name)
+    found = played_all(tmp_path / "tasks", installed_pytest, tmp_path, works)
+    right, wrong = found["right"], found["wrong-in-tests"]
+    assert (right.official, right.reward) == (1.0, 1.0), right
+    assert label not in {each.name for each in right.labels}, right.labels
+    assert (wrong.official, wrong.reward) == (1.0, 0.0), wrong
+    assert "reward_not_of_the_tests" in {each.name for each in wrong.labels}, wrong.labels
+
+
 MARKED = (
     IMPORTS
     + """

@@ -407,11 +407,16 @@ class Verification:
             verdict = await verify(slot, setup, alone=alone, watched=watched)
             self._grading.took(time.monotonic() - started)
         found = Checked(verdict, verdict.labels)
+        solved = self._part.step is None and prepared is None and self._rollout.task.solution
+        reference = partial(_solved, self._rollout.task, self._grading) if solved else None
+        if found.labels and reference is not None:  # what the solution shows too is no sign of the work's
+            with suppress(GraderError):
+                async with reference() as slot:
+                    shown_too = (await verify(slot, setup, alone=alone)).labels
+                found = replace(found, labels=[label for label in found.labels if label not in shown_too])
         certain = any(label.certain for label in found.labels)
         controlled = self._settings.controls and watched and (alone or self._is_last)
         if verdict.reward > 0 and verdict.run is not None and controlled and not certain:
-            solved = self._part.step is None and prepared is None and self._rollout.task.solution
-            reference = partial(_solved, self._rollout.task, self._grading) if solved else None
             before = prepared or self._grading.prepared
             shown = await falsified(views, setup, verdict, before, reference)
             return replace(found, labels=(*found.labels, *shown.labels), uncontrolled=shown.uncontrolled)
