@@ -13,8 +13,9 @@ with pytest from the package index. `message` is the second message of a convers
 to the answer.
 
 Only the process of the run counts, not the slot server. Code that runs while a module is imported does not count. The
-numbers include code that runs concurrently, so they can differ by one or two between runs. The exit code is 1 if a
-number is above its cap. `--files` lists the files behind each number.
+numbers include code that runs concurrently, so they can differ by one or two between runs, and more on a busy machine. A
+run with a number above its cap is therefore traced again. The exit code is 1 if a number is still above its cap.
+`--files` lists the files behind each number.
 """
 
 from __future__ import annotations
@@ -135,6 +136,9 @@ NAMES = {
     "SWE score": "the score of a SWE row",
     MESSAGE: "one message through the gateway",
 }
+
+_AGAIN = 2
+"""How often a run with a number above its cap is traced again; what all traces have counts."""
 
 _YIELD_VALUE, _RESUME = dis.opmap["YIELD_VALUE"], dis.opmap["RESUME"]
 
@@ -362,29 +366,40 @@ def traced(run: str, url: str) -> Traced:
     return Traced(found["depth"], found["files"])
 
 
+def above_caps(run: str, found: Traced) -> list[str]:
+    """Return the numbers of a run that are above their caps, with the caps."""
+    numbers = [(NAMES[part], len(found.files[part]), CAPS[part]) for part in RUNS[run]]
+    if run in DEPTH_CAPS:
+        numbers.append((f"deepest stack of {run}", found.depth, DEPTH_CAPS[run]))
+    return [f"{name}: {number} (cap {cap})" for name, number, cap in numbers if number > cap]
+
+
 def main() -> int:
     """Trace the runs and print the table."""
     parser = measure.options_parser(__doc__)
     parser.add_argument("--files", action="store_true", help="list the files behind each number on standard error")
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 3)
-    listed: dict[str, list[str]] = {}
+    last: dict[str, Traced] = {}
 
     def counted(run: str) -> measure.Sample:
         found = traced(run, url)
-        listed.update({part: found.files[part] for part in RUNS[run]})
+        for _ in range(_AGAIN if above_caps(run, found) else 0):
+            again = traced(run, url)
+            common = {part: sorted({*files}.intersection(again.files[part])) for part, files in found.files.items()}
+            found = Traced(min(found.depth, again.depth), common)
+        last[run] = found
         lines = sum((PACKAGE / file).read_text().count("\n") for file in found.files[RUNS[run][0]])
         return {"depth": found.depth, "lines": lines, **{part: len(found.files[part]) for part in RUNS[run]}}
 
     with measure.serving(__file__, "--serve") as url:
         found = measure.interleaved({run: partial(counted, run) for run in RUNS}, rounds)
     if options.files:
-        for part, name in NAMES.items():
-            print(f"{name}:", *listed[part], sep="\n  ", file=sys.stderr)
+        for run, parts in RUNS.items():
+            for part in parts:
+                print(f"{NAMES[part]}:", *last[run].files[part], sep="\n  ", file=sys.stderr)
     measure.report("Files and frames of one rollout", rows(found), options.json)
-    files = [(NAMES[part], found[run][part], CAPS[part]) for run, parts in RUNS.items() for part in parts]
-    frames = [(f"deepest stack of {run}", found[run]["depth"], cap) for run, cap in DEPTH_CAPS.items()]
-    above = [f"{name}: {count:g} (cap {cap})" for name, count, cap in [*files, *frames] if count > cap]
+    above = [line for run in RUNS for line in above_caps(run, last[run])]
     if above:
         print("above the caps:", "; ".join(above), file=sys.stderr)
     return 1 if above else 0

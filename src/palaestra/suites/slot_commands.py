@@ -1,5 +1,4 @@
-"""Run a set-up command in a slot; a failure becomes a typed error that shows the end of its output. Read a file that
-may be missing."""
+"""Run a set-up command in a slot; a failure becomes a typed error that shows the end of its output."""
 
 from __future__ import annotations
 
@@ -32,13 +31,3 @@ async def check_execute(
     if not result.success:
         raise error(f"{problem}: {result.error}\n{result.output[-shown:].strip()}")
     return result
-
-
-async def content_of(slot: Slot, path: str, max_bytes: int) -> bytes | None:
-    """Return a file's content; None if it cannot be read, because there is no such file or it is larger."""
-    try:
-        return await slot.read_bytes(path, max_bytes=max_bytes)
-    except InfraError:
-        raise
-    except OSError:
-        return None

@@ -18,7 +18,7 @@ from palaestra.core.types import Label
 from palaestra.rollouts.grading.grader import WAYS
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.falsified import literal, named_tests, parse, tests_in
-from palaestra.suites.slot_commands import content_of
+from palaestra.suites.grading.harness import content_of
 
 COPIED, ENCODED = "answers_copied", "encoded_data"
 """The names of the labels."""

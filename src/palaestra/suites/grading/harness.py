@@ -19,7 +19,7 @@ from enum import StrEnum
 from importlib import resources
 from typing import ClassVar
 
-from palaestra.core.errors import GraderError
+from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON, Label
 from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import ExecutionResult, Slot
@@ -228,3 +228,13 @@ def _phase_status(phase: Mapping[str, JSON]) -> Status:
     if outcome == "skipped":
         return Status.SKIPPED
     return Status.FAILED if phase["when"] == "call" else Status.ERROR
+
+
+async def content_of(slot: Slot, path: str, max_bytes: int) -> bytes | None:
+    """Return a file's content; None if it cannot be read, because there is no such file or it is larger."""
+    try:
+        return await slot.read_bytes(path, max_bytes=max_bytes)
+    except InfraError:
+        raise
+    except OSError:
+        return None

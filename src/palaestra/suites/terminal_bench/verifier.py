@@ -30,9 +30,8 @@ from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
-from palaestra.suites.grading.harness import FAILED, Status, TestRun, TestsTimedOut, read_records, read_run
+from palaestra.suites.grading.harness import FAILED, Status, TestRun, TestsTimedOut, content_of, read_records, read_run
 from palaestra.suites.images.as_user import as_user
-from palaestra.suites.slot_commands import content_of
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.default_tests import default_tests
 from palaestra.suites.terminal_bench.offline_script import GradedPart, OfflineScript, lacks_network
