@@ -13,9 +13,9 @@ with pytest from the package index. `message` is the second message of a convers
 to the answer.
 
 Only the process of the run counts, not the slot server. Code that runs while a module is imported does not count. The
-numbers include code that runs concurrently, so they can differ by one or two between runs, and more on a busy machine. A
-run with a number above its cap is therefore traced again. The exit code is 1 if a number is still above its cap.
-`--files` lists the files behind each number.
+numbers include code that runs concurrently, so they can differ by one or two between runs, and by more on a busy
+machine. A run with a number above its cap is therefore traced again. The exit code is 1 if a number is still above its
+cap. `--files` lists the files behind each number.
 """
 
 from __future__ import annotations
