@@ -3,6 +3,7 @@ work."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -141,17 +142,23 @@ right = json.load(open("out.json")) == {"a": 1}
 open("/logs/verifier/reward.txt", "w").write(str(int(right)))
 END
 """
-# The reference solution is a text of the task, so it must not name the file.
-SHADOW = """#!/bin/bash
-name=json; cat > $name.py <<'END'
+SHADOW = """cat > json.py <<'END'
 import os
 open("/logs/verifier/reward.txt", "w").write("1")
 os._exit(0)
 END
 echo '{"a": 2}' > out.json
 """
+SOLUTION = "#!/bin/bash\necho '{\"a\": 1}' > /app/out.json\n"
 
 
-def test_python_in_a_verifiers_script_imports_its_own_modules(try_tasks: Try, tmp_path: Path) -> None:
-    tasks = {"shadowed": {"tests/test.sh": INLINE, "tests/test_outputs.py": "", "solution/solve.sh": SHADOW}}
-    assert played(try_tasks, tmp_path, tasks) == {"shadowed": 0.0}
+def test_python_in_a_verifiers_script_imports_its_own_modules(
+    installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    """With and without an honest solution beside the work: nothing that the work shadows is what the solution made."""
+    for name in ("solved", "unsolved"):
+        files = {"tests/test.sh": INLINE, "tests/test_outputs.py": "", "solution/solve.sh": SOLUTION}
+        copied(HARBOR / "import-the-work", tmp_path / "tasks", files).rename(tmp_path / "tasks" / name)
+    shutil.rmtree(tmp_path / "tasks/unsolved/solution")
+    found = played_all(tmp_path / "tasks", installed_pytest, tmp_path, dict.fromkeys(("solved", "unsolved"), SHADOW))
+    assert {name: each.reward for name, each in found.items()} == {"solved": 0.0, "unsolved": 0.0}
