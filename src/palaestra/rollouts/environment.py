@@ -129,10 +129,6 @@ class Environment(ABC):
         """Do the shared preparation, once per key in a run unless the slot or the result is lost. The task's own
         preparation then starts from the result."""
 
-    def shared_spec(self, task: Task) -> SlotSpec:
-        """Return the settings of the slot in which `prepare_shared` runs."""
-        return self.slot_spec(task, Phase.PREPARE)
-
     def prepares(self, task: Task) -> bool:
         """Return whether the task has a workspace of its own to prepare. If it has none and shares no preparation,
         rollouts start from the bare image."""

@@ -50,7 +50,7 @@ from palaestra.rollouts.spec import Phase, RolloutSpec, RunContext, Seeded
 from palaestra.rollouts.watchdog import Stages
 from palaestra.rollouts.workspaces import image_of
 from palaestra.sandbox.images.reference import check_image
-from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
+from palaestra.sandbox.slot import Slot, Snapshot
 from palaestra.sandbox.snapshots.cache import Put, Recipe, RunStep
 from palaestra.tools.registry.registry import Kit
 
@@ -475,11 +475,9 @@ class Preparation:
         if self._task.files and not more and (composed := await self._composed(stages)) is not None:
             return composed
         if key is not None:
-            spec = self._env.shared_spec(self._task)
-            prepare = partial(self._in_slot, stages, spec, self._env.prepare_shared, None, f"preparing {key}")
+            prepare = partial(self._in_slot, stages, self._env.prepare_shared, None, f"preparing {key}")
             base = await self._run.workspaces.shared(key, prepare)
-        spec = self._env.slot_spec(self._task, Phase.PREPARE)
-        return await self._in_slot(stages, spec, self._fill, base, f"preparing task {self._task.id}")
+        return await self._in_slot(stages, self._fill, base, f"preparing task {self._task.id}")
 
     async def _composed(self, stages: Stages) -> Snapshot | None:
         """Return a workspace that has nothing but the task's files; None if it takes a slot to write them."""
@@ -493,16 +491,11 @@ class Preparation:
         return snapshot
 
     async def _in_slot(
-        self,
-        stages: Stages,
-        spec: SlotSpec,
-        work: Callable[[Task, Slot], Awaitable[None]],
-        base: Snapshot | None,
-        doing: str,
+        self, stages: Stages, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str
     ) -> Snapshot:
         """Run a preparation in a slot, seal the slot and return the snapshot. An unexpected error in `work` is blamed
         on the task."""
-        workspaces = self._run.workspaces
+        workspaces, spec = self._run.workspaces, self._env.slot_spec(self._task, Phase.PREPARE)
         before = stages.seconds.get("acquire", 0.0)
         with image_of(self._task):
             slot = await workspaces.lease(f"{self._group.group_id}:prepare", spec, base, stages)

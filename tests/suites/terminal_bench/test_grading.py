@@ -245,15 +245,6 @@ def test_an_image_without_python_and_a_user_of_its_own(try_tasks: Try, tmp_path:
         assert lines[name].finding is Finding.GOOD, lines[name]
 
 
-def test_an_image_may_be_built_from_every_path(try_tasks: Try, tmp_path: Path) -> None:
-    """What Palaestra mounts for the verifier is not there while the Dockerfile is built."""
-    lines = "RUN mkdir -p /opt/own && find /app /opt -exec touch -t 202001010000.00 {} +\n"
-    docker = (HARBOR / "import-the-work/environment/Dockerfile").read_text() + lines
-    copied(HARBOR / "import-the-work", tmp_path, {"environment/Dockerfile": docker})
-    (line,) = try_tasks(tmp_path).values()
-    assert line.finding is Finding.GOOD, line
-
-
 def test_a_ready_root_needs_no_build(try_tasks: Try, tmp_path: Path) -> None:
     roots = tmp_path / "roots"
     roots.mkdir()

@@ -173,9 +173,6 @@ class EndlessEnvironment(ContractEnvironment):
     def shared_setup(self, task: Task) -> str | None:
         return task.data.root.build_key if isinstance(task.data, ResolvedFolder) else None
 
-    def shared_spec(self, task: Task) -> SlotSpec:
-        return replace(super().shared_spec(task), mounts=())  # a build may write to every path
-
     async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
         await build_in_slot(sandbox, task.data.item.recipe, task.data.root.base)
 

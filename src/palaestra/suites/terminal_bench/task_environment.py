@@ -232,9 +232,6 @@ class TerminalBenchEnvironment(ContractEnvironment):
         key: str | None = task.data.root.build_key
         return key
 
-    def shared_spec(self, task: Task) -> SlotSpec:
-        return replace(super().shared_spec(task), mounts=())  # a build may write to every path
-
     async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
         await build_in_slot(sandbox, task.data.task.recipe, task.data.root.base)
 
