@@ -40,7 +40,7 @@ READERS: Mapping[str, Read] = {
     "without_duration": without_duration,
     "exceeds_limit_of_runner": exceeds_limit_of_runner,
     "cause_of": cause_of,
-    "lacks_network": lambda text: lacks_network(["curl x"], ["import openai"], text),
+    "lacks_network": lambda text: lacks_network("curl x", ["import openai"], text),
     "redacted": lambda text: redacted(text[:_LONG]),
     "one_line": lambda text: one_line(text, 200),
     "printable": printable,

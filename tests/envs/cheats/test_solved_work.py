@@ -58,7 +58,7 @@ async def right(sandbox):
     return passed and set(functions) == {"signed", "total"} and max(functions.values()) == 1
 """
 
-PYTEST = """
+UNITTEST = """
 from palaestra import Task, environment
 
 RIGHT = '''def middle(numbers):
@@ -70,7 +70,6 @@ def spread(numbers):
 '''
 HIDDEN = '''
 import sys, unittest
-import pytest
 from stats import middle, spread
 
 class Figures(unittest.TestCase):
@@ -80,7 +79,7 @@ class Figures(unittest.TestCase):
         self.assertEqual(spread([3, 1, 2]), 2)
 
 if __name__ == "__main__":
-    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", __file__]))
+    sys.exit(not unittest.main(exit=False).result.wasSuccessful())
 '''
 
 @environment(toolsets=["terminal"])
@@ -162,7 +161,7 @@ def states(proof: Proof) -> dict[str, str]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("source", [SHORT, PYTEST, CLASS], ids=["function-length", "pytest", "class"])
+@pytest.mark.parametrize("source", [SHORT, UNITTEST, CLASS], ids=["function-length", "unittest", "class"])
 def test_a_second_criterion_hides_no_attack_on_the_tests(tmp_path: Path, source: str) -> None:
     proof = checked(tmp_path, source, HACKS)
     assert [(line.policy, line.rewards) for line in proof.lines[:2]] == [("oracle", (1.0,)), ("noop", (0.0,))]

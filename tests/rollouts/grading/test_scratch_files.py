@@ -130,8 +130,11 @@ def test_a_scratch_directory_that_could_not_be_carried_is_named(
     monkeypatch.chdir(tmp_path)
     Path("losing_env.py").write_text(LOSING)
     assert main(["run", "losing_env.py", "--policy", "oracle", "--env.isolation", level]) == 0
-    named = {each.task_id: "/tmp" in each.detail.get("left_out", ()) for each in open_run().trajectories}
-    assert named == {"kept": False, "lost": level == "full"}  # only there it may remove a program
+    found = {each.task_id: each for each in open_run().trajectories}
+    named = {name: "/tmp" in each.detail.get("left_out", ()) for name, each in found.items()}
+    removed = any('"exit_code": 0' in str(each["content"]) for each in found["lost"].messages if each["role"] == "tool")
+    assert named == {"kept": False, "lost": removed}
+    assert removed or level != "full"  # the other levels may forbid it
 
 
 MODULES = """

@@ -42,7 +42,8 @@ class LeftFiles:
             self.files |= {
                 path.removeprefix(CARRIED): data for path in paths or () if (data := await _read(slot, path))
             }
-            found = await slot.execute("find . -name .git -prune -o -name '*.py' -print | head -1", timeout_s=_WAIT_S)
+            find = f"find {WORKSPACE} -name .git -prune -o -name '*.py' -print | head -1"
+            found = await slot.execute(find, cwd="/", timeout_s=_WAIT_S)  # the agent may have removed the workspace
             self.python = bool(found.output.strip())
         except InfraError:
             return
