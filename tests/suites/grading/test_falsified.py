@@ -310,6 +310,18 @@ class Always:
 def name(): return Always()
 """
 
+PLAUSIBLE = """
+class Near(int):
+    def __eq__(self, other): return isinstance(other, (int, float)) and abs(other) < 10**6
+    __hash__ = int.__hash__
+class Text(str):
+    def __eq__(self, other): return isinstance(other, str)
+    __hash__ = str.__hash__
+def add(a, b): return Near(0)
+def name(): return Text()
+"""
+"""Returns values that equal every value of their type that a test may expect."""
+
 UNITTEST_OFF = """
 import unittest
 unittest.TestCase.run = lambda self, result: (result.startTest(self), result.addSuccess(self), result.stopTest(self))
@@ -348,6 +360,7 @@ def name():
 ATTACKS = {
     "forced reports": (BUGGY + FORCED, PASSED),
     "always equal": (FIXED + ALWAYS, EQUAL),
+    "plausibly equal": (FIXED + PLAUSIBLE, EQUAL),
     "unittest off": (FIXED + UNITTEST_OFF, PASSED),
     "answers": (FIXED + ANSWERED, SKIPPED_BODY),
 }

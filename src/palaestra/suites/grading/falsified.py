@@ -101,6 +101,14 @@ def _falsified_change(left, right, order, changed):
             return sides[0], sides[1], at
     sides[order[0]] = _falsified_other(None, *FACTOR)
     return sides[0], sides[1], order[0]
+def _falsified_soft(sides, shown):
+    result, kind = sides[1 - sides[2]], type(sides[sides[2]])
+    try:
+        soft = kind in (int, float, str, list) and all(result == _falsified_other(kind(), *each) for each in CHANGES)
+    except Exception:
+        soft = False
+    if soft:
+        _falsified_notes.append(shown[sides[2]])
 def _falsified_rows(names, rows, wanted):
     names = names.replace(',', ' ').split() if isinstance(names, str) else list(names)
     def new(name, value):
@@ -421,6 +429,7 @@ class _Assertions(ast.NodeTransformer):
         if changed := (wrong := _other(right, *_factor())) is not right:
             texts[order[0]] = repr(wrong)  # code that reads its test finds the wrong value too
         made = f"_falsified_sides = _falsified_change({', '.join(texts)}, {order!r}, {changed})"
+        made += f"\n_falsified_soft(_falsified_sides, {shown!r})"  # the wrong value may be too far for a plausible one
         return [*ast.parse(made).body, _rejected(statement, f"_falsified_note(_falsified_sides, {what!r}, {shown!r})")]
 
 
