@@ -10,19 +10,17 @@ Cancellation reaches the waiting call; context variables are shared.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import wait
-from functools import partial
 from typing import Any, TypeVar
 
 from greenlet import getcurrent, greenlet
 
-from palaestra.core.io.threads import in_own_thread, running_loop
+from palaestra.core.io.threads import running_loop
 from palaestra.core.types import JSON
-from palaestra.core.user_code import called, settled
+from palaestra.core.user_code import called_off_loop
 
 T = TypeVar("T")
 
@@ -105,15 +103,8 @@ async def bridged(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def called_with_sync(hook: Callable[..., object], *args: object, **named: object) -> JSON:
-    """Call a hook that may make synchronous tool calls, and return its answer.
-
-    A plain function runs in a thread of its own. On the loop's thread, it would block the loop, and would deadlock if
-    it waited for threads of its own that make such calls.
-    """
-    call = partial(hook, *args, **named)
-    if inspect.iscoroutinefunction(hook):
-        return await bridged(called(call))
-    return await bridged(settled(await in_own_thread(call)))
+    """Call a hook that may make synchronous tool calls, as `called_off_loop` does, and return its answer."""
+    return await bridged(called_off_loop(hook, *args, **named))
 
 
 def is_bridged() -> bool:

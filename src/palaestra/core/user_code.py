@@ -16,12 +16,14 @@ import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NoReturn, TypeVar, overload
 
 from palaestra.core.errors import ConfigError, GraderError, InfraError, PalaestraError
+from palaestra.core.io.threads import in_own_thread
 from palaestra.core.types import JSON, Label, Score, number
 
 logger = logging.getLogger(__name__)
@@ -167,6 +169,13 @@ async def settled(answer: object) -> JSON:
 async def called(hook: Callable[..., object], *args: object) -> JSON:
     """Call a hook and await its answer, so that an error in either step is raised here."""
     return await settled(hook(*args))
+
+
+async def called_off_loop(hook: Callable[..., object], *args: object, **named: object) -> JSON:
+    """Call a hook and await its answer. A plain function runs in a thread of its own: on the loop's thread, one that
+    computes for long would stop everything else, and one that waits for calls of its own threads would deadlock."""
+    call = partial(hook, *args, **named)
+    return await settled(call() if inspect.iscoroutinefunction(hook) else await in_own_thread(call))
 
 
 def place(error: BaseException) -> str:

@@ -7,7 +7,6 @@ import functools
 import inspect
 import random
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -15,9 +14,9 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from palaestra.core.errors import ConfigError, TaskError, WorkError
-from palaestra.core.io.threads import OneThread, in_own_thread
+from palaestra.core.io.threads import OneThread
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
-from palaestra.core.user_code import run_hook, score_of, settled
+from palaestra.core.user_code import called_off_loop, run_hook, score_of
 from palaestra.envs import cache_key
 from palaestra.envs.api.declaration import Declaration, FunctionEnvConfig, Hook, Source, TaskSource
 from palaestra.envs.api.hook_commands import HookCommands
@@ -223,17 +222,16 @@ async def _score(hook: Hook, sources: Mapping[str, Source]) -> Score:
 
 
 async def _call(hook: Hook, sources: Mapping[str, Source]) -> JSON:
-    """Call a hook's function with the arguments that its parameters name, and return its answer. A plain function runs
-    in a thread, so that one that computes for long stops no other rollout. Raises `NotAwaited`."""
+    """Call a hook's function with the arguments that its parameters name, and return its answer. Raises
+    `NotAwaited`."""
     arguments = {}
     for name in hook.wants:
         arguments[name] = await sources[name]()
     slot = arguments.get("sandbox")
-    with nullcontext() if slot is None else AwaitedSlot(cast("Slot", slot)) as awaited:
-        if awaited is not None:
-            arguments["sandbox"] = awaited
-        call = partial(hook.function, **arguments)
-        return await settled(call() if inspect.iscoroutinefunction(hook.function) else await in_own_thread(call))
+    if slot is None:
+        return await called_off_loop(hook.function, **arguments)
+    with AwaitedSlot(cast("Slot", slot)) as arguments["sandbox"]:
+        return await called_off_loop(hook.function, **arguments)
 
 
 class NotAwaited(RuntimeError):
