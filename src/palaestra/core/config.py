@@ -93,10 +93,9 @@ class Settings(BaseModel):
     if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
 
         def __init__(self, **values):
+            given = values
             if type(self).ignores_unknown and type(self).model_config.get("extra") == "forbid":
-                given, values = values, _without_unknown(type(self), values)
-            else:
-                given = values
+                values = _without_unknown(type(self), given)
             try:
                 super().__init__(**values)
             except ValidationError as error:

@@ -50,8 +50,7 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
 
     advantage: Literal["grpo", "rloo"] = "grpo"
     """A rollout's advantage: its reward minus the mean of its group (`grpo`), or minus the mean of the group's other
-    rollouts (`rloo`); in tree rollouts also the sum of a turn's advantages over the group and over the turn before
-    (`tree`)."""
+    rollouts (`rloo`)."""
 
     scale_advantages: bool = True
     """Divide advantages by the standard deviation of their group's rewards. `rloo` never does."""

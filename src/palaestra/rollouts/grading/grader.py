@@ -331,7 +331,8 @@ class Grading:
             self._libraries = await library_directories(names) if CACHE in found else None
         if REPLACED in found.values():  # a file may have been changed through a link that the task names
             async with self.prepared() as root:
-                found = {path: found[path] for path in found.keys() - await _targets(root, rule.named)}
+                targets = await _targets(root, rule.named)
+            found = {path: label for path, label in found.items() if path not in targets}
         for path in await solved([path for path, label in found.items() if label]) if solved else ():
             found.pop(path, None)
         for label in (REPLACED, SHADOWED, STARTUP, HOME_SETTINGS):

@@ -124,9 +124,13 @@ _COMMANDS = re.compile(
 _OF_DISTRIBUTION = re.compile(r"/(?:usr/(?!local/)|s?bin/|lib).*", re.DOTALL)
 _ABOUT_TIME_ZONE = re.compile(r"\btime[ -]?zone|localtime", re.I)
 _PATH = re.compile(r"(?<![\w.:/~$}>-])(?:/[\w.+@%-]+)+")
-_TOO_WIDE = re.compile(
-    r"/(?:bin|boot|dev|etc(?:/alternatives)?|home|lib(?:64)?|media|mnt|opt|proc|root(?:/\.local(?:/bin)?)?|run|sbin|srv|sys"
-    r"|usr(?:/(?:local/)?(?:bin|lib|sbin)|/(?:include|local|share|src))?|var(?:/(?:lib|cache))?)?"
+_TOO_WIDE = frozenset(
+    {
+        *("/", "/bin", "/boot", "/dev", "/etc", "/home", "/lib", "/lib64", "/media", "/mnt", "/opt", "/proc", "/root"),
+        *("/run", "/sbin", "/srv", "/sys", "/usr", "/usr/bin", "/usr/include", "/usr/lib", "/usr/local"),
+        *("/usr/local/bin", "/usr/local/lib", "/usr/local/sbin", "/usr/sbin", "/usr/share", "/usr/src", "/var"),
+        *("/var/lib", "/var/cache", "/etc/alternatives", "/root/.local", "/root/.local/bin"),
+    }
 )
 """Directories that texts often mention although the task is not about everything in them."""
 
@@ -173,7 +177,7 @@ def text_of_task(task: Task) -> str:
 
 def paths_in(text: str) -> set[str]:
     """Return the absolute paths that a text names, without those that texts often mention in passing."""
-    return {path for each in _PATH.findall(text) if not _TOO_WIDE.fullmatch(path := each.rstrip("."))}
+    return {path.rstrip(".") for path in _PATH.findall(text)} - _TOO_WIDE
 
 
 def batches(paths: Sequence[str]) -> Iterator[Sequence[str]]:

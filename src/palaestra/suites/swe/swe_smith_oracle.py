@@ -469,7 +469,7 @@ class SweEnvironment(ContractEnvironment):
         if found.differs:
             await grading.restart()
             graded = await self._verdict(rollout, grading, judged, found.guarded)
-        controls, built = Controlled(), None
+        built = None
         if official.resolved and not graded.row.verdict(graded.run).resolved:
             edited = [each.path for each in changes if each.path.removeprefix(f"{REPOSITORY}/") in pristine]
             built = await self._with_build_files(rollout, grading, judged, found, edited)
@@ -478,9 +478,10 @@ class SweEnvironment(ContractEnvironment):
         earned = guarded.resolved
         if judged.recipe is not None:  # a log of tests that passed counts only if its command did not fail
             earned = earned and judged.official(graded.run).resolved
-        copied = list[Label]()
+        controls, copied = Controlled(), list[Label]()
         if guarded.resolved and self.settings.controls:
-            controls = controls if built else await self._control(judged, graded.work, graded)
+            if built is None:  # otherwise, its falsified tests have run
+                controls = await self._control(judged, graded.work, graded)
             copied = await self._copied(judged, graded)
         detail: dict[str, JSON] = {
             "resolved": official.resolved,
