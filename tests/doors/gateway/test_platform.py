@@ -1,6 +1,6 @@
 import pytest
 
-from palaestra.doors.gateway.platform import ChatAddress, Incoming, session_key
+from palaestra.doors.gateway.platform import ChatAddress, Incoming, session_key, with_quote
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,12 @@ def test_two_places_never_share_a_key():
     ]
     keys = {session_key(Incoming(place, "m", "u"), per_user=False) for place in places}
     assert len(keys) == len(places)
+
+
+@pytest.mark.parametrize("said", ["why?", "/new", "yes", "two\nlines", ""])
+@pytest.mark.parametrize("quoted", ["The build failed", "two\n\nlines", "> a quote", "", None, "x" * 5000])
+def test_what_a_reply_quotes_is_read_and_is_no_part_of_a_command(said: str, quoted: str | None) -> None:
+    message = Incoming(ChatAddress("telegram", "5"), "9", "5", with_quote(said, quoted))
+    assert message.said == said
+    assert all(line in message.text for line in (quoted or "")[:1000].splitlines())
+    assert len(message.text) < 3000

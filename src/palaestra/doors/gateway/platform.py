@@ -35,6 +35,10 @@ class ChatAddress:
     thread_id: str = ""
 
 
+_MAX_QUOTE = 2000
+"""The maximum number of characters of a quoted message that the agent reads."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attachment:
     """A file. Images have a `media_type` that begins with `image/`."""
@@ -68,6 +72,20 @@ class Incoming:
     trusted: bool = False
     job: str = ""
     deliver: ChatAddress | None = None
+
+    @property
+    def said(self) -> str:
+        """The text without the quoted lines at its end: a command or an answer may be a reply to a message."""
+        lines = self.text.rstrip().split("\n")
+        while lines and (not lines[-1].strip() or lines[-1].startswith(">")):
+            lines.pop()
+        return "\n".join(lines)
+
+
+def with_quote(text: str, quoted: str | None) -> str:
+    """Return a person's text, followed by the beginning of the message that it replies to, in lines with `>`."""
+    lines = [f"> {line}" for line in (quoted or "")[:_MAX_QUOTE].strip().splitlines()]
+    return "\n".join([text, "", *lines]) if lines else text
 
 
 @dataclass(frozen=True, slots=True)

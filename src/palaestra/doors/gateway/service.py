@@ -148,7 +148,7 @@ class Gateway:
         if refusal := self._access.unusable(message):
             await self._answer_now(message, key, refusal)
             return
-        command = commands.parse(message.text)
+        command = commands.parse(message.said)
         if command is not None and (problem := commands.misused(command)):
             await self._answer_now(message, key, problem)
             return
@@ -194,7 +194,7 @@ class Gateway:
                 questions.claim(False)
         if not taken:
             return
-        if not questions.answer(message.text):
+        if not questions.answer(message.said):
             await self._notices.answer(message, "The question is no longer open. Send this again if it is needed.")
         elif self.platforms[message.address.platform].limits.requests:
             await self._notices.answer(message, "Answered.")
@@ -273,7 +273,7 @@ class Gateway:
             session.questions.unanswered = bool(waiting.conversation)  # the earlier gateway may have asked in this turn
         try:
             notes = await self._sessions.begin(session, waiting)
-            command = None if message.job else commands.parse(message.text)
+            command = None if message.job else commands.parse(message.said)
             answer = await (self._turn(session, message) if command is None else self._do(command, session, message))
             answer.texts[:0] = [*notes, f"(Scheduled job {message.job}:)"] if message.job else notes
             outgoing = outgoing_messages(message, answer, self.platforms)

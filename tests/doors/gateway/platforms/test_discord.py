@@ -96,6 +96,15 @@ def test_in_a_server_the_bot_takes_what_mentions_it_and_answers_as_a_reply(tmp_p
             number = await api.write(f"<@{BOT}> what is this?", GENERAL)
             await until(lambda: bool(arrived))
             (message,) = arrived
+            asked = api._history[GENERAL][-1]
+            replies = {
+                "type": 19,
+                "message_reference": {"message_id": number, "channel_id": GENERAL},
+                "referenced_message": asked,
+            }
+            await api.write(f"<@{BOT}> why?", GENERAL, **replies)
+            await until(lambda: len(arrived) == 2)
+            assert (arrived[1].said, arrived[1].text) == ("why?", f"why?\n\n> <@{BOT}> what is this?")
             assert (message.text, message.user_name) == ("what is this?", "Anna")
             assert message.address == ChatAddress("discord", GENERAL, "group")
             await platform.send_text(message.address, "an answer", key="k", answers=Answers(message.message_id))

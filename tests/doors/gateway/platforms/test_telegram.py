@@ -75,6 +75,20 @@ def test_a_file_that_cannot_be_read_keeps_no_message_waiting():
     asyncio.run(main())
 
 
+def test_a_reply_comes_with_what_it_quotes():
+    async def main():
+        api = TelegramAPI()
+        chat = {"id": CHAT, "type": "private"}
+        earlier = {"message_id": 3, "date": 1, "chat": chat, "text": "The build failed in step 3"}
+        async with api.serving(), started(telegram(api.url)) as arrived:
+            api.write(text="why?", reply_to_message=earlier)
+            api.write(text="why?", reply_to_message=earlier, quote={"text": "step 3", "position": 20})
+            await until(lambda: len(arrived) == 2)
+        assert [each.text for each in arrived] == ["why?\n\n> The build failed in step 3", "why?\n\n> step 3"]
+
+    asyncio.run(main())
+
+
 def test_a_photo_and_a_long_reply_go_through_the_gateway(tmp_path):
     async def main():
         api = TelegramAPI()

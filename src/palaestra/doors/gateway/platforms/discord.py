@@ -39,6 +39,7 @@ from palaestra.doors.gateway.platform import (
     Incoming,
     PlatformLimits,
     PlatformNotes,
+    with_quote,
 )
 
 with warnings.catch_warnings():
@@ -328,6 +329,8 @@ class Discord:
                 files.append(Attachment(attachment.filename, media_type, data))
         if not text and not message.attachments:
             problem = "Messages of this kind are not supported. Send text, an image or a file."
+        answered = message.reference.resolved if message.reference else None
+        text = with_quote(text, getattr(answered, "content", None))
         author = message.author
         return Incoming(
             address, str(message.id), str(author.id), text, tuple(files), author.display_name, problem

@@ -44,6 +44,7 @@ from palaestra.doors.gateway.platform import (
     Deliver,
     Incoming,
     PlatformLimits,
+    with_quote,
 )
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,8 @@ class Telegram:
             problem = "Messages of this kind are not supported. Send text, an image or a file."
         elif not text:  # such as a message that somebody joined the group
             return None
+        answered = message.quote or message.reply_to_message or message.external_reply
+        text = with_quote(text, getattr(answered, "text", None) or getattr(answered, "caption", None))
         user = message.from_user
         return Incoming(address, str(message.message_id), str(user.id), text, tuple(files), user.full_name, problem)
 
