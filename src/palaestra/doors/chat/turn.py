@@ -27,6 +27,7 @@ from palaestra.doors.chat.context_window import ContextWindow
 from palaestra.doors.chat.history import ChatHistory, preview
 from palaestra.doors.chat.model_session import ModelSession
 from palaestra.doors.chat.store import ConversationStore, Effect, StoredTurn
+from palaestra.doors.chat.thinking import ThoughtSplitter, without_thoughts
 from palaestra.doors.chat.turn_events import (
     INTERRUPTED,
     Event,
@@ -81,6 +82,7 @@ class RunningTurn:
         self._reply_row: int | None = None
         self._partial: list[str] = []
         self._thought = False
+        self._splitter = ThoughtSplitter()
         self._calls: dict[str, Effect] = {}
 
     async def events(self, work: Coroutine[None, None, AgentResult], name: str) -> AsyncGenerator[Event, None]:
@@ -126,8 +128,9 @@ class RunningTurn:
             return await ask(call)
         if "on_delta" in session.features:
             call = ChatCall(call.branch, call.messages, {**call.request, "on_delta": self._on_delta})
-        self._partial, self._thought = [], False
+        self._partial, self._thought, self._splitter = [], False, ThoughtSplitter()
         completion = await ask(call)
+        without_thoughts(completion)
         reply = read_reply(completion, loop.result.turns_used + 1)
         if reply.reasoning and not self._thought:
             self.emit(ReasoningDelta(text=reply.reasoning))
@@ -140,14 +143,15 @@ class RunningTurn:
 
     def _on_delta(self, delta: Delta) -> None:
         if delta.restarted:
-            self._partial = []
+            self._partial, self._splitter = [], ThoughtSplitter()
             self.emit(ReplyRestarted())
-        if delta.reasoning:
+        thought, answer = self._splitter.take(delta.content)
+        if thought := delta.reasoning + thought:
             self._thought = True
-            self.emit(ReasoningDelta(text=delta.reasoning))
-        if delta.content:
-            self._partial.append(delta.content)
-            self.emit(TextDelta(text=delta.content))
+            self.emit(ReasoningDelta(text=thought))
+        if answer:
+            self._partial.append(answer)
+            self.emit(TextDelta(text=answer))
 
     async def called(self, call: CheckedCall, then: Next) -> ToolOutcome:
         """Run a tool call. If the agent itself made the call, record it in the journal of side effects and emit its
