@@ -76,7 +76,7 @@ class TestRun:
     """One test session. `complete` means that it ended by itself, after a report on each collected test.
 
     `alarms` are labels for what the harness reported, `output` is what the harness printed, and `known_as` maps tests
-    to further names under which another program lists them.
+    to further names under which another program lists them. `opened` counts how often test files were opened.
     """
 
     __test__: ClassVar[bool] = False  # pytest: not a test class
@@ -91,6 +91,7 @@ class TestRun:
     output: str = ""
     alarms: tuple[Label, ...] = ()
     known_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    opened: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -139,6 +140,7 @@ async def run_harness(
         stdin=json.dumps(plan).encode(),
         timeout_s=timeout_s,
         verdict=True,
+        watched=[f"{plan['root']}/{path}" for path in plan.get("files", ()) if plan["watching"]],
     )
     records = read_records(result.verdict)
     if not any(record["kind"] == "start" for record in records):
@@ -211,7 +213,15 @@ def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> 
         durations_s={name: sum(phase.get("duration_s", 0.0) for phase in reports) for name, reports in phases.items()},
         output=result.output,
         alarms=alarms_in(records),
+        opened=result.metadata.get("opened", {}),
     )
+
+
+def tests_read(opened: Mapping[str, int], usual: Mapping[str, int]) -> list[Label]:
+    """Return a label if files of tests were opened more often than is usual, by whatever program and path."""
+    found = [path for path, times in opened.items() if times > usual.get(path, times)]
+    evidence = f"{', '.join(found[:5])}: opened more often than with the reference solution"
+    return [Label("tests_read", evidence)] if found else []
 
 
 def _status(phases: Sequence[Mapping[str, JSON]]) -> Status:

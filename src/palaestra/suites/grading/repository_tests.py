@@ -156,4 +156,5 @@ async def run_django(
         output=result.output,
         alarms=alarms_in(records),
         known_as=known_as,
+        opened=result.metadata.get("opened", {}),
     )

@@ -409,17 +409,17 @@ class Verification:
         found = Checked(verdict, verdict.labels)
         solved = self._part.step is None and prepared is None and self._rollout.task.solution
         reference = partial(_solved, self._rollout.task, self._grading) if solved else None
-        if found.labels and reference is not None:  # what the solution shows too is no sign of the work's
+        if watched and verdict.reward > 0 and not verdict.is_usual and reference is not None:
             with suppress(GraderError):
                 async with reference() as slot:
-                    shown_too = (await verify(slot, setup, alone=alone)).labels
-                found = replace(found, labels=[label for label in found.labels if label not in shown_too])
+                    shown = await verify(slot, setup, alone=alone)
+                found = replace(found, labels=verdict.labels_beside(shown) if shown.reward > 0 else verdict.labels)
         certain = any(label.certain for label in found.labels)
         controlled = self._settings.controls and watched and (alone or self._is_last)
         if verdict.reward > 0 and verdict.run is not None and controlled and not certain:
             before = prepared or self._grading.prepared
-            shown = await falsified(views, setup, verdict, before, reference)
-            return replace(found, labels=(*found.labels, *shown.labels), uncontrolled=shown.uncontrolled)
+            controls = await falsified(views, setup, verdict, before, reference)
+            return replace(found, labels=(*found.labels, *controls.labels), uncontrolled=controls.uncontrolled)
         return found
 
     def _score(self, guarded: Checked, official: Checked | None) -> Score:
