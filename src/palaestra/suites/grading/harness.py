@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,6 +27,8 @@ from palaestra.sandbox.slot import ExecutionResult, Slot
 
 FOLDER = "/tmp/.palaestra-grade"  # noqa: S108  in the slot; saved file systems do not contain it
 """The folder of the harness in the slot."""
+PYTEST = "pytest_reporter.py"
+"""The script that runs pytest, which reports what it reads for its own output."""
 
 
 class TestsTimedOut(GraderError):
@@ -140,7 +143,7 @@ async def run_harness(
         stdin=json.dumps(plan).encode(),
         timeout_s=timeout_s,
         verdict=True,
-        watched=[f"{plan['root']}/{path}" for path in plan.get("files", ()) if plan["watching"]],
+        watched=[f"{plan['root']}/{path}" for path in plan.get("files", ()) if plan["watching"] and script == PYTEST],
     )
     records = read_records(result.verdict)
     if not any(record["kind"] == "start" for record in records):
@@ -213,8 +216,14 @@ def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> 
         durations_s={name: sum(phase.get("duration_s", 0.0) for phase in reports) for name, reports in phases.items()},
         output=result.output,
         alarms=alarms_in(records),
-        opened=result.metadata.get("opened", {}),
+        opened=opened_in(records, result),
     )
+
+
+def opened_in(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> dict[str, int]:
+    """Return how often each watched file was opened, without the readings that pytest needed for its own output."""
+    own = Counter(str(record.get("path")) for record in records if record["kind"] == "read")
+    return {path: times - own[path] for path, times in result.metadata.get("opened", {}).items()}
 
 
 def tests_read(opened: Mapping[str, int], usual: Mapping[str, int]) -> list[Label]:

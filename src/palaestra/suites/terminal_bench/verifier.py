@@ -36,6 +36,7 @@ from palaestra.suites.grading.harness import (
     TestRun,
     TestsTimedOut,
     content_of,
+    opened_in,
     read_records,
     read_run,
     tests_read,
@@ -121,8 +122,7 @@ class VerifierVerdict:
         shown = {label.name for label in reference.labels}
         found = [label for label in self.labels if label not in reference.labels]
         found = [replace(each, certain=each.certain or each.name in _OF_WORK - shown) for each in found]
-        more = int(self.run is not None and not FAILED.isdisjoint(self.run.statuses.values()))  # a traceback's lines
-        return [*found, *tests_read(self.opened, {path: times + more for path, times in reference.opened.items()})]
+        return [*found, *tests_read(self.opened, reference.opened)]
 
     @property
     def is_usual(self) -> bool:
@@ -320,7 +320,7 @@ async def _session(slot: Slot, setup: VerifierSetup, instead: Mapping[str, str],
     if unmet := [str(record.get("what")) for record in records if record["kind"] == "unmet"]:
         raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which are not installed")
     killed = "signal" in result.metadata and not result.metadata["oom"]
-    return _Session(result.exit_code, run, output, placed, result.metadata.get("opened", {}), killed)
+    return _Session(result.exit_code, run, output, placed, opened_in(records, result), killed)
 
 
 async def _labels(slot: Slot, part: GradedPart, reward: float, session: _Session, *, alone: bool) -> list[Label]:
