@@ -89,7 +89,7 @@ _WORDS = re.compile(
 )
 _EQUALITY = re.compile(r"\w*(?:equals?|eql?|same|be|is)!?", re.IGNORECASE)
 """Names of calls that compare their arguments, as far as their last word shows it."""
-_DECIDES = re.compile(r"\bif\b|assert|expect|check|require", re.IGNORECASE)
+_DECIDES = re.compile(r"\b(?:if|return)\b|assert|expect|check|require", re.IGNORECASE)
 """Words of lines in which an operator decides a test. Loops are left as they are."""
 _ENDS = frozenset((")", "]", "}", ";", ",", "{", "\n", "&&", "||", "(", "[", "=>", ""))
 
@@ -141,7 +141,8 @@ def _other_value(word: re.Match[str]) -> str:
         whole, rest = re.match(r"(?:0[xXbBoO])?([\d_]*)(.*)", word[0], re.DOTALL).groups()  # type: ignore[union-attr]
         size = max(2, sum(each.isdigit() for each in whole))
         plain = not re.match(r"0[xXbBoO]", word[0])
-        return _random_unlike(whole, "1234", digits[1:], size) + rest if plain else word[0]
+        first = "1" if size == 3 else digits[1:]  # which a byte can hold
+        return _random_unlike(whole, first, digits[1:], size) + rest if plain else word[0]
     inner = word[0][1:-1]
     if re.search(r"[\\{}$#%\n]", inner):
         return word[0]
