@@ -61,7 +61,8 @@ class ExecutionResult:
     apart, `output` is stdout, a line `[stderr]` and stderr, and `metadata` also holds them as `stdout` and `stderr`.
 
     `metadata` also holds `exit_code` and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout`,
-    `signal` (only if a signal ended the main process), `rung`, `sandboxed` (the isolation level is not none), `network_isolated` (the slot has no network), `stateful`,
+    `signal` (only if a signal ended the main process), `rung`, `sandboxed` (the isolation level is not none),
+    `network_isolated` (the slot has no network), `stateful`,
     `output_total_bytes`, `truncated`, `duration_s`, `cpu_s`, `max_rss_bytes` and `oom`. If output was truncated,
     `full_output_path` is a file in the slot with the first 4 MiB of the output, and `full_output_bytes` is that file's
     size. Both are missing if no such file could be made or `spill` was false. `opened` has, for each file that the call

@@ -95,7 +95,8 @@ def found(value, depth=0):
 def look():
     frame = sys._getframe()
     while frame is not None:
-        yield found(frame.f_locals) or found(frame.f_globals) or linecache.getline(frame.f_code.co_filename, 2)[:-1] in TEXT
+        yield found(frame.f_locals) or found(frame.f_globals)
+        yield linecache.getline(frame.f_code.co_filename, 2)[:-1] in TEXT
         try:
             yield found(inspect.getsource(frame))
         except OSError:

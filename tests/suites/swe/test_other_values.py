@@ -60,4 +60,5 @@ def test_a_test_that_compares_with_no_value_ends_with_a_check_that_fails(languag
     head, end = HEADS[language]
     whole = f"{head}    {text}\n{end}"
     (made,) = falsify(LANGUAGES[language], {FILES[language]: whole}, late=True).values()
-    assert made.startswith(f"{head}    {text}\n") and len(made) > len(whole)
+    assert made.startswith(f"{head}    {text}\n")
+    assert len(made) > len(whole)

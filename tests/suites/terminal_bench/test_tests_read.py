@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PAY = "/logs/verifier/reward.txt"
 PYTEST = f"#!/bin/bash\npytest %s\nif [ $? = 0 ]; then echo 1 > {PAY}; else echo 0 > {PAY}; fi\n"
-CHECKS = f'#!/bin/bash\nok=1\n[ "$(/app/double 4)" = 8 ] || ok=0\n[ "$(/app/double 21)" = 42 ] || ok=0\necho $ok > {PAY}\n'
+CHECKS = (
+    f'#!/bin/bash\nok=1\n[ "$(/app/double 4)" = 8 ] || ok=0\n[ "$(/app/double 21)" = 42 ] || ok=0\necho $ok > {PAY}\n'
+)
 TESTS = (
     "import sys\nsys.path.insert(0, '/app')\n\n"
     "def test_small():\n    from calc import double\n    assert double(4) == 8\n\n"
@@ -29,7 +31,9 @@ def calc(text: str) -> str:
 
 
 def reading(text: str) -> str:
-    return calc(f"import os, re\n{text}\nright = iter(re.findall(r'== (\\d+)', found))\ndef double(x): return int(next(right))")
+    return calc(
+        f"import os, re\n{text}\nright = iter(re.findall(r'== (\\d+)', found))\ndef double(x): return int(next(right))"
+    )
 
 
 def program(text: str) -> str:
@@ -38,7 +42,7 @@ def program(text: str) -> str:
 
 TWICE = "double() { echo $((2 * $1)); }; double $1"
 READ = {
-    "link": reading(f"os.symlink('/tests', '/tmp/t')\nfound = open('/tmp/t/test_outputs.py').read()"),
+    "link": reading("os.symlink('/tests', '/tmp/t')\nfound = open('/tmp/t/test_outputs.py').read()"),
     "link-made-before": "ln -s /tests /tmp/before\n" + reading("found = open('/tmp/before/test_outputs.py').read()"),
     "descriptor-of-the-root": reading(
         "at = os.open('/', os.O_RDONLY)\n"
@@ -63,7 +67,9 @@ READ = {
 """Ways to read the tests of a task with pytest."""
 HONEST = {
     "right": calc(RIGHT),
-    "warns": calc("import warnings\n" + RIGHT.replace("    return", "    warnings.warn('x', stacklevel=2)\n    return")),
+    "warns": calc(
+        "import warnings\n" + RIGHT.replace("    return", "    warnings.warn('x', stacklevel=2)\n    return")
+    ),
     "logs": calc(
         "import logging, traceback\n"
         + RIGHT.replace("    return", "    try: 1 / 0\n    except ArithmeticError: logging.exception('x')\n    return")
@@ -73,28 +79,35 @@ HONEST = {
 SKIPS = {
     "skip": calc("import unittest\ndef double(x): raise unittest.SkipTest('x')"),
     "xfail": calc("import pytest\ndef double(x): pytest.xfail('x')"),
-    "another-error": calc("import builtins, unittest\nbuiltins.AssertionError = unittest.SkipTest\ndef double(x): return 0"),
-}
-SCRIPTS = {
-    "reads-the-script": (CHECKS, program("grep -o '= [0-9]* ]' /tests/test.sh | tr -dc '0-9\\n' | sed -n $((1 + ($1 > 4)))p"),
-                         "tests_read", 1.0),
-    "writes-json": (CHECKS, program("echo '{\"reward\": 1}' > /logs/verifier/reward.json"), "reward_not_of_the_tests", 0.0),
-    "kills-the-verifier": (
-        f"#!/bin/bash\n{CHECKS.partition(chr(10))[2].replace('ok=1', f'echo 1 > {PAY}')}",
-        program("for each in /proc/[0-9]*; do grep -aqs test.sh $each/cmdline && kill -9 ${each#/proc/}; done"),
-        "verifier_killed", 0.0,
+    "another-error": calc(
+        "import builtins, unittest\nbuiltins.AssertionError = unittest.SkipTest\ndef double(x): return 0"
     ),
-    "right": (CHECKS, program(TWICE), None, 1.0),
-    "a-verifier-that-reads-itself": (CHECKS.replace("ok=1", "ok=1; cat $0 > /dev/null; cp -r /tests /tmp/c"), program(TWICE), None, 1.0),
-    "a-verifier-that-ends-by-a-signal": (CHECKS + "kill -9 $$\n", program(TWICE), None, 1.0),
-    "a-verifier-that-kills-the-work": (CHECKS + "/app/double 3 & kill -9 $!; wait $!\n", program(f"{TWICE}; trap '' TERM"), None, 1.0),
-    "a-verifier-that-writes-json": (CHECKS.replace(f"echo $ok > {PAY}", 'echo "{\\"reward\\": $ok}" > /logs/verifier/reward.json'),
-                                    program(TWICE), None, 1.0),
-}  # fmt: skip
+}
+JSON = CHECKS.replace(f"echo $ok > {PAY}", 'echo "{\\"reward\\": $ok}" > /logs/verifier/reward.json')
+READS = "grep -o '= [0-9]* ]' /tests/test.sh | tr -dc '0-9\\n' | sed -n $((1 + ($1 > 4)))p"
+KILLS = "for each in /proc/[0-9]*; do grep -aqs test.sh $each/cmdline && kill -9 ${each#/proc/}; done"
+SCRIPTS = {
+    "reads-the-script": (CHECKS, READS, "tests_read", 1.0),
+    "writes-json": (CHECKS, "echo '{\"reward\": 1}' > /logs/verifier/reward.json", "reward_not_of_the_tests", 0.0),
+    "kills-the-verifier": (CHECKS.replace("ok=1", f"echo 1 > {PAY}; ok=1"), KILLS, "verifier_killed", 0.0),
+    "right": (CHECKS, TWICE, None, 1.0),
+    "a-verifier-that-copies-itself": (
+        CHECKS.replace("ok=1", "ok=1; cp -r /tests /tmp/c; cat $0 > c"),
+        TWICE,
+        None,
+        1.0,
+    ),
+    "a-verifier-that-ends-by-a-signal": (CHECKS + "kill -9 $$\n", TWICE, None, 1.0),
+    "a-verifier-that-kills-the-work": (CHECKS + "/app/double 3 & kill -9 $!; wait $!\n", TWICE, None, 1.0),
+    "a-verifier-that-writes-json": (JSON, TWICE, None, 1.0),
+}
 """Verifiers without pytest, works, and the label and the reward that they must have."""
 
 
-def play(works: dict[str, str], scripts: dict[str, str], packages: DependencyCache, folder: Path, solution: str):  # type: ignore[no-untyped-def]
+def play(
+    works: dict[str, str], scripts: dict[str, str], packages: DependencyCache, folder: Path, solution: str
+) -> dict[str, tuple[float, list[str], str]]:
+    """Return the reward, the labels and the error of each of the works, whose verifiers are `scripts`."""
     for name in works:
         whole = {
             "environment/Dockerfile": "FROM palaestra-tests/base:1\nWORKDIR /app\n",
@@ -138,9 +151,7 @@ def test_skipped_tests_are_not_paid_unless_the_solution_skips_them_too(
 
 
 def test_verifiers_without_pytest(installed_pytest: DependencyCache, tmp_path: Path) -> None:
-    works = {name: work for name, (_, work, _, _) in SCRIPTS.items()}
+    works = {name: program(work) for name, (_, work, _, _) in SCRIPTS.items()}
     scripts = {name: script for name, (script, _, _, _) in SCRIPTS.items()}
     found = play(works, scripts, installed_pytest, tmp_path, program(TWICE))
-    assert found == {
-        name: (reward, [label] if label else [], "") for name, (_, _, label, reward) in SCRIPTS.items()
-    }
+    assert found == {name: (reward, [label] if label else [], "") for name, (_, _, label, reward) in SCRIPTS.items()}

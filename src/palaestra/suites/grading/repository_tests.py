@@ -16,7 +16,16 @@ from dataclasses import replace
 from palaestra.core.errors import GraderError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Slot
-from palaestra.suites.grading.harness import FOLDER, PYTEST, FailedTest, Status, TestRun, alarms_in, read_run, run_harness
+from palaestra.suites.grading.harness import (
+    FOLDER,
+    PYTEST,
+    FailedTest,
+    Status,
+    TestRun,
+    alarms_in,
+    read_run,
+    run_harness,
+)
 from palaestra.suites.toolchain.toolchain import Toolchain
 
 _CANARY_TIMEOUT_S = 60.0
