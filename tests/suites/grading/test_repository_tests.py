@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from palaestra.core.errors import GraderError
-from palaestra.suites.grading.harness import Status, TestRun, alarms_in, read_records, tests_read
+from palaestra.suites.grading.harness import Status, TestRun, alarms_in, read_records, reads_of_tests
 from palaestra.suites.grading.repository_tests import run_files
 from suites.bench import F2P, FILES, P2P, REPO, Bench, RunBench
 
@@ -131,7 +131,7 @@ def test_the_openings_of_test_files_are_counted(run_bench: RunBench) -> None:
             assert run.opened == {path: 1 + times}, (text, run)
 
     run_bench(scenario)
-    (label,) = tests_read({"a": 3, "b": 1, "c": 2}, {"a": 2, "b": 1})
+    (label,) = reads_of_tests({"a": 3, "b": 1, "c": 2}, {"a": 2, "b": 1})
     assert (label.name, label.evidence.partition(":")[0], label.certain) == ("tests_read", "a", False)
 
 

@@ -43,7 +43,6 @@ def program(text: str) -> str:
 TWICE = "double() { echo $((2 * $1)); }; double $1"
 READ = {
     "link": reading("os.symlink('/tests', '/tmp/t')\nfound = open('/tmp/t/test_outputs.py').read()"),
-    "link-made-before": "ln -s /tests /tmp/before\n" + reading("found = open('/tmp/before/test_outputs.py').read()"),
     "descriptor-of-the-root": reading(
         "at = os.open('/', os.O_RDONLY)\n"
         "found = os.read(os.open('tests/test_outputs.py', os.O_RDONLY, dir_fd=at), 9999).decode()"

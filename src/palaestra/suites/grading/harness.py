@@ -226,7 +226,7 @@ def opened_in(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) ->
     return {path: times - own[path] for path, times in result.metadata.get("opened", {}).items()}
 
 
-def tests_read(opened: Mapping[str, int], usual: Mapping[str, int]) -> list[Label]:
+def reads_of_tests(opened: Mapping[str, int], usual: Mapping[str, int]) -> list[Label]:
     """Return a label if files of tests were opened more often than is usual, by whatever program and path."""
     found = [path for path, times in opened.items() if times > usual.get(path, times)]
     evidence = f"{', '.join(found[:5])}: opened more often than with the reference solution"

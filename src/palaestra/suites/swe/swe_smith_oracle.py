@@ -39,7 +39,7 @@ from palaestra.sandbox.slot import WORKSPACE, Mount, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
-from palaestra.suites.grading.harness import Status, TestRun, tests_read
+from palaestra.suites.grading.harness import Status, TestRun, reads_of_tests
 from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.images.task_images import PullPolicy, TaskImages
 from palaestra.suites.swe import language_tests
@@ -647,7 +647,7 @@ class SweEnvironment(ContractEnvironment):
         if row.instance_id not in self._usual_reads:
             usual = await self._run_named(graded.view, graded.work, row, Shown.RIGHT)
             self._usual_reads[row.instance_id] = usual.opened
-        return tests_read(opened, self._usual_reads[row.instance_id])
+        return reads_of_tests(opened, self._usual_reads[row.instance_id])
 
     async def _graded_view(self, row: SweRow, grading: Grading, without: Sequence[str]) -> GradedView:
         """Return a grading slot: the prepared repository with the agent's changes but those at `without`, and with

@@ -16,7 +16,7 @@ from palaestra.core.errors import GraderError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.blame import blame
-from palaestra.rollouts.grading.grader import LIVE, Grading, restore_directory
+from palaestra.rollouts.grading.grader import LIVE, Grading, enough_time, restore_directory
 from palaestra.rollouts.grading.tampering import (
     CARRIED,
     HOME_SETTINGS,
@@ -412,7 +412,8 @@ class Verification:
         if watched and verdict.reward > 0 and not verdict.is_usual and reference is not None:
             with suppress(GraderError):
                 async with reference() as slot:
-                    shown = await verify(slot, setup, alone=alone)
+                    patient = replace(setup, timeout_s=enough_time(setup.timeout_s))  # load must not decide
+                    shown = await verify(slot, patient, alone=alone)
                 found = replace(found, labels=verdict.labels_beside(shown) if shown.reward > 0 else verdict.labels)
         certain = any(label.certain for label in found.labels)
         controlled = self._settings.controls and watched and (alone or self._is_last)

@@ -41,7 +41,7 @@ from palaestra.suites.grading.harness import (
     opened_in,
     read_records,
     read_run,
-    tests_read,
+    reads_of_tests,
 )
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.task_files import read_text
@@ -124,7 +124,7 @@ class VerifierVerdict:
         shown = {label.name for label in reference.labels}
         found = [label for label in self.labels if label not in reference.labels]
         found = [replace(each, certain=each.certain or each.name in _OF_WORK - shown) for each in found]
-        return [*found, *tests_read(self.opened, reference.opened)]
+        return [*found, *reads_of_tests(self.opened, reference.opened)]
 
     @property
     def is_usual(self) -> bool:

@@ -88,7 +88,7 @@ class Reporter:
         work's, and forget their text, so that the work does not find it."""
         for path in _read_lines() - self._known:
             linecache.cache.pop(path, None)
-            self._send("read", path=path)
+            self._send("read", path=os.path.abspath(path))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.outcome == "passed":
