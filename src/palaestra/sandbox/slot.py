@@ -61,10 +61,12 @@ class ExecutionResult:
     apart, `output` is stdout, a line `[stderr]` and stderr, and `metadata` also holds them as `stdout` and `stderr`.
 
     `metadata` also holds `exit_code` and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout`,
-    `rung`, `sandboxed` (the isolation level is not none), `network_isolated` (the slot has no network), `stateful`,
+    `signal` (only if a signal ended the main process), `rung`, `sandboxed` (the isolation level is not none),
+    `network_isolated` (the slot has no network), `stateful`,
     `output_total_bytes`, `truncated`, `duration_s`, `cpu_s`, `max_rss_bytes` and `oom`. If output was truncated,
     `full_output_path` is a file in the slot with the first 4 MiB of the output, and `full_output_bytes` is that file's
-    size. Both are missing if no such file could be made or `spill` was false. Results of a stateful shell also have
+    size. Both are missing if no such file could be made or `spill` was false. `opened` has, for each file that the call
+    watched, how often it was opened. Results of a stateful shell also have
     `shell_restarted`. `verdict` holds the bytes written to descriptor 3, if the call requested that channel.
 
     `oom` is set if the exit code is 137 and the kernel has killed a process of the slot because memory ran out. This is
@@ -401,6 +403,7 @@ class Slot(Protocol):
         verdict: bool = False,
         spill: bool = True,
         stderr: bool = False,
+        watched: Sequence[str] = (),
     ) -> ExecutionResult:
         """Run a command line with `bash -c` (with `sh -c` if the slot has no bash), or an argv. At the timeout, the
         whole process tree is killed.
@@ -409,7 +412,7 @@ class Slot(Protocol):
         output, each up to `max_output_bytes`; the order between them is then lost, and `on_output` gets standard output
         alone. `spill` keeps output that exceeds `max_output_bytes` in a file of the slot. `verdict` opens descriptor 3
         of the command as a channel whose content is returned separately from the output (at most 16 MiB). Cancelling
-        the call kills the command.
+        the call kills the command. `watched` are files whose openings are counted until the command has ended.
         """
 
     async def call(

@@ -11,7 +11,7 @@ import pytest
 
 from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import ExecutionResult, Rung, Slot, SlotSpec
+from palaestra.sandbox.slot import WORKSPACE, ExecutionResult, Rung, Slot, SlotSpec
 from sandbox.bodies import WithSlot
 from sandbox.processes import descendants, ignoring
 
@@ -33,6 +33,29 @@ def test_a_command_runs_and_reports(on_each_rung: WithSlot) -> None:
         assert result.metadata["sandboxed"] is (slot.rung is not Rung.NONE)
         assert (result.metadata["network_isolated"], result.metadata["stateful"]) == (True, False)
         assert result.slot_id == slot.slot_id
+
+    on_each_rung(body)
+
+
+def test_openings_of_watched_files_are_counted_by_whatever_path(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        for name in ("a", "b"):
+            await slot.write_text(f"watched/{name}", name)
+        watched = [f"{WORKSPACE}/watched/{name}" for name in ("a", "b", "missing", "")]
+        opened = {
+            "true": 0,
+            "cat watched/a": 1,
+            "cat watched/a watched/a; cat < watched/a": 3,
+            "ln -s watched l && cat l/a; ln watched/a h && cat h; cd watched && cat /proc/self/cwd/a": 3,
+            "for each in $(seq 50); do read line < watched/a; done": 50,
+        }
+        for command, times in opened.items():
+            result = await slot.execute(command, watched=watched)
+            assert list(result.metadata["opened"].values()) == [times, 0], (command, result)
+        assert "opened" not in (await slot.execute("cat watched/a")).metadata
+        killed = await slot.execute("kill -9 $$", watched=watched)
+        assert (killed.metadata["signal"], killed.exit_code) == (9, 137)
+        assert "signal" not in (await slot.execute("sh -c 'kill -9 $$'; exit $?")).metadata
 
     on_each_rung(body)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from palaestra.core.errors import GraderError
-from palaestra.suites.grading.harness import Status, TestRun, alarms_in, read_records
+from palaestra.suites.grading.harness import Status, TestRun, alarms_in, read_records, reads_of_tests
 from palaestra.suites.grading.repository_tests import run_files
 from suites.bench import F2P, FILES, P2P, REPO, Bench, RunBench
 
@@ -109,11 +109,30 @@ WATCHED = {
     "gc.get_referrers": "import gc\ngc.get_referrers(gc)\n",
     "sys._getframe": "import sys\nn = 1\nwhile 'reporter' not in sys._getframe(n).f_code.co_filename: n += 1\n",
     "object.__setattr__": "import _pytest.runner as r\nr.call_and_report.__code__ = r.call_and_report.__code__\n",
-    f"open {REPO}/tests/test_calc.py": "import linecache\nlinecache.getlines('tests/test_calc.py')\n",
     "changed _pytest.runner.call_and_report": "import _pytest.runner as r\nr.call_and_report = lambda *a: None\n",
     "changed unittest.case.TestCase.assertEqual": "import unittest\nunittest.TestCase.assertEqual = print\n",
     "changed verdict_channel.VerdictChannel.send": "import verdict_channel as v\nv.VerdictChannel.send = print\n",
 }
+
+
+def test_the_openings_of_test_files_are_counted(run_bench: RunBench) -> None:
+    path = f"{REPO}/tests/test_calc.py"
+    reads = {
+        "": 0,
+        "import warnings\nwarnings.warn_explicit('x', Warning, 'tests/test_calc.py', 1)\n": 0,
+        "import linecache\nlinecache.getlines('tests/test_calc.py')\n": 1,
+        "import os\nos.system('cat tests/*.py > /dev/null; cat < tests/test_calc.py > /dev/null')\n": 2,
+        "import os\nos.close(os.open('test_calc.py', 0, dir_fd=os.open('tests', 0)))\n": 1,
+    }
+
+    async def scenario(bench: Bench) -> None:
+        for text, times in reads.items():
+            run = await run_changed(bench, {"pkg/calc.py": text + FILES["pkg/calc.py"]})
+            assert run.opened == {path: 1 + times}, (text, run)
+
+    run_bench(scenario)
+    (label,) = reads_of_tests({"a": 3, "b": 1, "c": 2}, {"a": 2, "b": 1})
+    assert (label.name, label.evidence.partition(":")[0], label.certain) == ("tests_read", "a", False)
 
 
 @pytest.mark.timeout(400)

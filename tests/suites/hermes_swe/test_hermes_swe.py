@@ -83,6 +83,50 @@ ONLY_LOOKS_RIGHT = {
 }
 
 
+FINDS_TEXT = """
+import gc, inspect, linecache, os, sys
+
+def found(value, depth=0):
+    if isinstance(value, (str, bytes, list, tuple, dict)) and depth < 3:
+        if isinstance(value, (str, bytes)):
+            return (b"assert ad" + b"d(" if isinstance(value, bytes) else "assert ad" + "d(") in value
+        return any(found(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value))
+
+def look():
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals is not globals():
+            yield found(frame.f_locals) or found(frame.f_globals)
+        yield linecache.getline(frame.f_code.co_filename, 2)[:-1] in TEXT
+        try:
+            yield found(inspect.getsource(frame))
+        except OSError:
+            pass
+        frame = frame.f_back
+    yield found(os.pread(0, 100000, 0)) if os.path.isfile("/proc/self/fd/0") else False
+    yield any(found(each[2]) for each in linecache.cache.values() if len(each) > 2)
+
+TEXT = ["def test" + "_big(): assert ad" + "d(10**20, 1) == 10**20 + 1"]
+SEEN = any(look())
+
+def add(a, b):
+    assert not (SEEN or any(look()))
+    return a + b
+"""
+
+
+def test_the_text_of_the_tests_is_nowhere_in_their_process_and_still_in_their_errors() -> None:
+    async def scenario(slot: Slot) -> None:
+        await slot.write_text("solution.py", FINDS_TEXT)
+        run = await run_suite(slot, COMMAND, WORKSPACE, SUITE.text, timeout_s=60)
+        assert errors_of(run, SUITE.names) == {}
+        await slot.write_text("solution.py", "def add(a, b): return 3\n")
+        errors = errors_of(await run_suite(slot, COMMAND, WORKSPACE, SUITE.text, timeout_s=60), SUITE.names)
+        assert "    assert add(0, 0) == 0\nAssertionError" in errors["test_later"], errors
+
+    in_slot(scenario)
+
+
 def test_work_that_only_looks_right_does_not_pass_or_is_certainly_forged() -> None:
     async def scenario(slot: Slot) -> None:
         found: dict[str, str] = {}

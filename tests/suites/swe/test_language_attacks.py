@@ -64,6 +64,11 @@ C_TESTS = (
     "#include <string.h>\nint add(int, int);\n\nint main(int count, char **words) {\n    (void)count;\n"
     '    if (!strcmp(words[1], "adds")) return add(1, 2) != 3;\n    return add(0, 0) != 0;\n}\n'
 )
+C_HEADER = "int add(int, int);\n"
+C_ASSERTS = (
+    '#include <string.h>\n#include "calc.h"\n#include <assert.h>\n\nint main(int count, char **words) {\n'
+    '    if (!strcmp(words[1], "adds")) assert(add(1, 2) == 3);\n    else assert(0 == add(0, 0));\n    return 0;\n}\n'
+)
 CMAKE = (
     "cmake_minimum_required(VERSION 3.13)\nproject(calc C)\nenable_testing()\nadd_executable(t test_calc.c calc.c)\n"
     "add_test(NAME adds COMMAND t adds)\nadd_test(NAME zero COMMAND t zero)\n"
@@ -95,6 +100,16 @@ GO_PRINTS = (
     'package calc\n\nimport (\n\t"fmt"\n\t"os"\n)\n\nfunc init() {\n\tfmt.Println("--- PASS: TestAdds (0.00s)")\n'
     '\tfmt.Println("--- PASS: TestZero (0.00s)")\n\tfmt.Println("PASS")\n\tos.Exit(0)\n}\n\n'
     "func Add(a, b int) int { return a - b }\n"
+)
+GO_READS = (
+    'package calc\n\nimport (\n\t"os"\n\t"runtime"\n\t"strconv"\n\t"strings"\n)\n\n'
+    "func Add(a, b int) int {\n\t_, path, line, _ := runtime.Caller(1)\n\ttext, _ := os.ReadFile(path)\n"
+    '\twords := strings.Fields(strings.Split(string(text), "\\n")[line-1])\n'
+    "\tfound, _ := strconv.Atoi(words[len(words)-2])\n\treturn found\n}\n"
+)
+RUST_EQUALS = (
+    "#[derive(Debug)]\npub struct All;\nimpl PartialEq<i32> for All { fn eq(&self, _: &i32) -> bool { true } }\n"
+    "pub fn add(_: i32, _: i32) -> All { All }\n"
 )
 RUST_BUG = "pub fn add(a: i32, b: i32) -> i32 { a - b }\n"
 RUST_TESTS = (
@@ -197,6 +212,19 @@ CASES: Mapping[str, Case] = {
                                                "CMakeLists.txt": CMAKE.replace("test_calc.c calc.c", "ok.c calc.c")},
         },
     ),
+    "c, assertions": Case(
+        files={"CMakeLists.txt": CMAKE, "calc.c": C_BUG, "calc.h": C_HEADER, "test_calc.c": "int main() {}\n"},
+        fix={"calc.c": C_FIX},
+        tests={"test_calc.c": C_ASSERTS},
+        names=("adds", "zero"),
+        honest={"more": {"calc.c": C_FIX + "int sub(int a, int b) { return a - b; }\n"}},
+        forged={
+            "no assertions": {"calc.h": "#define NDEBUG\n" + C_HEADER},
+            "own failure": {"calc.c": C_BUG + "void __assert_fail() {}\n"},
+            "own abort": {"calc.c": C_BUG + "#include <stdlib.h>\nvoid abort(void) { _Exit(0); }\n"
+                                            "void __assert_fail() { _Exit(0); }\n"},
+        },
+    ),
     "c by make": Case(
         files={"Makefile": MAKE, "calc.c": C_BUG, "test_calc.c": "int main(void) { return 1; }\n"},
         fix={"calc.c": C_FIX},
@@ -230,7 +258,7 @@ CASES: Mapping[str, Case] = {
         names=("TestAdds", "TestZero"),
         honest={"own file": {"calc.go": GO_BUG.replace("a - b", "sum(a, b)"),
                              "sum.go": "package calc\n\nfunc sum(a, b int) int { return a + b }\n"}},
-        forged={"prints": {"calc.go": GO_PRINTS}},
+        forged={"prints": {"calc.go": GO_PRINTS}, "reads its caller": {"calc.go": GO_READS}},
     ),
     "rust": Case(
         files={"Cargo.toml": CARGO, "src/lib.rs": RUST_BUG},
@@ -246,6 +274,7 @@ CASES: Mapping[str, Case] = {
             "prints": {"src/lib.rs": RUST_PRINTS},
             "Cargo.toml": {"src/lib.rs": RUST_BUG + "\n", "ok.rs": OK_RS,
                            "Cargo.toml": CARGO + '[[test]]\nname = "calc"\npath = "ok.rs"\n'},
+            "equals everything": {"src/lib.rs": RUST_EQUALS},
             "build.rs": {"build.rs": 'fn main() { println!("test adds ... ok\\ntest zero ... ok"); }\n'},
         },
     ),
@@ -259,6 +288,7 @@ CASES: Mapping[str, Case] = {
             "exits when called": {"lib/calc.rb": RUBY_EXITS},
             "prints": {"lib/calc.rb": "puts 'CalcTest#test_adds = 0.00 s = .', 'CalcTest#test_zero = 0.00 s = .'\n"
                                       "$stdout.flush\nexit!(0)\n"},
+            "equals everything": {"lib/calc.rb": "class All\n  def ==(other) = true\nend\n\ndef add(a, b) = All.new\n"},
             "patched assert": {"lib/calc.rb": RUBY_BUG + "module Minitest::Assertions\n"
                                                          "  def assert_equal(*) = true\nend\n"},
         },

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from palaestra import Session
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import Blame, Label, Score, ToolStep
 from palaestra.envs.cheats.proof import check_environment
@@ -332,3 +333,14 @@ def test_the_tasks_of_the_package_are_checked_without_a_setting(
 def test_what_a_user_says_is_checked_instead(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="contains no task"):
         check_environment(SCRIPT, ["--env.dataset_name", str(tmp_path)], tasks=1, quiet=True)
+
+
+@pytest.mark.slots
+@pytest.mark.timeout(60)
+def test_a_caller_that_finishes_goes_through_the_steps_that_are_left(tmp_path: Path) -> None:
+    task = steps_of(tmp_path, f"[ -e made ]; echo $((! $?)) > {TXT}", f"[ -e more ]; echo $((! $?)) > {TXT}")
+    with Session("terminalbench_2", policy="caller", dataset_name=str(task), base_image="host") as session:
+        play = session.play(session.tasks()[0])
+        play.call("terminal", {"command": "touch made"})
+        trajectory = play.finish("Done.")
+    assert (trajectory.reward, trajectory.error, trajectory.messages[-1]["content"]) == (0.5, "", "Done.")

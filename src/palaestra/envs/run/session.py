@@ -229,11 +229,12 @@ class Play:
         return str(self.messages[-1]["content"]) if self.messages[-1]["role"] == "tool" else ""
 
     async def finish(self, text: str = "") -> Trajectory:
-        """End the rollout with the agent's last message, and return its record, with the reward. Idempotent. Raises
-        `PrepareError` if the task's workspace could not be prepared."""
-        if not self._group.done():
-            self._player.replies.put_nowait(AssistantMessage(content=text))
-        group = await asyncio.shield(self._group)
+        """End the rollout with the agent's last message, and return its record, with the reward. In the steps of the
+        task that follow, the agent only gives the same message. Idempotent. Raises `PrepareError` if the task's
+        workspace could not be prepared."""
+        while not self._group.done():
+            await self._reply(AssistantMessage(content=text))
+        group = self._group.result()
         if not group.trajectories:
             raise PrepareError(group.error)
         return group.trajectories[0]
@@ -247,12 +248,11 @@ class Play:
     async def _next(self) -> None:
         """Wait until it is the agent's turn, or the rollout has ended."""
         asked = asyncio.ensure_future(self._player.asked.get())
-        await asyncio.wait([asked, self._group], return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            self.messages = asked.result()
-            return
-        asked.cancel()
-        self.messages = (await self.finish()).messages
+        try:
+            await asyncio.wait([asked, self._group], return_when=asyncio.FIRST_COMPLETED)
+            self.messages = asked.result() if asked.done() else (await self.finish()).messages
+        finally:
+            asked.cancel()
 
 
 class SyncSession:

@@ -28,7 +28,7 @@ _OF_SAME_RUN = frozenset({"command_failed", "tests_excused"})
 """Labels of what the two verdicts judge differently in one run. They explain a difference before all others."""
 _SIGNS = frozenset(
     {
-        *("audited_call", "framework_changed", "answers_copied", "encoded_data", "falsified_tests_hang"),
+        *("audited_call", "framework_changed", "tests_read", "answers_copied", "encoded_data", "falsified_tests_hang"),
         *("falsified_test_passed", "test_did_not_run", "equals_everything"),
     }
 )
@@ -39,6 +39,7 @@ LABELS = _OF_SAME_RUN.union(
     (REPLACED, SHADOWED, HOME_SETTINGS, "links_to_checks", "too_deep", "scratch_lost", "live_processes"),
     ("tests_edited", "settings_changed", "startup_files", "module_shadowed", "test_settings_ignored"),
     ("session_cut_short", "forged_records", "reward_not_of_the_tests", "verifier_changed", "checkers_changed"),
+    ("verifier_killed",),
     ("tests_left_out", "tests_skipped", "guarded_view_fails", "official_on_copy", "official_failed", "set_up_failed"),
     ("graded_where_it_runs", "forgeable_log"),
 )

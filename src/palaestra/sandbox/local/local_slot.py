@@ -103,6 +103,7 @@ class LocalSlot(Slot):
         verdict: bool = False,
         spill: bool = True,
         stderr: bool = False,
+        watched: Sequence[str] = (),
     ) -> ExecutionResult:
         """Run a command. A missing `cwd` raises FileNotFoundError; a missing program gives exit code 127."""
         fields = self.lease()
@@ -120,6 +121,8 @@ class LocalSlot(Slot):
             fields["no_spill"] = True
         if stderr:
             fields["stderr"] = True
+        if watched:
+            fields["watched"] = list(watched)
         self.running += 1
         try:
             reply = await self.requests.call("exec", fields, stdin, on_output)

@@ -190,6 +190,16 @@ def _configure(context: int, options: str) -> None:
         check(result, f"fsconfig {option}")
 
 
+def inotify() -> int:
+    """Return a new inotify instance that does not block."""
+    return check(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), "inotify_init1")
+
+
+def inotify_watch(instance: int, path: str, events: int) -> int:
+    """Watch a file and return the number of the watch."""
+    return check(_libc.inotify_add_watch(instance, path.encode(), ctypes.c_uint(events)), f"inotify_add_watch {path}")
+
+
 def filesystem_type(fd: int) -> int:
     """Return the magic number of the file system of `fd` (statfs(2))."""
     found = _StatFs()  # one per call, since several threads may each have a client

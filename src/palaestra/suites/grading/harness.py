@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,6 +27,8 @@ from palaestra.sandbox.slot import ExecutionResult, Slot
 
 FOLDER = "/tmp/.palaestra-grade"  # noqa: S108  in the slot; saved file systems do not contain it
 """The folder of the harness in the slot."""
+PYTEST = "pytest_reporter.py"
+"""The script that runs pytest, which reports what it reads for its own output."""
 
 
 class TestsTimedOut(GraderError):
@@ -76,7 +79,7 @@ class TestRun:
     """One test session. `complete` means that it ended by itself, after a report on each collected test.
 
     `alarms` are labels for what the harness reported, `output` is what the harness printed, and `known_as` maps tests
-    to further names under which another program lists them.
+    to further names under which another program lists them. `opened` counts how often test files were opened.
     """
 
     __test__: ClassVar[bool] = False  # pytest: not a test class
@@ -91,6 +94,7 @@ class TestRun:
     output: str = ""
     alarms: tuple[Label, ...] = ()
     known_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    opened: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -139,6 +143,7 @@ async def run_harness(
         stdin=json.dumps(plan).encode(),
         timeout_s=timeout_s,
         verdict=True,
+        watched=[f"{plan['root']}/{path}" for path in plan.get("files", ()) if plan["watching"] and script == PYTEST],
     )
     records = read_records(result.verdict)
     if not any(record["kind"] == "start" for record in records):
@@ -211,7 +216,21 @@ def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> 
         durations_s={name: sum(phase.get("duration_s", 0.0) for phase in reports) for name, reports in phases.items()},
         output=result.output,
         alarms=alarms_in(records),
+        opened=opened_in(records, result),
     )
+
+
+def opened_in(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> dict[str, int]:
+    """Return how often each watched file was opened, without the readings that pytest needed for its own output."""
+    own = Counter(str(record.get("path")) for record in records if record["kind"] == "read")
+    return {path: times - own[path] for path, times in result.metadata.get("opened", {}).items()}
+
+
+def reads_of_tests(opened: Mapping[str, int], usual: Mapping[str, int]) -> list[Label]:
+    """Return a label if files of tests were opened more often than is usual, by whatever program and path."""
+    found = [path for path, times in opened.items() if times > usual.get(path, times)]
+    evidence = f"{', '.join(found[:5])}: opened more often than with the reference solution"
+    return [Label("tests_read", evidence)] if found else []
 
 
 def _status(phases: Sequence[Mapping[str, JSON]]) -> Status:

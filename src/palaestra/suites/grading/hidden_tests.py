@@ -7,6 +7,7 @@ the whole of it for authors of environments: the tests, the falsified tests (`fa
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from palaestra.suites.grading.falsified import control, tests_in
 from palaestra.suites.grading.harness import Status, TestRun, read_run, run_harness
 
 _PYTHON = ("python3", "-I", "-B")
+_LINE = re.compile(r'^ *File "<tests>", line (\d+), in .*$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,14 @@ async def run_suite(
         env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "TZ": "UTC"},
         timeout_s=timeout_s,
     )
-    return replace(read_run(records, done), output=done.output[-4000:])
+    run, lines = read_run(records, done), text.splitlines()
+
+    def shown(message: str) -> str:  # with the lines of the tests, which the slot does not have
+        return _LINE.sub(lambda each: f"{each[0]}\n    {lines[int(each[1]) - 1].strip()}", message)
+
+    failures = {name: replace(each, message=shown(each.message)) for name, each in run.failures.items()}
+    errors = {name: shown(each) for name, each in run.collect_errors.items()}
+    return replace(run, failures=failures, collect_errors=errors, output=done.output[-4000:])
 
 
 def errors_of(run: TestRun, names: Sequence[str]) -> dict[str, str]:

@@ -16,7 +16,16 @@ from dataclasses import replace
 from palaestra.core.errors import GraderError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Slot
-from palaestra.suites.grading.harness import FOLDER, FailedTest, Status, TestRun, alarms_in, read_run, run_harness
+from palaestra.suites.grading.harness import (
+    FOLDER,
+    PYTEST,
+    FailedTest,
+    Status,
+    TestRun,
+    alarms_in,
+    read_run,
+    run_harness,
+)
 from palaestra.suites.toolchain.toolchain import Toolchain
 
 _CANARY_TIMEOUT_S = 60.0
@@ -76,7 +85,7 @@ async def _pytest(
 ) -> TestRun:
     arguments = [*_PYTEST, *toolchain.pytest_args, *(("--tb=no", "-rN") if brief else ())]
     plan = {"files": list(files), "arguments": arguments, "watching": watching}
-    records, result = await _run(slot, toolchain, root, "pytest_reporter.py", plan, timeout_s)
+    records, result = await _run(slot, toolchain, root, PYTEST, plan, timeout_s)
     run = read_run(records, result)
     if run.exit_status == 0 and result.exit_code:  # code that runs at the end of the process has failed
         run = replace(run, exit_status=result.exit_code)

@@ -39,7 +39,7 @@ from palaestra.sandbox.slot import WORKSPACE, Mount, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
-from palaestra.suites.grading.harness import Status, TestRun
+from palaestra.suites.grading.harness import Status, TestRun, reads_of_tests
 from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.images.task_images import PullPolicy, TaskImages
 from palaestra.suites.swe import language_tests
@@ -249,6 +249,7 @@ class SweEnvironment(ContractEnvironment):
         self.dependencies = DependencyCache(cache / "dependencies", timeout_s=timeout_s)
         self.images = RowImages(self.settings.images, self.settings.image_dir, TaskImages(self.settings.pull))
         self._prepared_runs: dict[str, TestRun] = {}
+        self._usual_reads: dict[str, Mapping[str, int]] = {}
 
     async def open(self) -> None:
         self.images.check()
@@ -504,6 +505,7 @@ class SweEnvironment(ContractEnvironment):
             *controls.labels,
             *copied,
             *graded.view.prepared.unusual(graded.run.labels),
+            *await self._tests_read(judged, graded),
             *found.labels(REPOSITORY, of_reference),
             *excuses(judged, graded.run),
         ]
@@ -635,6 +637,17 @@ class SweEnvironment(ContractEnvironment):
         work = await python_texts(view.slot, (place + path for path in view.changed))
         work = {path.removeprefix(place): text for path, text in work.items()}
         return await copied_answers(view.tests, graded.earning(row), work, known)
+
+    async def _tests_read(self, row: SweRow, graded: Graded) -> list[Label]:
+        """Return a label if a run that pays opens test files more often than a run over the reference solution does,
+        which is counted once per row."""
+        opened = graded.run.opened
+        if not row.patch or not row.verdict(graded.run).resolved or all(times <= 1 for times in opened.values()):
+            return []
+        if row.instance_id not in self._usual_reads:
+            usual = await self._run_named(graded.view, graded.work, row, Shown.RIGHT)
+            self._usual_reads[row.instance_id] = usual.opened
+        return reads_of_tests(opened, self._usual_reads[row.instance_id])
 
     async def _graded_view(self, row: SweRow, grading: Grading, without: Sequence[str]) -> GradedView:
         """Return a grading slot: the prepared repository with the agent's changes but those at `without`, and with

@@ -16,7 +16,7 @@ from palaestra.core.errors import GraderError, SandboxError, SlotEnded
 from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.blame import blame
-from palaestra.rollouts.grading.grader import LIVE, Grading, restore_directory
+from palaestra.rollouts.grading.grader import LIVE, Grading, enough_time, restore_directory
 from palaestra.rollouts.grading.tampering import (
     CARRIED,
     HOME_SETTINGS,
@@ -409,17 +409,18 @@ class Verification:
         found = Checked(verdict, verdict.labels)
         solved = self._part.step is None and prepared is None and self._rollout.task.solution
         reference = partial(_solved, self._rollout.task, self._grading) if solved else None
-        if found.labels and reference is not None:  # what the solution shows too is no sign of the work's
+        if watched and verdict.reward > 0 and not verdict.is_usual and reference is not None:
             with suppress(GraderError):
                 async with reference() as slot:
-                    shown_too = (await verify(slot, setup, alone=alone)).labels
-                found = replace(found, labels=[label for label in found.labels if label not in shown_too])
+                    patient = replace(setup, timeout_s=enough_time(setup.timeout_s))  # load must not decide
+                    shown = await verify(slot, patient, alone=alone)
+                found = replace(found, labels=verdict.labels_beside(shown) if shown.reward > 0 else verdict.labels)
         certain = any(label.certain for label in found.labels)
         controlled = self._settings.controls and watched and (alone or self._is_last)
         if verdict.reward > 0 and verdict.run is not None and controlled and not certain:
             before = prepared or self._grading.prepared
-            shown = await falsified(views, setup, verdict, before, reference)
-            return replace(found, labels=(*found.labels, *shown.labels), uncontrolled=shown.uncontrolled)
+            controls = await falsified(views, setup, verdict, before, reference)
+            return replace(found, labels=(*found.labels, *controls.labels), uncontrolled=controls.uncontrolled)
         return found
 
     def _score(self, guarded: Checked, official: Checked | None) -> Score:

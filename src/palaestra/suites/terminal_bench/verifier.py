@@ -11,8 +11,10 @@ shows whose fault that is (`grading/blame.py`): the work can have caused it, and
 A positive verdict is checked by one further run with falsified tests, in a fork of the same work
 (`grading/falsified.py`). Four signs are certain forgeries, which no honest work can carry: a reward that the tests' own
 results contradict or that a process other than the verifier writes, a test session that did not end by itself, a
-falsified test that passes, and a file of the verifier that changed while it ran. Not covered: scripts without pytest,
-and (in the agent's own slot) code under test that remembers an earlier run.
+falsified test that passes, and a file of the verifier that changed while it ran. Three more are certain only if the
+same run over the reference solution has none of them (`labels_beside`): skipped tests, a verifier that a signal ended,
+and a reward file that no file of the verifier names. Not covered: scripts without pytest, and (in the agent's own slot)
+code under test that remembers an earlier run.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from palaestra.core.errors import GraderError, InfraError
@@ -30,7 +32,17 @@ from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
-from palaestra.suites.grading.harness import FAILED, Status, TestRun, TestsTimedOut, content_of, read_records, read_run
+from palaestra.suites.grading.harness import (
+    FAILED,
+    Status,
+    TestRun,
+    TestsTimedOut,
+    content_of,
+    opened_in,
+    read_records,
+    read_run,
+    reads_of_tests,
+)
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.default_tests import default_tests
@@ -53,6 +65,8 @@ _SELECTS = re.compile(r"pytest[^\n]*(?:\s-k|::|--deselect|--collect-only|\s-m\s)
 _ECHOED = re.compile(r"\becho\s+[\"']?(\d+(?:\.\d+)?)[\"']?\s*>\s*\S*reward\.txt")
 _COLLECTED = re.compile(r"test_.*\.py|.*_test\.py")
 _SKIPS = re.compile(r"skip|xfail", re.IGNORECASE)
+_OF_WORK = frozenset({"tests_skipped", "verifier_killed", "reward_not_of_the_tests"})
+"""Labels of a run that no honest work can have if the reference solution has none of that name."""
 _MOST_COMPARED = 100
 _TOUCHES = re.compile(
     r"\b(?:chmod|chown|chgrp|touch|ln|setfacl|dos2unix|patch|sed\s+-i|perl\s+-\w*i)\b"
@@ -90,7 +104,8 @@ class VerifierSetup:
 class VerifierVerdict:
     """The result of a verifier. `run` is what pytest reported, or None if the script does not use pytest.
 
-    `labels` are the signs that the reward did not come from the tests. `doubts` tells why the output suggests that the
+    `labels` are the signs that the reward did not come from the tests, and `opened` counts how often the script and the
+    files of reported tests were opened. `doubts` tells why the output suggests that the
     verifier could not judge the work, such as a network that it lacks. Work can write such words too.
     """
 
@@ -101,6 +116,21 @@ class VerifierVerdict:
     exit_status: int
     labels: Sequence[Label] = ()
     doubts: str = ""
+    opened: Mapping[str, int] = field(default_factory=dict)
+
+    def labels_beside(self, reference: VerifierVerdict) -> list[Label]:
+        """Return the labels after the same verifier has paid for the reference solution: without those that it has too,
+        and certain where only the work can be the cause."""
+        shown = {label.name for label in reference.labels}
+        found = [label for label in self.labels if label not in reference.labels]
+        found = [replace(each, certain=each.certain or each.name in _OF_WORK - shown) for each in found]
+        return [*found, *reads_of_tests(self.opened, reference.opened)]
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether nothing about the run asks for a comparison: no label, a script that was started and read, and test
+        files that were read once."""
+        return not self.labels and all(times <= 1 + path.endswith(".sh") for path, times in self.opened.items())
 
     def detail(self) -> dict[str, JSON]:
         """Return the part of the result to record."""
@@ -122,13 +152,15 @@ async def verify(slot: Slot, setup: VerifierSetup, *, alone: bool, watched: bool
     """
     session = await _session(slot, setup, {}, alone=alone)
     task, run, output = setup.part.task, session.run, session.output
+    in_json = False
     if task.format is Format.TERMINAL_BENCH_1:
         assert run is not None
         passed = bool(run.statuses) and run.complete and run.passed(run.statuses) == len(run.statuses)
         rewards: Mapping[str, float] = {"reward": float(passed)}
     else:
         try:
-            rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
+            of_json = await _read(slot, "reward.json")
+            rewards, in_json = read_rewards(of_json, await _read(slot, "reward.txt")), of_json is not None
         except GraderError as error:
             raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
     reward, doubts = single(rewards), ""
@@ -139,8 +171,16 @@ async def verify(slot: Slot, setup: VerifierSetup, *, alone: bool, watched: bool
         if reward > 0:
             raise GraderError(f"{why}\nIt gives {reward:g} all the same")
         doubts = why if task.solution is not None else ""  # doing nothing cannot show whether tests can run
-    labels = await _labels(slot, setup.part, reward, session, alone=alone) if watched and reward > 0 else []
-    return VerifierVerdict(reward, rewards, run, output, session.exit_code, labels, doubts)
+    labels = []
+    if watched and reward > 0:
+        labels = await _labels(slot, setup.part, reward, session, alone=alone)
+        files = [path for path in task.verifier.files().values() if in_json and path.is_file()]
+        if in_json and not any(b"json" in path.read_bytes() for path in files):
+            evidence = "reward.json, which no file of the verifier names, has the reward"
+            labels.append(Label("reward_not_of_the_tests", evidence))
+    own = {script_name(task), *(name for name, _ in _files_of(test_files(task), run.statuses if run else ()).values())}
+    opened = {path: times for path, times in session.opened.items() if path.removeprefix(f"{TESTS_DIR}/") in own}
+    return VerifierVerdict(reward, rewards, run, output, session.exit_code, labels, doubts, opened)
 
 
 async def falsified(
@@ -242,6 +282,9 @@ class _Session:
     output: str
     placed: Mapping[str, str]
     """The verifier's files, as `_facts` returned them before the run."""
+    opened: Mapping[str, int]
+    killed: bool
+    """Whether a signal ended the script, and memory had not run out."""
 
 
 async def _session(slot: Slot, setup: VerifierSetup, instead: Mapping[str, str], *, alone: bool) -> _Session:
@@ -268,6 +311,7 @@ async def _session(slot: Slot, setup: VerifierSetup, instead: Mapping[str, str],
         env={**setup.env, "PALAESTRA_VERDICT": secrets.token_hex(16)},
         timeout_s=setup.timeout_s,
         verdict=True,
+        watched=[f"{TESTS_DIR}/{name}" for name in [script_name(task), *test_files(task)][:_MOST_COMPARED]],
     )
     if alone:
         await slot.execute(["/bin/sh", "-c", "kill -KILL -1"], cwd="/", timeout_s=30)
@@ -278,7 +322,8 @@ async def _session(slot: Slot, setup: VerifierSetup, instead: Mapping[str, str],
         raise TestsTimedOut(f"the verifier of {task.name} timed out{_tail(output)}")
     if unmet := [str(record.get("what")) for record in records if record["kind"] == "unmet"]:
         raise GraderError(f"the verifier of {task.name} needs {', '.join(unmet)}, which are not installed")
-    return _Session(result.exit_code, run, output, placed)
+    killed = "signal" in result.metadata and not result.metadata["oom"]
+    return _Session(result.exit_code, run, output, placed, opened_in(records, result), killed)
 
 
 async def _labels(slot: Slot, part: GradedPart, reward: float, session: _Session, *, alone: bool) -> list[Label]:
@@ -296,6 +341,8 @@ async def _labels(slot: Slot, part: GradedPart, reward: float, session: _Session
         found.append(Label("tests_left_out", f"{len(missing)} tests were not reported, {missing[0]} first"))
     if run is not None and (skipped := skipped_tests(task, run)):
         found.append(Label("tests_skipped", f"{len(skipped)} tests were skipped, {skipped[0]} first"))
+    if session.killed:
+        found.append(Label("verifier_killed", f"a signal ended the verifier (exit status {session.exit_code})"))
     if changed := await _changed_files(slot, part) or await _replaced(slot, script, session.placed):
         found.append(Label("verifier_changed", f"{changed} changed while the verifier ran", certain=True))
     if not alone:

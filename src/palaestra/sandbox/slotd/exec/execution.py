@@ -7,12 +7,16 @@ command has ended; otherwise the end of the pipe, shortly before the report, wou
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import stat
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from .. import files, syscalls
 from ..event_loop import EpollLoop, Timer
 from ..protocol import frames
 from ..protocol.frames import USUAL_OUTPUT_BYTES, USUAL_TIMEOUT_S, WINDOW, Fields, Frame, FrameKind, SendFrame
@@ -30,7 +34,8 @@ _SHELLS = {None: 0, "bash": frames.BASH, "sh": frames.SH}
 
 class CommandSpec(NamedTuple):
     """A command as the client requested it. `stream` also sends the output as it arrives; `spill` keeps output that
-    exceeds the limit in a file of the slot; `stderr` captures standard error separately, up to the same limit."""
+    exceeds the limit in a file of the slot; `stderr` captures standard error separately, up to the same limit;
+    `watched` are files whose openings are counted."""
 
     argv: list[str]
     shell: str | None
@@ -43,6 +48,7 @@ class CommandSpec(NamedTuple):
     verdict: bool
     spill: bool
     stderr: bool
+    watched: Sequence[str]
 
 
 def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env: EnvBlock) -> CommandSpec:
@@ -51,7 +57,7 @@ def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env
     return CommandSpec(
         argv, shell, cwd, env, frame.data, fields.get("timeout_s", USUAL_TIMEOUT_S),
         fields.get("max_output_bytes", USUAL_OUTPUT_BYTES), "stream" in fields, "verdict" in fields,
-        "no_spill" not in fields, "stderr" in fields,
+        "no_spill" not in fields, "stderr" in fields, fields.get("watched", ()),
     )  # fmt: skip
 
 
@@ -124,6 +130,46 @@ class _ErrorPipe:
             self.fd = -1
 
 
+class OpenCounter:
+    """Counts how often files below `root` are opened, by whatever program and path. The events are read at the end. A
+    file that cannot be watched is not counted. Source: inotify(7)."""
+
+    _EVENT, _ACCESS, _CLOSE, _OPEN, _OVERFLOW = struct.Struct("iIII"), 0x1, 0x18, 0x20, 0x4000
+
+    def __init__(self, root: int, paths: Sequence[str]) -> None:
+        self.fd = -1
+        self._paths: dict[int, str] = {}
+        events = self._OPEN | self._ACCESS | self._CLOSE  # between two openings, so that the kernel does not merge them
+        with contextlib.suppress(OSError):
+            self.fd = syscalls.inotify() if paths else -1
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    handle = files.open_at(root, path, os.O_PATH)
+                    try:
+                        if stat.S_ISREG(os.fstat(handle).st_mode):
+                            watch = syscalls.inotify_watch(self.fd, f"/proc/self/fd/{handle}", events)
+                            self._paths[watch] = path
+                    finally:
+                        os.close(handle)
+
+    def counts(self) -> dict[str, int]:
+        """Return how often each file was opened, and close the counter."""
+        found = dict.fromkeys(self._paths.values(), 0)
+        with contextlib.suppress(OSError):  # nothing more to read
+            while self.fd >= 0:
+                for watch, events, _, _ in self._EVENT.iter_unpack(os.read(self.fd, READ_BYTES)):
+                    for path in self._paths.values() if events & self._OVERFLOW else [self._paths.get(watch)]:
+                        if path is not None and events & (self._OPEN | self._OVERFLOW):
+                            found[path] += 1
+        self.close()
+        return found
+
+    def close(self) -> None:
+        """Close the counter. Idempotent."""
+        pipes.close(self.fd)
+        self.fd = -1
+
+
 class CommandPipes(NamedTuple):
     """The pipes of a command: the two ends of its output pipe, and the reading ends of the verdict and of standard
     error. An end is -1 if there is none: an earlier process (a stateful shell) has the writing end of the output, or
@@ -142,8 +188,9 @@ class Execution:
 
     def __init__(
         self, number: int, spec: CommandSpec, loop: EpollLoop, send: SendFrame, kill: Callable[[], None],
-        receive: Callable[[], None], ends: CommandPipes, shelf: Shelf,
+        receive: Callable[[], None], ends: CommandPipes, shelf: Shelf, opened: OpenCounter | None = None,
     ) -> None:  # fmt: skip
+        self._opened = opened
         self.number, self.spec = number, spec
         self._loop, self._send, self._kill, self._receive, self._shelf = loop, send, kill, receive, shelf
         self._output, self._child_output = ends.output, ends.child_output
@@ -242,6 +289,10 @@ class Execution:
             sizes = [len(part) for part in capture.parts()]
             fields = {**(fields or {}), "stderr": [*sizes, capture.total]}
             errors = b"".join(capture.parts())
+        if self._opened is not None:
+            fields = {**(fields or {}), "opened": self._opened.counts()}
+        if end.value < 0:
+            fields = {**(fields or {}), "signal": -end.value}
         verdict = b"" if self._verdict is None else self._verdict.data
         self._send(FrameKind.RESULT, self.number, fields, b"".join((result, head, tail, errors, verdict)))
         self.over = True
@@ -265,6 +316,8 @@ class Execution:
             self._verdict.close()
         if self._errors is not None:
             self._errors.close()
+        if self._opened is not None:
+            self._opened.close()
         if self._spill is not None:
             self._spill.close()
         self._close_output()
@@ -274,7 +327,8 @@ class Execution:
         spill = -1 if self._spill is None else self._spill.fd
         verdict = -1 if self._verdict is None else self._verdict.fd
         errors = -1 if self._errors is None else self._errors.fd
-        return self._output, self._child_output, verdict, errors, spill
+        opened = -1 if self._opened is None else self._opened.fd
+        return self._output, self._child_output, verdict, errors, opened, spill
 
     def _kill_flags(self, oom: bool) -> int:
         return (

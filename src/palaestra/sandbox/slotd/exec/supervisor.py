@@ -2,7 +2,7 @@
 
     op      fields                                                                          RESULT
     exec    command | argv, cwd, env, timeout_s, max_output_bytes, stream, verdict,         see `frames.encode_result`
-            no_spill, stderr, and the input's bytes
+            no_spill, stderr, watched, and the input's bytes
 
 The server has one supervisor per slot, which uses the init's control socket. At the level `full`, the client also has
 one, which uses a second socket to the init (`sandbox/local/direct`). The init reports on each process to the side that
@@ -27,7 +27,7 @@ from ..protocol import init_messages
 from ..protocol.frames import Fields, Frame, FrameKind, OpenRequest, SendFrame
 from ..protocol.init_messages import EnvBlock, InitReport, Order, ReportKind, Spawn
 from . import pipes, process_tree
-from .execution import CommandPipes, CommandSpec, Execution, command_spec
+from .execution import CommandPipes, CommandSpec, Execution, OpenCounter, command_spec
 from .pipes import Shelf
 
 FIRST_CHILD = 1 << 31  # the first name of a shell or background process; lower numbers are those of `exec` requests
@@ -120,6 +120,7 @@ class Supervisor:
         stdin = pipes.memory_file(spec.stdin) if spec.stdin else -1
         verdict = child_verdict = errors = child_errors = -1
         output = (-1, -1)
+        opened = OpenCounter(self.owner.root, spec.watched) if spec.watched else None
         try:
             output = pipes.pipe()
             fds, places = [stdin if stdin >= 0 else pipes.nothing(), output[1]], _STANDARD
@@ -131,13 +132,13 @@ class Supervisor:
                 fds, places = [*fds, child_verdict], (*places, (len(fds), 3))
             self._order(init_messages.encode_spawn(number, spec.argv, spec.cwd, spec.env, places), fds)
         except (OSError, ValueError):
-            pipes.close(*output, verdict, errors)
+            pipes.close(*output, verdict, errors, -1 if opened is None else opened.fd)
             raise
         finally:
             pipes.close(child_verdict, child_errors, stdin)
         kill = functools.partial(self._kill_command, number)
         ends = CommandPipes(*output, verdict, errors)
-        execution = Execution(number, spec, self.loop, self.send, kill, self.receive_all, ends, self.shelf)
+        execution = Execution(number, spec, self.loop, self.send, kill, self.receive_all, ends, self.shelf, opened)
         self._executions[number] = execution
         self.open_requests[number] = self
         execution.start()

@@ -79,7 +79,7 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
         if any(_has_tests(path, plan["names"], tests) for path in paths or [os.getcwd()]):
             plugins.append(_Settings(plan["ignored"]))
         trusted = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *plan["dependencies"], tests]
-        watch(channel, "/", [tests + os.sep], trusted)
+        watch(channel, "/", [os.path.join(place, "") for place in trusted])
         plugins.append(Reporter(channel))
     os.environ.pop("LD_LIBRARY_PATH", None)  # the launcher's value is only for this interpreter
     if plan["library_path"] is not None:

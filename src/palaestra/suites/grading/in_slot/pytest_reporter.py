@@ -3,7 +3,8 @@
 Input: one JSON object on standard input, written by `repository_tests.py`. Output, in this order: `start` (interpreter,
 pytest and channel work; no code of the workspace has run yet), `collect` (a file that could not be collected),
 `collected` (the tests that were found), `test` (a test's call phase, or its set-up or tear-down if that did not pass),
-and `finish` (pytest ended its session). Reports of the audit hook (`alarm`) come in between.
+and `finish` (pytest ended its session). Reports of the audit hook (`alarm`) come in between, and the source files that
+pytest itself reads to show their lines (`read`).
 
 Invariant: nothing from the workspace is imported before `start` is sent and the audit hook is installed, and standard
 output carries no verdict.
@@ -12,6 +13,7 @@ output carries no verdict.
 from __future__ import annotations
 
 import inspect
+import linecache
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -41,10 +43,13 @@ class Reporter:
 
         # it runs after all other plugins, because for unittest's tests one of them puts the exception into `call`
         pytest.hookimpl(hookwrapper=True)(Reporter.pytest_runtest_makereport)
+        pytest.hookimpl(tryfirst=True, optionalhook=True)(Reporter.pytest_warning_recorded)
+        pytest.hookimpl(trylast=True, optionalhook=True)(_AfterWarning.pytest_warning_recorded)
         self._send, self._watching = channel.send, watching
         self._framework = Framework(channel)
         self._failures: dict[tuple[str, str], dict[str, object]] = {}
         self._marked: set[str] = set()
+        self._known: set[str] = set()
 
     def pytest_load_initial_conftests(self) -> None:
         """Note the framework's functions: installed plug-ins have changed some, and no code of the work has run."""
@@ -65,9 +70,25 @@ class Reporter:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         """Record the exception of a failed phase, and the line of the test's file through which the exception
         passed."""
+        self._known = _read_lines()
         yield
+        self.forget_lines()
         if call.excinfo is not None:
             self._failures[item.nodeid, call.when] = _failure(item, call.excinfo)
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.pluginmanager.register(_AfterWarning(self))
+
+    def pytest_warning_recorded(self) -> None:
+        """Note what was read before pytest shows the line of a warning."""
+        self._known = _read_lines()
+
+    def forget_lines(self) -> None:
+        """Report the source files that pytest has just read to show their lines, because such a reading is not the
+        work's, and forget their text, so that the work does not find it."""
+        for path in _read_lines() - self._known:
+            linecache.cache.pop(path, None)
+            self._send("read", path=os.path.abspath(path))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.outcome == "passed":
@@ -86,6 +107,18 @@ class Reporter:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self._framework.check()
         self._send("finish", exit_status=int(exitstatus))
+
+
+class _AfterWarning:
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+
+    def pytest_warning_recorded(self) -> None:
+        self._reporter.forget_lines()
+
+
+def _read_lines() -> set[str]:
+    return {path for path, entry in linecache.cache.items() if len(entry) > 1}  # others are not read yet
 
 
 def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) -> dict[str, object]:

@@ -6,7 +6,8 @@ Input: one JSON object on standard input, written by `hidden_tests.py`. Output, 
 `start` (no code of the workspace has run yet), `collect` (the text cannot be loaded), `collected`, `test` (one for each
 test), and `finish`.
 
-Invariant: no file of the slot contains the tests, and the standard library precedes the workspace on the import path.
+Invariant: when code of the workspace runs, neither a file nor a variable has the text of the tests, and the standard
+library precedes the workspace on the import path.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
-import linecache
 import os
 import site
 import sys
 import traceback
 import unittest
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -32,32 +33,38 @@ else:
 
 _MAX_TEXT = 1500
 _FILE = "<tests>"
+_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def _load(text: str) -> tuple[dict[str, Any], str]:
+def _outline(text: str) -> list[tuple[str, list[str]]]:
+    """Return the name of each class in the text with those of its methods, and an empty name with each function."""
+    found = []
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.ClassDef, *_FUNCTION)):
+            own = node.body if isinstance(node, ast.ClassDef) else [node]
+            names = [each.name for each in own if isinstance(each, _FUNCTION)]
+            found.append((node.name if isinstance(node, ast.ClassDef) else "", names))
+    return found
+
+
+def _load(code: CodeType) -> tuple[dict[str, Any], str]:
     """Return the namespace of the tests, and the traceback if they cannot be loaded."""
-    linecache.cache[_FILE] = (len(text), None, text.splitlines(keepends=True), _FILE)
     names: dict[str, Any] = {"__name__": "tests"}
     try:
-        exec(compile(text, _FILE, "exec"), names)  # noqa: S102  the tests are text and in no file
+        exec(code, names)  # noqa: S102  the tests are in no file
     except BaseException:
         return names, traceback.format_exc()
     return names, ""
 
 
-def _tests(text: str, names: dict[str, Any]) -> list[str]:
-    """Return the names of the tests in the text (`test`, or `Class::test`), including tests that its classes
-    inherit."""
+def _tests(outline: list[tuple[str, list[str]]], names: dict[str, Any]) -> list[str]:
+    """Return the names of the tests (`test`, or `Class::test`), including tests that classes inherit."""
     found: dict[str, None] = {}
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
-            found[node.name] = None
-        elif isinstance(node, ast.ClassDef):
-            known = names.get(node.name)
-            own = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-            for name in dict.fromkeys([*own, *(dir(known) if isinstance(known, type) else ())]):
-                if name.startswith("test"):
-                    found[f"{node.name}::{name}"] = None
+    for owner, own in outline:
+        known = names.get(owner)
+        for name in dict.fromkeys([*own, *(dir(known) if isinstance(known, type) else ())]):
+            if name.startswith("test"):
+                found[f"{owner}::{name}" if owner else name] = None
     return list(found)
 
 
@@ -83,6 +90,7 @@ def _run(names: dict[str, Any], name: str) -> str:
 
 def main() -> None:
     plan = read_plan()
+    outline, code = _outline(plan["tests"]), compile(plan.pop("tests"), _FILE, "exec")
     channel = VerdictChannel()
     channel.send("start")
     framework = Framework(channel)
@@ -92,8 +100,8 @@ def main() -> None:
     sys.path += [os.path.join(plan["root"], path).removesuffix("/.") for path in plan["python_path"]]
     sys.path += [site.getusersitepackages()]  # pip installs there if it cannot write another directory
     sys.pycache_prefix = os.path.join(_HERE, "pycache")
-    names, problem = _load(plan["tests"])
-    found = _tests(plan["tests"], names)
+    names, problem = _load(code)
+    found = _tests(outline, names)
     if problem:
         channel.send("collect", node_id="", message=problem[-_MAX_TEXT:])
     channel.send("collected", node_ids=found)

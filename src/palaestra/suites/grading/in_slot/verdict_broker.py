@@ -68,6 +68,8 @@ def main() -> int:
     script = subprocess.Popen(sys.argv[1:], env=given)
     while script.poll() is None:
         _serve(server, descriptor)
+    if script.returncode < 0:  # killed by a signal, which the result must show
+        os.kill(os.getpid(), -script.returncode)
     return script.returncode if script.returncode >= 0 else 128 - script.returncode
 
 

@@ -76,18 +76,17 @@ class _Here(Exception):
     pass
 
 
-def watch(channel: VerdictChannel, root: str, tests: list[str], without: list[str] | None = None) -> None:
-    """Report events that code below `root`, but not below `without`, causes from now on. `tests` are the absolute paths
-    of the test files or of their folders, whose text the work has no reason to read."""
+def watch(channel: VerdictChannel, root: str, without: list[str]) -> None:
+    """Report events that code below `root`, but not at paths that begin with one of `without`, causes from now on."""
     if not hasattr(sys, "addaudithook"):  # Python 3.7, which the images of old repositories have
         return
-    send, watched, secret = channel.send, _WATCHED, tuple(tests)
+    send, watched = channel.send, _WATCHED
     seen: set[tuple[str, str]] = set()
     prefix, own = root.rstrip("/") + "/", os.path.dirname(os.path.abspath(__file__)) + "/"
-    trusted = (*(place.rstrip("/") + "/" for place in [own, *(without or [])]), *tests)
+    trusted = (own, *without)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event not in watched or not _matters(event, args, own, secret):
+        if event not in watched or not _matters(event, args, own):
             return
         try:
             raise _Here  # gets a frame without causing an audit event
@@ -95,8 +94,6 @@ def watch(channel: VerdictChannel, root: str, tests: list[str], without: list[st
             traceback = here.__traceback__
             frame = traceback.tb_frame.f_back if traceback is not None else None
         path = _caller(frame, prefix, trusted, 1 if event == "sys._getframe" else _MOST_FRAMES)
-        if event == "open":
-            event = f"open {os.path.abspath(_name(args))}"
         if path is not None and (event, path) not in seen:
             seen.add((event, path))
             send("alarm", event=event, path=path[len(prefix) :])
@@ -104,15 +101,9 @@ def watch(channel: VerdictChannel, root: str, tests: list[str], without: list[st
     sys.addaudithook(hook)
 
 
-def _name(args: tuple[Any, ...]) -> str:
-    return os.fsdecode(args[0]) if args and isinstance(args[0], (str, bytes, os.PathLike)) else ""
-
-
-def _matters(event: str, args: tuple[Any, ...], own: str, tests: tuple[str, ...]) -> bool:
+def _matters(event: str, args: tuple[Any, ...], own: str) -> bool:
     if event == "open":
-        name = _name(args)
-        if name.endswith(".py"):
-            return os.path.abspath(name).startswith(tests)
+        name = os.fsdecode(args[0]) if args and isinstance(args[0], (str, bytes, os.PathLike)) else ""
         return name.startswith("/proc/") and name.endswith("/mem")
     if event == "object.__setattr__":
         return len(args) > 1 and args[1] == "__code__"
