@@ -65,6 +65,10 @@ class Language:
         named = re.fullmatch(f"(?:{_BUILD_FILES}|{self.settings})", path.name) is not None
         return named or path.parts[0] in self.setting_folders
 
+    def is_source(self, path: str) -> bool:
+        """Return whether a path looks like a source that is neither a test nor a setting."""
+        return path.endswith(self.suffixes) and not (self.is_test(path) or self.is_setting(PurePosixPath(path)))
+
     def is_product(self, path: PurePosixPath) -> bool:
         """Return whether an installation or a build makes this path."""
         return not self.products.isdisjoint(path.parts) or path.name.endswith(self.product_suffixes or ("\0",))

@@ -10,8 +10,10 @@ history therefore does not contain the fix, and preparing twice gives the same c
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -19,9 +21,10 @@ from dataclasses import dataclass, replace
 from palaestra.core.errors import TaskError
 from palaestra.sandbox.slot import Change, Slot
 from palaestra.suites.grading.falsified import named_tests, parse, tests_in, without_tests
+from palaestra.suites.grading.harness import content_of
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.swe import unified_diff
-from palaestra.suites.swe.repository import EXECUTABLE, RepositoryCache, TreeFile, TreeFiles
+from palaestra.suites.swe.repository import EXECUTABLE, LINK, REGULAR, RepositoryCache, TreeFile, TreeFiles
 from palaestra.suites.swe.swe_row import RowKind, SweRow, TestNames
 
 _log = logging.getLogger(__name__)
@@ -30,6 +33,8 @@ _DATE = "2000-01-01T00:00:00+0000"
 _LAST_PART = re.compile(r" - | > |::|/")
 _PATCH_BYTES = 100_000
 """The maximum number of bytes of an agent's patch that are recorded."""
+_SOURCE_BYTES = 1 << 20
+"""The maximum number of bytes of a source that may have been moved."""
 _INSTALLED = "*.egg-info"
 """What setuptools writes when it installs a repository. If git had it, a second installation would change the tree, and
 a version that is taken from git would not be that of the release."""
@@ -246,6 +251,28 @@ def work_paths(changes: Sequence[Change], without: Collection[str], repo_dir: st
         for change in changes
         if change.path.startswith(prefix) and change.path not in without
     ]
+
+
+async def old_places(slot: Slot, repo_dir: str, gone: TreeFiles, changed: Collection[str]) -> TreeFiles:
+    """Return what belongs at the places of the prepared sources `gone`, which the work no longer has: what a build made
+    there in the slot, or else a link to the new file among `changed` that has most of the source's words. Sources for
+    which nothing is found are left out."""
+    new = [path for path in sorted(changed) if path not in gone and not path.endswith("/")]
+    words = {path: _words(await content_of(slot, f"{repo_dir}/{path}", _SOURCE_BYTES)) for path in new}
+    found: dict[str, TreeFile | None] = {}
+    for path, file in gone.items():
+        if (made := await content_of(slot, f"{repo_dir}/{path}", _SOURCE_BYTES)) is not None:
+            found[path] = TreeFile(REGULAR, made)
+            continue
+        before = _words(None if file is None else file.data)
+        best = max(new, key=lambda each: (before & words[each]).total(), default="")
+        if best and (before & words[best]).total() * 2 > before.total():
+            found[path] = TreeFile(LINK, os.fsencode(os.path.relpath(best, os.path.dirname(path))))
+    return found
+
+
+def _words(data: bytes | None) -> Counter[bytes]:
+    return Counter(re.findall(rb"\w+", data or b""))
 
 
 async def replace_work(
