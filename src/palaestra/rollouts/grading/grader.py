@@ -345,6 +345,11 @@ class Grading:
         if paths:
             self._labels.setdefault(label, {}).update(dict.fromkeys(paths))
 
+    def made_no_difference(self) -> None:
+        """Drop the labels of what the check saw differently, because the verdict with all of it is the same."""
+        for label in (HOME_SETTINGS, "links_to_checks", "test_settings_ignored"):
+            self._labels.pop(label, None)
+
     @property
     def labels(self) -> list[Label]:
         """What was left out or replaced, as labels."""
@@ -499,6 +504,7 @@ sys.path.append(folder)
 names = {*re.findall(r"\\w+", text)}
 own = [path for each in names if os.path.isfile(path := f"{folder}/{each}.py")]
 names |= {name for path in own for name in re.findall(r"\\w+", open(path).read())}
+before = [*sys.path]
 for line in text.splitlines():
     if line.startswith("import"):
         exec(line)
@@ -508,10 +514,10 @@ for name in sorted(names):
         place = os.path.dirname(spec.submodule_search_locations[0] if spec.submodule_search_locations else spec.origin)
     except Exception:
         continue
-    if place not in sys.path and os.path.isdir(place):
+    if place not in before and os.path.isdir(place):
         print(place)
 """
-"""Runs the code of a `.pth` file, and prints the directories of modules that can only be imported with it. Only names in
+"""Runs the code of a `.pth` file, and prints the directories of modules that only it makes importable. Only names in
 the file and in the modules that it imports are tried."""
 
 

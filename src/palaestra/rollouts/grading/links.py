@@ -186,8 +186,7 @@ async def detach_links(
     wrong = [
         link
         for link, (kind, end, _) in found.items()
-        if is_below(normpath(join(dirname(link), end)), private)
-        or named.equates(link, kind, end, with_answers, asked)
+        if is_below(normpath(join(dirname(link), end)), private) or named.equates(link, kind, end, with_answers, asked)
     ]
     for some in batches(wrong):
         await slot.execute([*_DETACHING, *some], cwd="/", timeout_s=_DETACH_S, spill=False)
