@@ -92,11 +92,6 @@ _USERS_PLACES = (".cargo/bin", ".nvm/versions/node/*/bin", ".local/bin", "go/bin
 """Where installers for one user put toolchains, in the home directory."""
 _BUILD_FILES = r"(?:GNUm|[mM])akefile(?:\..*)?|.*\.(?:mk|mak)|[jJ]ustfile|Taskfile\.ya?ml"
 """Files of build tools that any language uses."""
-LISTS_SOURCES = re.compile(
-    rf"{_BUILD_FILES}|CMakeLists\.txt|.*\.cmake(?:\.in)?|meson\.build|.*\.am|configure\.(?:ac|in)|.*\.bzl|BUILD(?:\.bazel)?|"
-    r"package\.json|tsconfig.*\.json|Cargo\.toml|go\.mod|pom\.xml|.*\.gradle(?:\.kts)?|Gemfile|.*\.gemspec|composer\.json"
-)
-"""Names of files in which work may have to list its new sources."""
 
 TEST_FOLDERS = frozenset({"test", "tests", "testing", "__tests__", "spec", "specs", "testdata", "__snapshots__", "t"})
 

@@ -529,10 +529,13 @@ class SweEnvironment(ContractEnvironment):
         work = rollout.task.data.with_options(view.prepared.options)
         async with self._fork(view, work, Shown.WORK) as fork:
             await self._run(fork, work, view.prepared.row(row).node_ids)
-            places = await old_places(fork, REPOSITORY, await self.repositories.files(row, gone), view.changed)
-        await grading.restart()
-        graded = await self._verdict(rollout, grading, row, found.guarded, places) if places else None
-        return graded if graded is not None and graded.row.official(graded.run).resolved else None
+            ways = await old_places(fork, REPOSITORY, await self.repositories.files(row, gone), view.changed)
+        for places in ways:
+            await grading.restart()
+            graded = await self._verdict(rollout, grading, row, found.guarded, places)
+            if graded.row.official(graded.run).resolved:
+                return graded
+        return None
 
     async def _with_build_files(
         self, rollout: Rollout, grading: Grading, row: SweRow, found: Protected, edited: Sequence[str]

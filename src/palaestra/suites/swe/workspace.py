@@ -253,26 +253,41 @@ def work_paths(changes: Sequence[Change], without: Collection[str], repo_dir: st
     ]
 
 
-async def old_places(slot: Slot, repo_dir: str, gone: TreeFiles, changed: Collection[str]) -> TreeFiles:
-    """Return what belongs at the places of the prepared sources `gone`, which the work no longer has: what a build made
-    there in the slot, or else a link to the new file among `changed` that has most of the source's words. Sources for
-    which nothing is found are left out."""
-    new = [path for path in sorted(changed) if path not in gone and not path.endswith("/")]
-    words = {path: _words(await content_of(slot, f"{repo_dir}/{path}", _SOURCE_BYTES)) for path in new}
-    found: dict[str, TreeFile | None] = {}
-    for path, file in gone.items():
-        if (made := await content_of(slot, f"{repo_dir}/{path}", _SOURCE_BYTES)) is not None:
-            found[path] = TreeFile(REGULAR, made)
-            continue
-        before = _words(None if file is None else file.data)
-        best = max(new, key=lambda each: (before & words[each]).total(), default="")
-        if best and (before & words[best]).total() * 2 > before.total():
-            found[path] = TreeFile(LINK, os.fsencode(os.path.relpath(best, os.path.dirname(path))))
-    return found
+async def old_places(slot: Slot, repo_dir: str, gone: TreeFiles, changed: Collection[str]) -> Sequence[TreeFiles]:
+    """Return what may belong at the places of the prepared sources `gone`, which the work no longer has: what a build
+    made there in the slot, or else a link to the most similar new file among `changed`. In a second way, each new file
+    is linked once, and a source that became a part of another one is empty."""
+    texts = {path: await content_of(slot, f"{repo_dir}/{path}", _SOURCE_BYTES) for path in {*gone, *changed}}
+    made = {path: TreeFile(REGULAR, text) for path in gone if (text := texts[path]) is not None}
+    lost = {path: _words(file.data) for path, file in gone.items() if path not in made and file is not None}
+    new = {path: _words(text) for path in changed if path not in gone and (text := texts[path]) is not None}
+    pairs = [
+        (
+            (before & now).total() / max(1, (before | now).total()) + (os.path.basename(old) == os.path.basename(path)),
+            old,
+            path,
+        )
+        for old, before in lost.items()
+        for path, now in new.items()
+    ]
+    each, once = dict[str, str](), dict[str, str]()
+    for similar, old, path in sorted(pairs, reverse=True):
+        if similar and old not in each:
+            each[old] = path
+        if similar and old not in once and path not in once.values():
+            once[old] = path
+
+    def linked(places: Mapping[str, str]) -> TreeFiles:
+        links = {old: os.path.relpath(path, os.path.dirname(old)) for old, path in places.items()}
+        return {**made, **{old: TreeFile(LINK, os.fsencode(link)) for old, link in links.items()}}
+
+    empty = {old: TreeFile(REGULAR, b"") for old in each if old not in once}
+    ways = [linked(each), {**linked(once), **empty}] if empty else [linked(each)]
+    return [places for places in ways if places]
 
 
-def _words(data: bytes | None) -> Counter[bytes]:
-    return Counter(re.findall(rb"\w+", data or b""))
+def _words(text: bytes) -> Counter[bytes]:
+    return Counter(re.findall(rb"\w+", text))
 
 
 async def replace_work(
