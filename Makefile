@@ -118,18 +118,18 @@ faces: venv ## run the tests of the trainers' integrations with the trainers' ow
 
 constraints: venv ## pin the newest allowed versions again (needs uv)
 	@uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
-	    --extra data --group dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints.txt
+	    --extra data --group dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/development.txt
 	@printf 'torch; python_version < "3"\ntml-renderers; python_version < "3"\n' > .venv/without-torch.txt
 	@printf 'matplotlib>=3.10\npeft>=0.18\ntinker>=0.38,<0.40\ntinker-cookbook[math-rl]>=0.6.1,<0.7\ntokenizers>=0.22\ntransformers>=5\ntrl>=1.16,<2\n' | uv pip compile - --universal --python-version 3.11 \
-	    --generate-hashes --upgrade --quiet -c constraints.txt --override .venv/without-torch.txt --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
-	    -o constraints-torch.txt
+	    --generate-hashes --upgrade --quiet -c requirements/development.txt --override .venv/without-torch.txt --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+	    -o requirements/torch.txt
 	@echo 'atroposlib==0.4.0' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
-	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints-interop.txt
+	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/interop.txt
 	@echo 'e2b==2.63.0' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
-	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints-e2b.txt
-	@echo 'ray>=2.49' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet -c constraints.txt \
-	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints-ray.txt
-	@printf '%s\n' harbor==0.25.0 swebench==5.0.2 aiohttp click fastjsonschema greenlet jinja2 msgspec pydantic pyyaml rich \
+	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/e2b.txt
+	@echo 'ray>=2.49' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet -c requirements/development.txt \
+	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/ray.txt
+	@printf '%s\n' harbor==0.25.0 swebench==5.0.2 aiohttp click jsonschema-rs greenlet jinja2 msgspec pydantic pyyaml rich \
 	    tokenizers editables hatchling hypothesis pytest pytest-timeout pytest-xdist | uv pip compile - --universal \
 	    --python-version 3.12 --generate-hashes --upgrade --quiet --no-header --no-annotate --no-emit-index-url \
-	    --no-emit-find-links -o constraints-graders.txt
+	    --no-emit-find-links -o requirements/graders.txt

@@ -66,7 +66,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Fail if pytest-xdist lost the groups, as it does with pytest 9.2: it would set up shared fixtures everywhere."""
     grouped = [item for item in session.items if item.get_closest_marker("xdist_group") is not None]
     if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in grouped):
-        raise pytest.UsageError(f"pytest {pytest.__version__} and pytest-xdist ignore groups: install constraints.txt")
+        raise pytest.UsageError(f"pytest {pytest.__version__} and pytest-xdist ignore groups: run make setup")
 
 
 def _shares_a_fixture(item: pytest.Item) -> bool:

@@ -1,21 +1,32 @@
 """Turns the text that a model wrote as arguments into a dict that fits the tool's schema, or one error for the model.
 
 Aliases of parameters are renamed; nothing else is repaired. Text that is not JSON is an error, no type is coerced, and
-no default is filled in. JSON has one kind of number, so 4.0 is accepted as the integer 4. Invariant (A1): a tool runs
-only with an object that its schema accepts; anything else raises `InvalidArguments`. A valid call costs one JSON decode
-and one compiled check, a few microseconds.
+no default is filled in. JSON has one kind of number, so 4.0 is accepted as the integer 4, and models send null for an
+argument that they leave out, so null counts as left out where the schema allows that and null has no meaning there.
+Invariant (A1): a tool runs only with an object that its schema accepts; anything else raises `InvalidArguments`. A
+valid call costs one JSON decode and one compiled check, a few microseconds.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import compress
+from operator import getitem
 from typing import NoReturn
 
-import fastjsonschema
+from jsonschema_rs import (
+    Draft4Validator,
+    Draft7Validator,
+    ReferencingError,
+    ValidationError,
+    ValidationErrorKind,
+    Validator,
+    validator_for,
+)
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
@@ -27,15 +38,33 @@ _SHOWN_CHARS = 120
 _MOST_OPTIONS = 12
 
 
-def schema_check(schema: Mapping[str, JSON], what: str) -> Callable[[JSON], JSON]:
-    """Return the function that checks a value against a JSON schema (drafts 4, 6 and 7). It raises
-    `fastjsonschema.JsonSchemaValueException`. `what` begins the error for a schema that cannot be used, such as `a
-    tool's parameters are`. Raises `ConfigError`."""
-    try:
-        check: Callable[[JSON], JSON] = fastjsonschema.compile(dict(schema), use_default=False, handlers=_NO_REMOTE)
-    except Exception as error:  # the compiler fails in many ways for broken schemas
-        raise ConfigError(f"{what} not a usable JSON schema: {error}") from error
-    return check
+def schema_check(schema: Mapping[str, JSON], what: str) -> Validator:
+    """Return the check of a value against a JSON schema; its `validate` raises `jsonschema_rs.ValidationError`.
+
+    A schema is read by the draft that it names, else as 2020-12, the dialect of MCP, and if it is not valid there as
+    draft 7 or 4. Patterns are those of ECMA 262; `format` is not checked, and neither is a pattern that cannot be read.
+    `what` begins the error for a schema that cannot be used, such as `a tool's parameters are`. Raises `ConfigError`.
+    """
+    problems = []
+    for draft in (validator_for, Draft7Validator, Draft4Validator):
+        try:
+            return _validator(draft, copy.deepcopy(dict(schema)))
+        except (ValidationError, ReferencingError, ValueError, RecursionError) as error:
+            problems.append(error)
+    where = ".".join(map(str, getattr(problems[0], "instance_path", ())))
+    reason = shortened(getattr(problems[0], "message", str(problems[0])), _SHOWN_CHARS)
+    raise ConfigError(f"{what} not a usable JSON schema: {where}{reason}") from problems[0]
+
+
+def _validator(draft: Callable[..., Validator], schema: dict[str, JSON]) -> Validator:
+    while True:
+        try:
+            return draft(schema, offline=True, mask="", validate_formats=False)
+        except ValidationError as error:
+            if error.kind.name != "format" or error.instance_path[-1] != "pattern":
+                raise
+            *way, last = error.instance_path
+            del reduce(getitem, way, schema)[last]  # type: ignore[arg-type]
 
 
 class InvalidArguments(ToolMistake):
@@ -68,16 +97,27 @@ class ArgumentSchema:
         for other, name in self._aliases:
             if other in arguments and name not in arguments:
                 arguments[name] = arguments.pop(other)
+        if _is_deep(arguments):
+            raise InvalidArguments("Invalid arguments: nested too deeply. " + self._expected())
         try:
-            self._check(arguments)
-        except fastjsonschema.JsonSchemaValueException as error:
+            if not self._check.is_valid(arguments):
+                for name in self._unset(arguments):
+                    del arguments[name]
+                self._check.validate(arguments)
+        except ValidationError as error:
             self._explain(arguments, error)
-        except RecursionError:
-            raise InvalidArguments("Invalid arguments: nested too deeply. " + self._expected()) from None
+        except ValueError as error:  # a value of Python that JSON does not have
+            raise InvalidArguments(f"Invalid arguments: not JSON: {error}. {self._expected()}") from None
         for name in self._integers:
             if isinstance(value := arguments.get(name), float):
                 arguments[name] = int(value)
         return arguments
+
+    def _unset(self, arguments: dict[str, JSON]) -> set[str]:
+        """Return the arguments that are null, may be left out, and may not be null."""
+        errors = self._check.iter_errors(arguments)
+        wrong = {str(error.instance_path[0]) for error in errors if len(error.instance_path) == 1}
+        return {name for name in wrong.difference(self._required) if arguments[name] is None}
 
     def _object(self, raw: str | Mapping[str, JSON] | None) -> dict[str, JSON]:
         if isinstance(raw, Mapping):
@@ -113,7 +153,7 @@ class ArgumentSchema:
             raise InvalidArguments(f"Invalid JSON in arguments: {error}.") from None
         return value
 
-    def _explain(self, arguments: Mapping[str, JSON], error: fastjsonschema.JsonSchemaValueException) -> NoReturn:
+    def _explain(self, arguments: Mapping[str, JSON], error: ValidationError) -> NoReturn:
         problems = [f"missing required argument '{name}'" for name in self._required if name not in arguments]
         if self._refuses_unknown:
             unknown = [name for name in arguments if name not in self._properties]
@@ -121,21 +161,11 @@ class ArgumentSchema:
             if len(unknown) > _MOST_OPTIONS:
                 problems.append(f"{len(unknown) - _MOST_OPTIONS} more unknown arguments")
         if not problems:
-            name = ".".join(str(part) for part in error.path[1:])
-            rule = str(error.message).removeprefix(str(error.name)).strip()
-            problems = [f"argument '{name}' {rule}, got {_show(error.value)}{self._hint(error)}" if name else rule]
+            name = ".".join(map(str, error.instance_path))
+            rule = shortened(error.message, _SHOWN_CHARS)  # begins with a space where the value's text would be
+            rule = f"{'' if rule.startswith(' ') else ': '}{rule}, got {_show(error.instance)}{_hint(error)}"
+            problems = [f"argument '{name}'{rule}" if name else error.message.strip()]
         raise InvalidArguments(f"Invalid arguments: {'; '.join(problems)}. {self._expected()}") from None
-
-    def _hint(self, error: fastjsonschema.JsonSchemaValueException) -> str:
-        """Return how to fix a value of a wrong type, or an empty string if that is unclear."""
-        if error.rule != "type":
-            return ""
-        if error.value is None and len(error.path) == 2 and error.path[1] not in self._required:
-            return " (to leave it unset, omit it)"
-        wanted = error.rule_definition
-        if isinstance(error.value, str) and _is_json_of(wanted, error.value):
-            return f" (a string; send the {wanted} itself, without quotes around it)"
-        return ""
 
     def _unknown(self, name: str) -> str:
         close = difflib.get_close_matches(name[:_SHOWN_CHARS], list(self._properties), n=1, cutoff=0.5)
@@ -153,6 +183,14 @@ class ArgumentSchema:
                 kind = "|".join(_show(option) for option in options)
             parts.append(f"{name} ({kind}{', required' if name in self._required else ''})")
         return f"Expected: {', '.join(parts)}."
+
+
+def _hint(error: ValidationError) -> str:
+    """Return how to fix a value that is the text of the wanted type, or an empty string."""
+    match error.kind, error.instance:
+        case ValidationErrorKind.Type(types=[wanted]), str(text) if _is_json_of(wanted, text):
+            return f" (a string; send the {wanted} itself, without quotes around it)"
+    return ""
 
 
 def compiled(schema: Mapping[str, JSON] | ToolSchema) -> ArgumentSchema:
@@ -208,10 +246,6 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _no_remote(uri: str) -> NoReturn:
-    raise ConfigError(f"a schema refers to {uri}; schemas must be self-contained")
-
-
 _PYTHON_TYPES: Mapping[object, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
@@ -219,13 +253,26 @@ _PYTHON_TYPES: Mapping[object, tuple[type, ...]] = {
     "array": (list,),
     "object": (dict,),
 }
-_NO_REMOTE = {"http": _no_remote, "https": _no_remote, "ftp": _no_remote, "file": _no_remote}
 _DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_no_constant)
 
 
 def _kind(value: JSON) -> str:
     kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
     return kinds.get(type(value), type(value).__name__)
+
+
+def _is_deep(value: JSON, levels: int = 500) -> bool:
+    """Return whether a value has more than this many levels: the check of a far deeper one would overflow its stack."""
+    inner: list[JSON] = [value]
+    while inner and levels:
+        levels -= 1
+        inner = [
+            each
+            for part in inner
+            for each in (part.values() if isinstance(part, Mapping) else part)
+            if isinstance(each, (Mapping, list, tuple))
+        ]
+    return bool(inner)
 
 
 def _show(value: JSON) -> str:

@@ -248,7 +248,7 @@ def test_a_sample_is_tried_again_until_it_fits_the_schema(folder: Path, server: 
     assert kept["tool_stats"] == {}
     assert "terminal" in json.loads((folder / "data/shaped/tools.json").read_text())
     reasons = [(row["prompt_index"], row["reason"]) for row in rows(folder / "data/shaped/discarded.jsonl")]
-    assert reasons[0] == (0, "the last reply does not fit the schema: data.n must be integer")
+    assert reasons[0] == (0, 'the last reply does not fit the schema: n is not of type "integer"')
     assert reasons[1:] == [(0, "the last reply is not JSON"), *[(1, "the last reply is not JSON")] * 3]
 
 

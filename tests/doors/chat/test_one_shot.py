@@ -219,6 +219,20 @@ def test_mcp_servers_of_the_settings_are_tools(tmp_path: Path) -> None:
     play(scene)
 
 
+def test_a_tool_server_that_ends_during_a_call_does_not_end_the_turn(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(MCP_SERVER.replace("return", "__import__('os')._exit(1)\n    return"))
+    servers = {"mcpServers": {"boats": {"command": sys.executable, "args": [str(tmp_path / "server.py")]}}}
+    (tmp_path / "mcp.json").write_text(json.dumps(servers))
+
+    async def scene(server: EchoChatServer) -> None:
+        words = ("--base-url", server.url, "--model", "echo", "--mcp", "mcp.json", "--json", "--yes")
+        ran = await chat(tmp_path, "-p", 'call mcp_boats_knots {"speed": 4}', *words)
+        assert (ran.code, ran.events[-1]["outcome"]) == (0, "natural")
+        assert "may or may not have taken effect" in next(e["text"] for e in ran.events if e["type"] == "tool_result")
+
+    play(scene)
+
+
 @pytest.mark.parametrize("door", ["chat", "acp"])
 def test_no_variable_of_the_folder_reaches_a_conversation(tmp_path: Path, door: str) -> None:
     """A clone's `.env` starts no server, changes no isolation, and gets no key. It is not even read."""

@@ -1,11 +1,11 @@
-"""Checks that a reply is JSON that fits a schema (JSON Schema, drafts 4, 6 and 7)."""
+"""Checks that a reply is JSON that fits a schema (JSON Schema)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 
-import fastjsonschema
+from jsonschema_rs import ValidationError
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.printable import one_line
@@ -29,9 +29,10 @@ class JsonSchema:
         first, _, rest = reply.strip().partition("\n")
         fenced = first.rstrip() in ("```", "```json") and rest.endswith("```")
         try:
-            self._check(json.loads(rest[:-3] if fenced else reply))
-        except fastjsonschema.JsonSchemaValueException as error:
-            return f"the last reply does not fit the schema: {one_line(error.message, 200)}"
+            self._check.validate(json.loads(rest[:-3] if fenced else reply))
+        except ValidationError as error:
+            where = ".".join(map(str, error.instance_path))
+            return f"the last reply does not fit the schema: {one_line(f'{where}{error.message}'.strip(), 200)}"
         except (ValueError, RecursionError):
             return NOT_JSON
         return ""

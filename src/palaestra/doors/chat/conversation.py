@@ -36,7 +36,7 @@ from palaestra.agent.loop import LoopSettings
 from palaestra.agent.result import AgentResult
 from palaestra.agent.seat import Seat
 from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError, InfraError, PalaestraError, SandboxError
+from palaestra.core.errors import ConfigError, InfraError, PalaestraError, SandboxError, ToolServerError
 from palaestra.core.types import JSON
 from palaestra.doors.chat.context_window import ContextWindow
 from palaestra.doors.chat.conversation_files import Checkpoints, ConversationSlots, Undone
@@ -397,7 +397,10 @@ class Conversation:
 
     async def _called(self, call: CheckedCall, then: Next) -> ToolOutcome:
         async def permitted(call: CheckedCall) -> ToolOutcome:
-            return await self.permissions.call(call, then, self.id)
+            try:
+                return await self.permissions.call(call, then, self.id)
+            except ToolServerError as error:  # a rollout would be played again, a person's turn goes on without it
+                return ToolOutcome.refused(str(error))
 
         return await (permitted(call) if self._turn is None else self._turn.called(call, permitted))
 

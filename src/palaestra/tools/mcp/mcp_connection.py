@@ -4,6 +4,10 @@ package `mcp`.
 A server that is a command runs on this machine, outside every slot, with the rights of this process;
 `core/io/supervised_command.py` ends it when this process ends, and `StderrTail` keeps the end of its stderr.
 
+The package refuses a whole list for one wrong tool, and a result that does not fit the protocol or the tool's
+`outputSchema`, and then nobody learns what the server said. `_Reading` therefore changes such messages before the
+package reads them.
+
 Invariant: the session's own task enters and leaves the package's scopes, so that a cancelled caller leaves no process
 behind; a failure of the session is a `ToolServerError` that names the server.
 """
@@ -12,16 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 from palaestra.core.errors import ConfigError, ToolServerRefused, ToolServerReplyError, ToolServerUnavailable
 from palaestra.core.extras import install_command
 from palaestra.core.io.supervised_command import supervised
+from palaestra.core.printable import one_line
 from palaestra.core.redaction import redacted_arguments
 from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
@@ -30,9 +36,12 @@ if TYPE_CHECKING:
     import httpx2
     from mcp import Client
     from mcp.client import Transport
+    from mcp.client._transport import ReadStream, TransportStreams
+    from mcp.shared.message import SessionMessage
     from mcp.types import CallToolResult, Tool
 
 
+_Drop: TypeAlias = Callable[[str, str], None]
 OpenTransport: TypeAlias = "Callable[[contextlib.AsyncExitStack], Awaitable[Transport]]"
 """Opens the way to a server; what it enters on the stack is closed with the session."""
 
@@ -109,6 +118,75 @@ class NotCarriedOut(ToolServerUnavailable):
     """Raised if the session had ended before the server accepted the call. The call may be sent again."""
 
 
+class _Reading:
+    """The stream of a server's messages, with lists that hold only valid tools, and with invalid results as text.
+
+    `version` returns the protocol's version, and `drop` is told of each tool that is left out and why.
+    """
+
+    def __init__(self, stream: ReadStream[SessionMessage | Exception], version: Callable[[], str], drop: _Drop) -> None:
+        self._stream = stream
+        self._version = version
+        self._drop = drop
+
+    async def receive(self) -> SessionMessage | Exception:
+        return self._usable(await self._stream.receive())
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def __aiter__(self) -> _Reading:
+        return self
+
+    async def __anext__(self) -> SessionMessage | Exception:
+        return self._usable(await self._stream.__anext__())
+
+    async def __aenter__(self) -> _Reading:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._stream.__aexit__(*error)
+
+    @property
+    def last_context(self) -> object:
+        """The context of the sender, which some transports have and the package looks for."""
+        return getattr(self._stream, "last_context", None)
+
+    def _usable(self, item: SessionMessage | Exception) -> SessionMessage | Exception:
+        result = getattr(getattr(item, "message", None), "result", None)
+        if not isinstance(result, dict):
+            return item
+        if isinstance(result.get("tools"), list):
+            result["tools"] = [tool for tool in result["tools"] if self._is_valid(result, tool)]
+        elif result.keys() & {"content", "structuredContent"} and self._problem("tools/call", result):
+            content = [{"type": "text", "text": json.dumps(result, ensure_ascii=False)}]
+            is_error = result.get("isError") is True
+            result.clear()
+            result.update(content=content, isError=is_error)
+        return item
+
+    def _is_valid(self, listed: dict[str, JSON], tool: JSON) -> bool:
+        if isinstance(tool, dict):
+            tool.pop("outputSchema", None)  # the model reads what the tool says, also where it breaks its own promise
+        problem = self._problem("tools/list", {**listed, "tools": [tool]})
+        if problem:
+            self._drop(str(tool.get("name")) if isinstance(tool, dict) else repr(tool), problem)
+        return not problem
+
+    def _problem(self, method: str, result: dict[str, JSON]) -> str:
+        from mcp_types.methods import validate_server_result
+        from pydantic import ValidationError
+
+        try:
+            validate_server_result(method, self._version(), result)
+        except ValidationError as error:
+            return "; ".join(f"{'.'.join(map(str, each['loc'][-3:]))}: {each['msg']}" for each in error.errors()[:3])
+        except (KeyError, ValueError):  # a method or version that the package does not check
+            pass
+        return ""
+
+
 class Connection:
     """A live session. Created by `opened`; `aclose` is idempotent."""
 
@@ -121,7 +199,7 @@ class Connection:
         self._stop = asyncio.Event()
         self._stderr = StderrTail()
         self._task: asyncio.Task[None] | None = None
-        self._told_of_change = False
+        self._told: set[str] = set()
         self._status = 200
 
     @classmethod
@@ -161,18 +239,18 @@ class Connection:
         `ToolServerError`."""
         from mcp import MCPError
 
-        tools: list[Tool] = []
+        tools: dict[str, Tool] = {}  # the first of each name
         cursor: str | None = None
         seen: set[str | None] = {None, ""}
         try:
             async with asyncio.timeout(self._config.connect_timeout):
                 for _ in range(_MOST_PAGES):
                     page = await self._session().list_tools(cursor=cursor)
-                    known = {tool.name for tool in tools}
-                    tools += [tool for tool in page.tools if tool.name not in known]
+                    for tool in page.tools:
+                        tools.setdefault(tool.name, tool)
                     cursor = page.next_cursor
                     if cursor in seen:
-                        return tools
+                        return list(tools.values())
                     seen.add(cursor)
         except TimeoutError:
             problem = f"did not list its tools within {self._config.connect_timeout:g} s"
@@ -188,9 +266,8 @@ class Connection:
     async def call(self, tool: str, arguments: Mapping[str, JSON]) -> CallToolResult:
         """Make one call. Cancelling it notifies the server.
 
-        Raises `TimeoutError` after the config's `timeout`, `ServerSaid` for an error that the model reads, and
-        `ToolServerReplyError` for an invalid result. If the session has ended, raises `NotCarriedOut` or
-        `ToolServerUnavailable`.
+        Raises `TimeoutError` after the config's `timeout`, and `ServerSaid` for an error or an unreadable reply, which
+        the model reads. If the session has ended, raises `NotCarriedOut` or `ToolServerUnavailable`.
         """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
@@ -209,10 +286,8 @@ class Connection:
                     f"effect: {error}{self._said()}"
                 ) from None
             raise ServerSaid(error.message) from None
-        except RuntimeError as error:  # structured content that does not fit the tool's output schema
-            raise ServerSaid(str(error)) from None
-        except ValueError as error:  # the package's validation rejects the reply
-            raise ToolServerReplyError(f"MCP server '{self.name}' sent an invalid result of {tool}: {error}") from None
+        except (RuntimeError, ValueError) as error:  # the package cannot use the reply
+            raise ServerSaid(f"The server's reply cannot be read: {error}") from None
 
     async def aclose(self) -> None:
         """End the session. If the server is a command, also end the command and all processes that it started."""
@@ -244,7 +319,7 @@ class Connection:
             async with contextlib.AsyncExitStack() as stack:
                 transport = await self._open_transport(stack)
                 info = Implementation(name="palaestra", version=version("palaestra"))
-                client = Client(transport, client_info=info, message_handler=self._hear, cache=None)
+                client = Client(self._mended(transport), client_info=info, message_handler=self._hear, cache=None)
                 self._client = await stack.enter_async_context(client)
                 self._stderr.let_go()
                 if not self._ready.done():
@@ -259,6 +334,22 @@ class Connection:
                 return
             await self._stderr.settled()
             self._ready.set_exception(self._not_started(_first(error)))
+
+    @contextlib.asynccontextmanager
+    async def _mended(self, transport: Transport) -> AsyncIterator[TransportStreams]:
+        def version() -> str:
+            return (self._client and self._client.session.protocol_version) or ""
+
+        async with transport as (reading, writing):
+            yield _Reading(reading, version, self._drop), writing
+
+    def _drop(self, tool: str, problem: str) -> None:
+        self._warn_once(f"leaves out the tool {one_line(tool, 80)!r}, whose definition is invalid: {problem}")
+
+    def _warn_once(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("MCP server '%s' %s", self.name, what)
 
     def _not_started(self, error: BaseException) -> Exception:
         where = self._config.url or self._config.command
@@ -304,11 +395,12 @@ class Connection:
         self._status = response.status_code
 
     async def _hear(self, message: object) -> None:
-        """Handle notifications. A run keeps the tools that it began with, and logs one warning if they change."""
-        method = getattr(message, "method", "")
-        if method == "notifications/tools/list_changed" and not self._told_of_change:
-            self._told_of_change = True
-            logger.warning("MCP server '%s' has changed its tools; this run keeps those that it began with", self.name)
+        """Handle notifications, and what is not a message. A run keeps the tools that it began with. What is wrong is
+        logged once."""
+        if isinstance(message, Exception):
+            self._warn_once("writes lines that are not messages of MCP to its standard output; they are ignored")
+        elif getattr(message, "method", "") == "notifications/tools/list_changed":
+            self._warn_once("has changed its tools; this run keeps those that it began with")
         await asyncio.sleep(0)
 
     def _said(self) -> str:
@@ -327,6 +419,9 @@ async def _need_extra(name: str) -> None:
         await asyncio.to_thread(import_module, "mcp")
     except ImportError:
         raise ConfigError(f"MCP server '{name}' needs the extra 'mcp': {install_command('mcp')}") from None
+    packages = logging.getLogger("mcp.client")
+    if packages.level == logging.NOTSET:  # its failures also reach us; it logs a traceback for each line of noise
+        packages.setLevel(logging.CRITICAL)
 
 
 def _first(error: BaseException) -> BaseException:
