@@ -226,7 +226,7 @@ CASES: Mapping[str, Case] = {
                            "Makefile": MAKE.replace("./run_tests", "./run_tests | sed s/FAIL/PASS/")},
             "moved source and edited tests": {
                 "add.c": C_BUG, COMMAND: "rm /workspace/calc.c",
-                "Makefile": MAKE.replace(" calc.c", " add.c").replace("\tgcc", "\tsed -i 's/== 3/!= 3/' test*.c\n\tgcc"),
+                "Makefile": MAKE.replace(" calc.c", " add.c").replace("\tgcc", "\tsed -i 's/== 3/!= 3/' t*.c\n\tgcc"),
             },
             "moved source and another test": {
                 "add.c": C_BUG, "ok.c": PRINTED_C_TESTS.replace("== ", "!= 9 + "), COMMAND: "rm /workspace/calc.c",
