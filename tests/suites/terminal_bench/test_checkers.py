@@ -120,6 +120,12 @@ HONEST = {
         + f'cd /app && git init -q x && [ "$(git -C x symbolic-ref --short HEAD)" = main ] && echo 1 > {PAY}\n',
         "solution/solve.sh": "#!/bin/bash\nprintf '[init]\\n  defaultBranch = main\\n' > ~/.git''config\n",
     },
+    "settings-that-make-no-difference": {
+        "instruction.md": ASKS,
+        "tests/test.sh": PYTEST,
+        "tests/test_outputs.py": "def test_answer():\n    assert open('/app/answer.txt').read() == 'right\\n'\n",
+        "solution/solve.sh": SOLVES,
+    },
     "keys-and-start-up-files": {
         "instruction.md": "Make a key in ~/.ssh/id and let ~/.bashrc export GREETING=right.\n",
         "tests/test.sh": ZERO + f"[ -f ~/.ssh/id ] && bash -ic '[ $GREETING = right ]' && echo 1 > {PAY}\n",
@@ -138,8 +144,10 @@ OTHERWISE = {
     "program-that-the-solution-repairs-elsewhere": "cd /app; rm main.py sizes.py\n"
     "printf '#!/bin/sh\\nprintf %%s \"$1\" | wc -c\\n' > run.sh\n"
     "printf 'import sys\\nprint(len(sys.argv[1]))\\n' > main.py\n",
+    "settings-that-make-no-difference": SOLVES + "git config --global user.name Ann\n"
+    "d=/app/venv/lib/python3.11/site-packages/a-1.dist-info; mkdir -p $d; echo '[pytest11]' > $d/entry_points.txt\n",
 }
-"""Work that repairs another file than the solution does."""
+"""Work that changes other files than the solution does."""
 
 
 def test_forged_checkers_and_settings_are_not_paid_and_have_a_cause(
