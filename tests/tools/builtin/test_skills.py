@@ -56,6 +56,34 @@ def test_a_skill_is_made_found_read_changed_and_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("header", "description"),
+    [
+        ("name: review\ndescription: Two axes: standards and spec", "Two axes: standards and spec"),
+        ("name: review\ndescription: Use when: a # or {brace} comes", "Use when: a # or {brace} comes"),
+        ('name: review\ndescription: "Quoted: text"', "Quoted: text"),
+        ("name: review\ndescription: >\n  Two\n  lines", "Two lines"),
+        ("name: review\ndescription: Read it\nmetadata:\n  author: me", "Read it"),
+    ],
+)
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_published_headers_are_read(header: str, description: str, start: str, tmp_path: Path) -> None:
+    (tmp_path / "other-name").mkdir()
+    (tmp_path / "other-name" / "SKILL.md").write_text(f"{start}---\n{header}\n---\nBody\n")
+    (skill,) = call(tmp_path, "skills_list")["skills"]
+    assert (skill["name"], skill["description"]) == ("review", description)
+    assert "Body" in call(tmp_path, "skill_view", name="review")["content"]
+
+
+def test_a_skill_without_a_usable_header_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, text in {"a": "no header", "b": "---\nname: [\n---\n", "c": "---\nname: c\n---\n"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "SKILL.md").write_text(text)
+    for _ in range(3):
+        assert call(tmp_path, "skills_list")["skills"] == []
+    assert [record.getMessage().count(str(tmp_path)) for record in caplog.records] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
     "path", ["../other/SKILL.md", "/etc/passwd", "a/../../x", ".lock", "link", "linked/SKILL.md", "a\0b"]
 )
 def test_no_path_leaves_its_skill(path: str, tmp_path: Path) -> None:

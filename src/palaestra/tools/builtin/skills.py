@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 
 import yaml
@@ -29,12 +31,15 @@ from palaestra.tools import parameters
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
+logger = logging.getLogger(__name__)
+
 DOCUMENT = "SKILL.md"
 MAX_BYTES = 256 << 10
 """The maximum number of bytes of one file of a skill."""
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _MAX_NAME, _MAX_DESCRIPTION = 64, 1024
 _FRONT = re.compile(r"---\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_LOOSE_VALUE = re.compile(r"^(name|description)(:[ \t]+)([^'\"|>\[{\s].*)$", re.MULTILINE)
 _FILE = parameters.text("Path of a file, relative to the skill's directory.")
 
 LIST = ToolSchema(
@@ -99,16 +104,19 @@ class Skills:
         self.folder = folder
 
     def all(self) -> list[Skill]:
-        """Return the skills whose header is valid and names their folder, by category and name. Of several skills with
-        the same name, the one whose path sorts first counts."""
+        """Return the skills whose header is valid, by category and name. Of several skills with the same name, the one
+        whose path sorts first counts. The others are named in the log once."""
         found: dict[str, Skill] = {}
         for document in sorted([*self.folder.glob(f"*/{DOCUMENT}"), *self.folder.glob(f"*/*/{DOCUMENT}")]):
             folder = document.parent
             category = "" if folder.parent == self.folder else folder.parent.name
-            with contextlib.suppress(ToolMistake, OSError):
+            try:
                 name, description = read_header(_read(folder, DOCUMENT))
-                if name == folder.name:
-                    found.setdefault(name, Skill(name, description, category, folder))
+            except (ToolMistake, OSError) as error:
+                _leave_out(document, str(error))
+            else:
+                name = name if name.split() == [name] else folder.name  # a name is one word of a line for the model
+                found.setdefault(name, Skill(name, description, category, folder))
         return sorted(found.values(), key=lambda skill: (skill.category, skill.name))
 
     def find(self, name: str) -> Skill:
@@ -197,9 +205,9 @@ class Skills:
 
 def read_header(text: str) -> tuple[str, str]:
     """Return the name and description in a document's header. Raises `ToolMistake` if one is missing or invalid."""
-    match = _FRONT.match(text)
+    match = _FRONT.match(text.removeprefix("\ufeff"))
     try:
-        header = yaml.safe_load(match[1]) if match else None
+        header = _fields(match[1]) if match else None
     except yaml.YAMLError as error:
         raise ToolMistake(f"The header is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(header, dict):
@@ -208,6 +216,24 @@ def read_header(text: str) -> tuple[str, str]:
     if not isinstance(name, str) or not isinstance(description, str) or not description.strip():
         raise ToolMistake("The header must have a name and a description, both text")
     return name, " ".join(description.split())[:_MAX_DESCRIPTION]
+
+
+@cache
+def _leave_out(document: Path, why: str) -> None:
+    """Say once why a skill is missing."""
+    logger.warning("the skill %s is left out: %s", document, why)
+
+
+def _fields(header: str) -> JSON:
+    """Return the fields of a header. Where it is not YAML because a value without quotes contains `: `, as in many
+    published skills, the rest of a line is the value."""
+    try:
+        return yaml.safe_load(header)
+    except yaml.YAMLError:
+        quoted = _LOOSE_VALUE.sub(lambda line: f"{line[1]}{line[2]}{json.dumps(line[3])}", header)
+        if quoted == header:
+            raise
+        return yaml.safe_load(quoted)
 
 
 def skills_tools(settings: ToolSettings) -> tuple[Tool, ...]:

@@ -302,17 +302,49 @@ def test_what_senders_write_does_not_make_them_somebody_else(sender, results, ta
     assert (message is not None and message.user_id == ANNA) is taken
 
 
+HTML = "Content-Type: text/html; charset=utf-8\n\n"
+QUOTE = "On Fri, Bot wrote:<br><blockquote>May I?</blockquote></div>"
+PARTS = "Content-Type: multipart/alternative; boundary=x\n\n--x\nContent-Type: text/plain\n\n{}\n--x\n{}\n--x--\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (HTML + "<p>Run <b>ls&nbsp;-la</b> &amp; stop.</p><p>Then<br>wait</p>", "Run ls -la & stop.\nThen\nwait"),
+        (HTML + "<ul><li>one</li><li>two</li></ul>", "one\ntwo"),
+        (HTML + "<head><title>x</title></head><style>p {}</style>\n<div>a\n  b</div>&lt;c&gt;", "a b\n<c>"),
+        (HTML + f'<p>Yes</p><div class="gmail_quote">{QUOTE}', "Yes"),
+        (HTML + f'<p>Yes</p><div><blockquote type="cite">{QUOTE}', "Yes"),
+        (HTML + f'<p>Yes</p><div id="divRplyFwdMsg">{QUOTE}', "Yes"),
+        (
+            HTML + '<p>See</p><div class="gmail_quote">---------- Forwarded message<br>It failed</div>',
+            "See\n---------- Forwarded message\nIt failed",
+        ),
+        (PARTS.format(" \n", HTML + "<p>Hello</p>"), "Hello"),
+        (PARTS.format("Hello", HTML + "<p>Goodbye</p>"), "Hello"),
+    ],
+)
+def test_the_text_of_a_mail_is_what_its_sender_wrote(content: str, text: str) -> None:
+    platform = Email(
+        "email", PlatformConfig(token="secret", extra={"address": BOT, "imap_host": "x", "smtp_host": "x"})
+    )
+    message = platform._incoming(f"From: {ANNA}\nMessage-ID: <1@x>\n{content}".encode(), "1")
+    assert message is not None
+    assert message.text == text
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "content",
     [
         "Content-Type: text/html\n\n" + "<script " * 100_000,
         "Content-Type: text/html\n\n" + "<" * 500_000,
+        "Content-Type: text/html\n\n" + "<div type= " * 50_000 + "<p" * 100_000 + "-" * 500_000,
         "\nx\nAm " + "schrieb " * 100_000 + "\n> a",
         "Content-Type: text/plain" + "; a=b" * 20_000 + "\n\nhi",
         "Content-Type: multipart/mixed; boundary=x\n\n" + f"--x\nContent-Type: text/plain{';' * 2900}\n\nhi\n" * 500,
     ],
-    ids=["scripts", "brackets", "quotes", "parameters", "parts"],
+    ids=["scripts", "brackets", "blocks", "quotes", "parameters", "parts"],
 )
 def test_no_stranger_keeps_the_gateway_busy_with_an_email(content: str) -> None:
     platform = Email(

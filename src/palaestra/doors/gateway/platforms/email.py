@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import logging
 import re
 from collections import OrderedDict
@@ -42,7 +43,14 @@ _MOST_BYTES = 40 << 20
 _SUBJECTS = 1000
 _QUOTE_HEAD = re.compile(r"^(On\b.*\bwrote:|Am\b.*\bschrieb\b.*:|-{2,}\s*Original Message\s*-{2,})\s*$")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\((?:[^()\\]|\\.)*\)')
-_TAG = re.compile(r"<(script|style)\b.*?(?:</\1>|\Z)|<[^<>]+>", re.DOTALL | re.IGNORECASE)
+_UNSEEN = re.compile(r"<(script|style|head)\b.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
+_QUOTED = re.compile(
+    r"""<(?:div|blockquote)\b[^<>]*(?:gmail_quote|type=["']?cite|yahoo_quoted|divRplyFwdMsg)""", re.IGNORECASE
+)
+"""The beginning of the quoted message, as Gmail, Apple Mail, Yahoo and Outlook mark it."""
+_FORWARDED = re.compile(r"-{5,}\s*Forwarded message")
+_BLOCK = re.compile(r"</?(?:p|div|br|li|ul|ol|tr|h[1-6]|table|blockquote|pre)\b[^<>]*>", re.IGNORECASE)
+_TAG = re.compile(r"<[^<>]+>")
 _LONGEST_HEAD = 1000
 """The maximum length, in characters, of a line that introduces a quoted message."""
 _READ_S = 20.0
@@ -314,15 +322,9 @@ def _sender(mail: EmailMessage) -> tuple[str, str]:
 
 def _text(mail: EmailMessage) -> str:
     """Return the text that the sender wrote, without a message quoted at its end."""
-    part = mail.get_body(("plain", "html"))
-    if part is None:
-        return ""
-    try:
-        text = str(part.get_content())
-    except (LookupError, UnicodeError):  # Python does not know the encoding
-        text = _payload(part).decode("utf-8", "replace")
-    if part.get_content_type() == "text/html":
-        text = _TAG.sub("", text)
+    text = _body(mail, "plain")
+    if not text.strip():  # some programs send an empty text beside the HTML
+        text = _plain(_body(mail, "html"))
     lines = text.replace("\r\n", "\n").rstrip().split("\n")
     end = len(lines)
     while end and (lines[end - 1].startswith(">") or not lines[end - 1].strip()):
@@ -330,6 +332,26 @@ def _text(mail: EmailMessage) -> str:
     if end < len(lines) and end and _QUOTE_HEAD.match(lines[end - 1].strip()[:_LONGEST_HEAD]):
         return "\n".join(lines[: end - 1]).strip()
     return "\n".join(lines).strip()
+
+
+def _body(mail: EmailMessage, kind: str) -> str:
+    part = mail.get_body((kind,))
+    if part is None:
+        return ""
+    try:
+        return str(part.get_content())
+    except (LookupError, UnicodeError):  # Python does not know the encoding
+        return _payload(part).decode("utf-8", "replace")
+
+
+def _plain(page: str) -> str:
+    """Return the text of an HTML mail: blocks on lines of their own, entities decoded, quoted messages left out."""
+    quote = _QUOTED.search(page)
+    if quote is not None and not _FORWARDED.search(page, quote.start(), quote.start() + 500):
+        page = page[: quote.start()]
+    page = " ".join(_UNSEEN.sub("", page).split())
+    lines = html.unescape(_TAG.sub("", _BLOCK.sub("\n", page))).replace("\xa0", " ").split("\n")
+    return "\n".join(filter(None, map(str.strip, lines)))
 
 
 def _payload(part: Message) -> bytes:
