@@ -130,6 +130,28 @@ def test_a_link_that_a_task_asks_for_stays() -> None:
     assert named.equates("/workspace/other", "dir", "/proc/7", [])
 
 
+def test_links_through_which_an_asked_link_leads_stay() -> None:
+    named = NamedFiles(Task(id="a", prompt="Make current a symbolic link to the newest release, with its app.conf."))
+    links = {
+        "/workspace/current": "releases/latest/files",
+        "/workspace/releases/latest": "../releases/newest",
+        "/workspace/releases/newest": "/tmp/v10",
+        "/tmp/v10": "/workspace/releases/v10",
+        "/workspace/reference": "releases/v10",
+    }
+    asked = named.passed(links)
+    assert asked == {"/workspace/releases/latest", "/workspace/releases/newest"}
+    answers = named.directories(["/workspace/releases/v10/app.conf"])
+    for link in links:
+        replaced = named.equates(link, "dir", "/workspace/releases/v10", answers, asked)
+        assert replaced is (link in ("/tmp/v10", "/workspace/reference"))
+    assert named.equates("/workspace/releases/latest", "file", "/proc/7/status", answers, asked)
+    loop = {"/workspace/current": "other", "/workspace/other": "current"}
+    assert named.passed(loop) == {"/workspace/other"}
+    other = NamedFiles(Task(id="a", prompt="Write the newest release to current."))
+    assert not other.passed(links)
+
+
 @pytest.mark.parametrize(
     ("prompt", "link", "end", "stays"),
     [

@@ -200,6 +200,8 @@ CASES: Mapping[str, Case] = {
                                "CMakeLists.txt": CMAKE + "add_library(sum STATIC more/sum.c)\n"
                                                          "target_include_directories(sum PUBLIC more)\n"
                                                          "target_link_libraries(t sum m)\n"},
+            "listed moved source": {"src/add.c": C_FIX, COMMAND: "rm /workspace/calc.c",
+                                    "CMakeLists.txt": CMAKE.replace("calc.c)", "src/add.c)")},
         },
         forged={
             "constructor": {"calc.c": EXITS + C_BUG},
@@ -236,6 +238,10 @@ CASES: Mapping[str, Case] = {
                               "Makefile": MAKE.replace("calc.c test", "calc.c sum.c test")},
             "listed object": {"calc.c": C_CALLS, "sum.c": C_SUM, "sum.mk": "sum.o: sum.c\n\t$(CC) -O2 -c sum.c\n",
                               "Makefile": MAKE.replace("calc.c test", "calc.c sum.o test") + "include sum.mk\n"},
+            "listed moved source": {"add.c": C_FIX, "Makefile": MAKE.replace(" calc.c", " add.c"),
+                                    COMMAND: "rm /workspace/calc.c"},
+            "listed generated source": {"calc.c.in": C_BUG, COMMAND: "rm /workspace/calc.c",
+                                        "Makefile": MAKE + "calc.c: calc.c.in\n\tsed s/-/+/ $< > $@\n"},
         },
         forged={
             "constructor": {"calc.c": PRINTS + C_BUG},
@@ -246,6 +252,19 @@ CASES: Mapping[str, Case] = {
             "edited tests": {"Makefile": MAKE.replace("\tgcc", "\tsed -i 's/== 3/!= 3/; s/!= 3;/== 3;/' *.c\n\tgcc")},
             "edited log": {"calc.c": C_BUG + "\n",
                            "Makefile": MAKE.replace("./run_tests", "./run_tests | sed s/FAIL/PASS/")},
+            "moved source and edited tests": {
+                "add.c": C_BUG, COMMAND: "rm /workspace/calc.c",
+                "Makefile": MAKE.replace(" calc.c", " add.c").replace("\tgcc", "\tsed -i 's/== 3/!= 3/' t*.c\n\tgcc"),
+            },
+            "moved source and another test": {
+                "add.c": C_BUG, "ok.c": PRINTED_C_TESTS.replace("== ", "!= 9 + "), COMMAND: "rm /workspace/calc.c",
+                "Makefile": MAKE.replace(" calc.c", " add.c").replace("test_calc.c &&", "ok.c &&"),
+            },
+            "generated tests": {
+                "calc.c.in": C_BUG, COMMAND: "rm /workspace/calc.c",
+                "Makefile": MAKE.replace("\tgcc", "\tsed -i 's/== 3/!= 3/' test_calc.c\n\tgcc")
+                + "calc.c: calc.c.in\n\tcp $< $@\n",
+            },
             "GNUmakefile": {"GNUmakefile": "test:\n\t@echo PASS: adds; echo PASS: zero\n"},
         },
         command="make -s test",
@@ -269,7 +288,9 @@ CASES: Mapping[str, Case] = {
                              "tests/own.rs": RUST_TESTS.replace("adds", "own")},
                 "own crate": {"src/lib.rs": "pub use sum::add;\n", "sum/src/lib.rs": RUST_BUG.replace(" - ", " + "),
                               "sum/Cargo.toml": CARGO.replace("calc", "sum"),
-                              "Cargo.toml": CARGO + '[dependencies]\nsum = { path = "sum" }\n'}},
+                              "Cargo.toml": CARGO + '[dependencies]\nsum = { path = "sum" }\n'},
+                "listed moved source": {"calc/all.rs": RUST_BUG.replace(" - ", " + "), COMMAND: "rm -r /workspace/src",
+                                        "Cargo.toml": CARGO + '[lib]\npath = "calc/all.rs"\n'}},
         forged={
             "prints": {"src/lib.rs": RUST_PRINTS},
             "Cargo.toml": {"src/lib.rs": RUST_BUG + "\n", "ok.rs": OK_RS,

@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from contextvars import ContextVar
 from dataclasses import replace
 from enum import StrEnum
-from posixpath import dirname
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
 from palaestra.core.printable import one_line
@@ -79,6 +78,7 @@ _SESSION_S = "session_s"
 _LEAST_AGAIN_S = 10.0
 _MOST_IN_LABEL = 5
 _COPY_S = 300.0
+_PLACES_S = 30.0
 _MOST_PTH_BYTES = 1 << 16
 _DEEPEST, _LONGEST_BYTES = 400, 4000
 """Beyond these limits, a list of changes lacks the entries of a directory, or a program cannot open a path."""
@@ -345,6 +345,11 @@ class Grading:
         if paths:
             self._labels.setdefault(label, {}).update(dict.fromkeys(paths))
 
+    def made_no_difference(self) -> None:
+        """Drop the labels of what the check saw differently, because the verdict with all of it is the same."""
+        for label in (HOME_SETTINGS, "links_to_checks", "test_settings_ignored"):
+            self._labels.pop(label, None)
+
     @property
     def labels(self) -> list[Label]:
         """What was left out or replaced, as labels."""
@@ -492,14 +497,37 @@ async def _has_code(slot: Slot, change: Change) -> bool:
     return any(line.startswith(("import ", "import\t")) for line in text.splitlines())
 
 
+_PLACES = """\
+import importlib.util, os, re, sys
+folder, text = os.path.dirname(sys.argv[1]), open(sys.argv[1]).read()
+sys.path.append(folder)
+names = {*re.findall(r"\\w+", text)}
+own = [path for each in names if os.path.isfile(path := f"{folder}/{each}.py")]
+names |= {name for path in own for name in re.findall(r"\\w+", open(path).read())}
+before = [*sys.path]
+for line in text.splitlines():
+    if line.startswith("import"):
+        exec(line)
+for name in sorted(names):
+    try:
+        spec = importlib.util.find_spec(name)
+        place = os.path.dirname(spec.submodule_search_locations[0] if spec.submodule_search_locations else spec.origin)
+    except Exception:
+        continue
+    if place not in before and os.path.isdir(place):
+        print(place)
+"""
+"""Runs the code of a `.pth` file, and prints the directories of modules that only it makes importable. Only names in
+the file and in the modules that it imports are tried."""
+
+
 async def _editable(slot: Slot, path: str) -> str:
-    """Return lines with the directories of an editable installation by setuptools, which its code adds; empty if a
-    `.pth` file is something else."""
-    text = (await slot.read_bytes(path, max_bytes=_MOST_PTH_BYTES)).decode("utf-8", "replace")
-    code = re.fullmatch(r"import (__editable___\w+); \1\.install\(\)\s*", text)
-    finder = await slot.read_text(f"{dirname(path)}/{code[1]}.py", missing="") if code else ""
-    mapped = re.search(r"^MAPPING\b[^=\n]*= \{([^\n]*)\}$", finder[:_MOST_PTH_BYTES], re.MULTILINE)
-    return "".join(f"{dirname(place)}\n" for place in re.findall(r": '(/[^'\\\n]+)'", mapped[1] if mapped else ""))
+    """Return lines with the directories of an editable installation, which its code adds; empty if the code of a `.pth`
+    file does something else. The code runs in a fork."""
+    async with slot.fork() as fork:
+        found = await fork.execute(["python3", "-I", "-c", _PLACES, path], cwd="/", timeout_s=_PLACES_S, spill=False)
+    places = dict.fromkeys(line for line in found.output.splitlines() if re.fullmatch(r"/[^\n]*", line))
+    return "".join(f"{place}\n" for place in places)
 
 
 def _is_too_deep(path: str) -> bool:

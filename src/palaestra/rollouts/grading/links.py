@@ -15,7 +15,7 @@ files.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from posixpath import dirname, join, normpath
 
@@ -39,13 +39,13 @@ _LOOK = """\
 exec 2> /dev/null
 for each; do
   if [ -f "$each" ]; then kind=file; elif [ -d "$each" ]; then kind=dir; else kind=none; fi
-  if [ $kind = none ]; then end=$(readlink -- "$each"); else end=$(readlink -f -- "$each"); fi
-  case $end in *"
-"*) end=$(printf %s "$end" | tr '\\n' '?') ;; esac
-  printf '%s %s\\n' $kind "$end"
+  next=$(readlink -- "$each")
+  if [ $kind = none ]; then end=$next; else end=$(readlink -f -- "$each"); fi
+  for shown in $kind "$end" "$next"; do printf %s "$shown" | tr '\\n' '?'; echo; done
 done
 """
-"""Prints one line per link. It prints no error messages, because each would be a further line."""
+"""Prints three lines per link: the kind of its target, where it ends, and where it leads first. It prints no error
+messages, because each would be a further line."""
 
 _DETACH = """\
 for each; do
@@ -91,10 +91,12 @@ class NamedFiles:
         self.names = frozenset(name.rstrip(".") for name in _NAME.findall(self.text))
         self.about_links = _ABOUT_LINKS.search(self.text) is not None
 
-    def equates(self, link: str, kind: str, end: str, with_answers: Collection[str]) -> bool:
+    def equates(
+        self, link: str, kind: str, end: str, with_answers: Collection[str], asked: Collection[str] = ()
+    ) -> bool:
         """Return whether a symbolic link must be replaced: because it makes a named file and an unnamed file one file,
         because its target is missing, or because it leads to a different file in each process. `with_answers` are the
-        directories that count as named.
+        directories that count as named, and `asked` links that stay like named ones.
 
         `kind` is the kind of the link's target `end`.
         """
@@ -105,9 +107,21 @@ class NamedFiles:
             return False
         link_named, end_named = self.has(link), self.has(end)
         end_named = end_named or (kind == "dir" and end in with_answers)
-        if link_named and (self.about_links or end_named):
+        if link in asked or (link_named and (self.about_links or end_named)):
             return False
         return kind == "none" or link_named != end_named
+
+    def passed(self, links: Mapping[str, str]) -> set[str]:
+        """Return those of the links, given with their targets, through which a link leads that the messages ask for."""
+        found = {link for link in links if self.about_links and self.has(link)}
+        ahead, asked = list(found), set[str]()
+        while ahead:
+            link = ahead.pop()
+            target = normpath(join(dirname(link), links[link]))
+            through = {target, *map(str, PurePosixPath(target).parents)} & links.keys()
+            ahead += through - found - asked
+            asked |= through - found
+        return {link for link in asked if not is_below(link, SCRATCH)}
 
     def _asks_for(self, target: str) -> bool:
         """Return whether the messages ask for a file of the kernel."""
@@ -159,21 +173,24 @@ async def detach_links(
         await slot.execute(["find", *some, *hard], cwd="/", timeout_s=_DETACH_S, spill=False)
     links = sorted((each.path for each in changes if each.kind == "symlink"), key=lambda path: not named.has(path))
     with_answers = named.directories(each.path for each in changes if each.kind in ("file", "symlink"))
+    found: dict[str, tuple[str, str, str]] = {}
     for some in batches(links[:_MOST_LINKS]):
         looked = await slot.execute(
-            ["/bin/sh", "-c", _LOOK, "sh", *some], cwd="/", timeout_s=_DETACH_S, max_output_bytes=1 << 21, spill=False
+            ["/bin/sh", "-c", _LOOK, "sh", *some], cwd="/", timeout_s=_DETACH_S, max_output_bytes=1 << 22, spill=False
         )
-        found = [line.partition(" ") for line in looked.output.split("\n")[:-1]]
-        if len(found) != len(some):
+        lines = looked.output.split("\n")[:-1]
+        if len(lines) != 3 * len(some):
             raise GraderError(f"the links of the work could not be examined: {looked.error or looked.output[-500:]!r}")
-        wrong = [
-            link
-            for link, (kind, _, end) in zip(some, found, strict=True)
-            if named.equates(link, kind, end, with_answers) or is_below(normpath(join(dirname(link), end)), private)
-        ]
-        replaced += wrong
-        if wrong:
-            await slot.execute([*_DETACHING, *wrong], cwd="/", timeout_s=_DETACH_S, spill=False)
+        found |= zip(some, zip(lines[::3], lines[1::3], lines[2::3], strict=True), strict=True)
+    asked = named.passed({link: next_ for link, (_, _, next_) in found.items()})
+    wrong = [
+        link
+        for link, (kind, end, _) in found.items()
+        if is_below(normpath(join(dirname(link), end)), private) or named.equates(link, kind, end, with_answers, asked)
+    ]
+    for some in batches(wrong):
+        await slot.execute([*_DETACHING, *some], cwd="/", timeout_s=_DETACH_S, spill=False)
+    replaced += wrong
     for some in batches(links[_MOST_LINKS:]):
         await slot.execute(["rm", "-f", "--", *some], cwd="/", timeout_s=_DETACH_S, spill=False)
         replaced += some

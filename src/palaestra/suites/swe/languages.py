@@ -65,6 +65,10 @@ class Language:
         named = re.fullmatch(f"(?:{_BUILD_FILES}|{self.settings})", path.name) is not None
         return named or path.parts[0] in self.setting_folders
 
+    def is_source(self, path: str) -> bool:
+        """Return whether a path looks like a source that is neither a test nor a setting."""
+        return path.endswith(self.suffixes) and not (self.is_test(path) or self.is_setting(PurePosixPath(path)))
+
     def is_product(self, path: PurePosixPath) -> bool:
         """Return whether an installation or a build makes this path."""
         return not self.products.isdisjoint(path.parts) or path.name.endswith(self.product_suffixes or ("\0",))
@@ -88,11 +92,6 @@ _USERS_PLACES = (".cargo/bin", ".nvm/versions/node/*/bin", ".local/bin", "go/bin
 """Where installers for one user put toolchains, in the home directory."""
 _BUILD_FILES = r"(?:GNUm|[mM])akefile(?:\..*)?|.*\.(?:mk|mak)|[jJ]ustfile|Taskfile\.ya?ml"
 """Files of build tools that any language uses."""
-LISTS_SOURCES = re.compile(
-    rf"{_BUILD_FILES}|CMakeLists\.txt|.*\.cmake(?:\.in)?|meson\.build|.*\.am|configure\.(?:ac|in)|.*\.bzl|BUILD(?:\.bazel)?|"
-    r"package\.json|tsconfig.*\.json|Cargo\.toml|go\.mod|pom\.xml|.*\.gradle(?:\.kts)?|Gemfile|.*\.gemspec|composer\.json"
-)
-"""Names of files in which work may have to list its new sources."""
 
 TEST_FOLDERS = frozenset({"test", "tests", "testing", "__tests__", "spec", "specs", "testdata", "__snapshots__", "t"})
 

@@ -21,7 +21,7 @@ from palaestra.core.types import Label
 from palaestra.rollouts.grading.tampering import CARRIED, intended, is_below
 from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import unified_diff
-from palaestra.suites.swe.languages import LISTS_SOURCES, Language
+from palaestra.suites.swe.languages import Language
 from palaestra.suites.swe.swe_row import RowKind, SweRow
 
 CONFIG_NAMES = frozenset(
@@ -98,9 +98,8 @@ class Protected:
 
     @property
     def build_files(self) -> frozenset[str]:
-        """The protected paths in which work may have to list its new sources."""
-        settings = (path for path, name in self.labelled.items() if name == SETTINGS_CHANGED)
-        return frozenset(path for path in settings if LISTS_SOURCES.fullmatch(PurePosixPath(path).name))
+        """The protected paths that a build may need for the work's new sources."""
+        return frozenset(path for path, name in self.labelled.items() if name == SETTINGS_CHANGED)
 
     def labels(self, prefix: str, without: Collection[str] = ()) -> list[Label]:
         """Return a label of each kind, with the paths below `prefix` as evidence, but not those in `without`."""

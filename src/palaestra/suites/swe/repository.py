@@ -38,7 +38,7 @@ _ENCODING = ("utf-8", "surrogateescape")
 _MOST_PATHS = 500
 """The maximum number of paths per command, because the kernel limits a command's arguments."""
 
-EXECUTABLE, _LINK, _SUBMODULE, _NONE = "100755", "120000", "160000", "000000"
+REGULAR, EXECUTABLE, LINK, _SUBMODULE, _NONE = "100644", "100755", "120000", "160000", "000000"
 
 _SERVE = "GIT_ALLOW_PROTOCOL= GIT_NO_LAZY_FETCH=1 git-upload-pack --strict"
 """Serves a repository that a row names. `--strict`: only this folder, because git would otherwise also try folders such
@@ -56,7 +56,7 @@ class TreeFile:
 
     @property
     def is_link(self) -> bool:
-        return self.mode == _LINK
+        return self.mode == LINK
 
     @property
     def text(self) -> str:

@@ -50,7 +50,7 @@ from palaestra.suites.swe.declared import FILES, declared, required_python
 from palaestra.suites.swe.failure_cause import cause_of
 from palaestra.suites.swe.languages import PYTHON, Language
 from palaestra.suites.swe.protected import Protected, outside, protected, tests_of
-from palaestra.suites.swe.repository import RepositoryCache
+from palaestra.suites.swe.repository import RepositoryCache, TreeFiles
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
 from palaestra.suites.swe.row_tests import (
     compare,
@@ -64,6 +64,7 @@ from palaestra.suites.swe.swe_row import SweRow, TestNames, load_rows
 from palaestra.suites.swe.unified_diff import parse
 from palaestra.suites.swe.workspace import (
     add_tests,
+    old_places,
     patch_of,
     prepare_repository,
     replace_work,
@@ -73,6 +74,7 @@ from palaestra.suites.swe.workspace import (
     unpack,
     without_absent_files,
     work_paths,
+    write_files,
     write_texts,
 )
 from palaestra.suites.toolchain.interpreters import (
@@ -473,7 +475,11 @@ class SweEnvironment(ContractEnvironment):
         built = None
         if official.resolved and not graded.row.verdict(graded.run).resolved:
             edited = [each.path for each in changes if each.path.removeprefix(f"{REPOSITORY}/") in pristine]
-            built = await self._with_build_files(rollout, grading, judged, found, edited)
+            gone = [each.path for each in changes if each.kind == "deleted"]
+            gone = [path for path in pristine if is_below(f"{REPOSITORY}/{path}", gone)]
+            built = await self._at_old_places(rollout, grading, judged, found, gone) or await self._with_build_files(
+                rollout, grading, judged, found, edited
+            )
         graded, judged = built or graded, graded.row
         guarded = judged.verdict(graded.run)
         earned = guarded.resolved
@@ -511,6 +517,28 @@ class SweEnvironment(ContractEnvironment):
         ]
         return Score(float(earned), numbers(detail), detail, float(official.resolved), labels)
 
+    async def _at_old_places(
+        self, rollout: Rollout, grading: Grading, row: SweRow, found: Protected, gone: Sequence[str]
+    ) -> Graded | None:
+        """Return the verdict with the build files as prepared, which list the sources `gone` that the work moved or
+        generates: at these places are what the work's own build makes there, or else links to the moved sources. None
+        unless it passes. The work's build files then decide nothing."""
+        gone = [path for path in gone if row.recipe is not None and row.recipe.language.is_source(path)]
+        if not gone or not found.build_files:
+            return None
+        await grading.restart()
+        view = await self._graded_view(row, grading, [path for path in found.guarded if path not in found.build_files])
+        work = rollout.task.data.with_options(view.prepared.options)
+        async with self._fork(view, work, Shown.WORK) as fork:
+            await self._run(fork, work, view.prepared.row(row).node_ids)
+            ways = await old_places(fork, REPOSITORY, await self.repositories.files(row, gone), view.changed)
+        for places in ways:
+            await grading.restart()
+            graded = await self._verdict(rollout, grading, row, found.guarded, places)
+            if graded.row.official(graded.run).resolved:
+                return graded
+        return None
+
     async def _with_build_files(
         self, rollout: Rollout, grading: Grading, row: SweRow, found: Protected, edited: Sequence[str]
     ) -> Graded | None:
@@ -527,10 +555,18 @@ class SweEnvironment(ContractEnvironment):
         controls = await self._control(graded.row, graded.work, graded)
         return None if controls.labels or controls.uncontrolled else graded
 
-    async def _verdict(self, rollout: Rollout, grading: Grading, row: SweRow, without: Sequence[str]) -> Graded:
-        """Run the row's tests over the work without the changed paths `without`. Raises `GraderError`."""
+    async def _verdict(
+        self,
+        rollout: Rollout,
+        grading: Grading,
+        row: SweRow,
+        without: Sequence[str],
+        places: TreeFiles | None = None,
+    ) -> Graded:
+        """Run the row's tests over the work without the changed paths `without`, and with the files of `places`. Raises
+        `GraderError`."""
         task: ResolvedRow = rollout.task.data
-        view = await self._graded_view(row, grading, without)
+        view = await self._graded_view(row, grading, without, places)
         row, work = view.prepared.row(row), task.with_options(view.prepared.options)
         started, limit_s = time.monotonic(), grading.limit_s(self.settings.test_timeout_s)
         run = await self._run_named(view, work, row, timeout_s=limit_s)
@@ -541,7 +577,7 @@ class SweEnvironment(ContractEnvironment):
             prepared = await self._prepared_run(rollout, grading, row.node_ids)
             run = compare(row, run, prepared, await self.repositories.list_files(work.row))
             if row.verdict(run).resolved:
-                view = await self._graded_view(row, grading, without)
+                view = await self._graded_view(row, grading, without, places)
         return Graded(view, row, work, run, seconds)
 
     async def _prepared_run(self, rollout: Rollout, grading: Grading, names: Sequence[str]) -> TestRun:
@@ -649,11 +685,14 @@ class SweEnvironment(ContractEnvironment):
             self._usual_reads[row.instance_id] = usual.opened
         return reads_of_tests(opened, self._usual_reads[row.instance_id])
 
-    async def _graded_view(self, row: SweRow, grading: Grading, without: Sequence[str]) -> GradedView:
-        """Return a grading slot: the prepared repository with the agent's changes but those at `without`, and with
-        complete tests."""
+    async def _graded_view(
+        self, row: SweRow, grading: Grading, without: Sequence[str], places: TreeFiles | None = None
+    ) -> GradedView:
+        """Return a grading slot: the prepared repository with the agent's changes but those at `without`, with the
+        files of `places`, and with complete tests."""
         slot = await grading.slot(View(only=(REPOSITORY,), without=tuple(without)))
-        changed = work_paths(await grading.changes(), without, REPOSITORY)
+        changed = [*work_paths(await grading.changes(), without, REPOSITORY), *(places or ())]
+        await write_files(slot, REPOSITORY, places or {})
         if row.recipe is not None and row.recipe.prebuilds:  # a copied file may be older than what was built before
             paths = "\0".join(changed).encode("utf-8", "surrogateescape")
             await slot.execute("xargs -0 -r touch -c --", cwd=REPOSITORY, stdin=paths)

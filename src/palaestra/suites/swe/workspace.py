@@ -10,8 +10,10 @@ history therefore does not contain the fix, and preparing twice gives the same c
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -19,9 +21,10 @@ from dataclasses import dataclass, replace
 from palaestra.core.errors import TaskError
 from palaestra.sandbox.slot import Change, Slot
 from palaestra.suites.grading.falsified import named_tests, parse, tests_in, without_tests
+from palaestra.suites.grading.harness import content_of
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.swe import unified_diff
-from palaestra.suites.swe.repository import EXECUTABLE, RepositoryCache, TreeFile, TreeFiles
+from palaestra.suites.swe.repository import EXECUTABLE, LINK, REGULAR, RepositoryCache, TreeFile, TreeFiles
 from palaestra.suites.swe.swe_row import RowKind, SweRow, TestNames
 
 _log = logging.getLogger(__name__)
@@ -30,6 +33,8 @@ _DATE = "2000-01-01T00:00:00+0000"
 _LAST_PART = re.compile(r" - | > |::|/")
 _PATCH_BYTES = 100_000
 """The maximum number of bytes of an agent's patch that are recorded."""
+_SOURCE_BYTES = 1 << 20
+"""The maximum number of bytes of a source that may have been moved."""
 _INSTALLED = "*.egg-info"
 """What setuptools writes when it installs a repository. If git had it, a second installation would change the tree, and
 a version that is taken from git would not be that of the release."""
@@ -246,6 +251,43 @@ def work_paths(changes: Sequence[Change], without: Collection[str], repo_dir: st
         for change in changes
         if change.path.startswith(prefix) and change.path not in without
     ]
+
+
+async def old_places(slot: Slot, repo_dir: str, gone: TreeFiles, changed: Collection[str]) -> Sequence[TreeFiles]:
+    """Return what may belong at the places of the prepared sources `gone`, which the work no longer has: what a build
+    made there in the slot, or else a link to the most similar new file among `changed`. In a second way, each new file
+    is linked once, and a source that became a part of another one is empty."""
+    texts = {path: await content_of(slot, f"{repo_dir}/{path}", _SOURCE_BYTES) for path in {*gone, *changed}}
+    made = {path: TreeFile(REGULAR, text) for path in gone if (text := texts[path]) is not None}
+    lost = {path: _words(file.data) for path, file in gone.items() if path not in made and file is not None}
+    new = {path: _words(text) for path in changed if path not in gone and (text := texts[path]) is not None}
+    pairs = [
+        (
+            (before & now).total() / max(1, (before | now).total()) + (os.path.basename(old) == os.path.basename(path)),
+            old,
+            path,
+        )
+        for old, before in lost.items()
+        for path, now in new.items()
+    ]
+    each, once = dict[str, str](), dict[str, str]()
+    for similar, old, path in sorted(pairs, reverse=True):
+        if similar and old not in each:
+            each[old] = path
+        if similar and old not in once and path not in once.values():
+            once[old] = path
+
+    def linked(places: Mapping[str, str]) -> TreeFiles:
+        links = {old: os.path.relpath(path, os.path.dirname(old)) for old, path in places.items()}
+        return {**made, **{old: TreeFile(LINK, os.fsencode(link)) for old, link in links.items()}}
+
+    empty = {old: TreeFile(REGULAR, b"") for old in each if old not in once}
+    ways = [linked(each), {**linked(once), **empty}] if empty else [linked(each)]
+    return [places for places in ways if places]
+
+
+def _words(text: bytes) -> Counter[bytes]:
+    return Counter(re.findall(rb"\w+", text))
 
 
 async def replace_work(

@@ -71,6 +71,7 @@ from palaestra.suites.terminal_bench.verifier_files import (
     COPIES_TESTS,
     HARNESS_DIR,
     INLINE_PYTHON,
+    answer_once,
     changed_conftests,
     hidden_paths,
     ignored_settings,
@@ -444,6 +445,8 @@ class Verification:
             labels += official.labels
         if own is not verdict:
             detail["official_output"] = own.output[-2000:]
+            if own.reward == reward:
+                self._grading.made_no_difference()
             if own.reward < reward:
                 rewards, reward = own.rewards, own.reward
             elif reward < own.reward and official is not None and official.processes:
@@ -487,7 +490,8 @@ class Verification:
             env=env,
             solved=solved_too,
         )
-        checkers = [path for path in checkers if path not in (solved or ())]
+        if solved is not None:
+            checkers = [path for path in checkers if path not in solved and await self._decides(path)]
         self._grading.note("checkers_changed", checkers)
         kept = [path for path in checkers if solved is not None and not is_below(path, paths_in(about))]
         without = hidden_paths(
@@ -506,6 +510,16 @@ class Verification:
         shown -= {*table.without}
         self._grading.note("test_settings_ignored", [path for path in without if path in shown - {*ALWAYS_HIDDEN}])
         return View(table.only, without)
+
+    async def _decides(self, path: str) -> bool:
+        """Return whether a program that the verifier runs gives a verdict, so that the reference solution is paid with
+        any call of it answered like the first. A program under test answers different calls differently."""
+        with suppress(GraderError):
+            async with _solved(self._rollout.task, self._grading) as slot:
+                if await answer_once(slot, path):
+                    return (await verify(slot, self._setup(), alone=True, watched=False)).reward > 0
+                return True
+        return False
 
     async def _solved_paths(self) -> frozenset[str] | None:
         """Return the paths that the reference solution changes; None if it cannot be played here."""
