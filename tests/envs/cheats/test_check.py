@@ -25,9 +25,11 @@ NAIVE = '''
 """Pays what a grader pays that looks at the agent's own slot: its files, its shell, its output."""
 import dataclasses
 from palaestra import Score
-from palaestra.suites.swe.swe_smith_oracle import SweEnvironment, SweSmithOracleEnv
+from palaestra.suites.swe.swe_smith_oracle import SweEnvironment
 
 class Naive(SweEnvironment):
+    name = "naive"
+
     async def resolve(self, task):
         return dataclasses.replace(await super().resolve(task), grading="live")
 
@@ -45,11 +47,6 @@ class Naive(SweEnvironment):
             if "EXIT_CODE=127" not in done.output:
                 break
         return Score(0.0)
-
-class NaiveEnv(SweSmithOracleEnv):
-    name = "naive"
-    def as_environment(self):
-        return Naive(self)
 '''
 
 
