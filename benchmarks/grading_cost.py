@@ -23,7 +23,7 @@ from pathlib import Path
 import _measure as measure
 
 import palaestra
-from palaestra import Score, SweSmithOracleEnv
+from palaestra import Score
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.suites.swe import unified_diff
@@ -48,13 +48,6 @@ class Measured(SweEnvironment):
             return await super().score(rollout, grading)
         finally:
             _SPENT[rollout.task.id] = used_cpu_s() - cpu_s, time.monotonic() - wall_s
-
-
-class MeasuredEnv(SweSmithOracleEnv):
-    """The environment whose gradings are measured."""
-
-    def as_environment(self) -> SweEnvironment:
-        return Measured(self)
 
 
 def used_cpu_s() -> float:
@@ -95,7 +88,7 @@ def spent(
     """Play a policy, and return the CPU seconds and wall seconds of each task's grading."""
     _SPENT.clear()
     palaestra.run_sync(
-        MeasuredEnv, policy=policy, tasks=tasks, group_size=1, concurrency=1, dataset_name=str(dataset), shuffle=False,
+        Measured, policy=policy, tasks=tasks, group_size=1, concurrency=1, dataset_name=str(dataset), shuffle=False,
         controls=controls, test_timeout_s=limit_s,
     )  # fmt: skip
     return dict(_SPENT)

@@ -2,20 +2,17 @@
 
 `slots` imports nothing of ours, `tokens` the core of slots, and the runtime both. Extensions import these three, and
 the other extensions that `EXTENSIONS` names. Imports inside functions, imports for types, names of `palaestra` itself,
-and modules that strings name, such as `"palaestra.cluster.worker"`, count. `package_order.txt` lists the imports that
-still break the order; the list may only shrink. `--count` prints their number for each pair of packages.
+and modules that strings name, such as `"palaestra.cluster.worker"`, count.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "src" / "palaestra"
-LIST = Path(__file__).with_suffix(".txt")
 LIBRARIES = {"slots": "", "tokens": "slots/core", "runtime": "slots tokens"}
 EXTENSIONS = {
     "contract": "tools cloud",
@@ -108,32 +105,16 @@ def against_the_order(root: Path) -> set[tuple[str, str]]:
     return found
 
 
-def complaints(found: set[tuple[str, str]], listed: set[tuple[str, str]]) -> list[str]:
-    """Return a line for each import that is not listed, and for each listed import that is gone."""
-    new = [
-        f"{module} imports {target}, but {package_of(module)} must not import {package_of(target)}: move what both "
-        "need to the lower package, or let the lower package declare a protocol or read an entry point"
-        for module, target in sorted(found - listed)
-    ]
-    gone = [
-        f"remove the line `{module} {target}` from {LIST.name}: it is not needed"
-        for module, target in sorted(listed - found)
-    ]
-    return new + gone
-
-
-def main(arguments: list[str]) -> int:
-    """Check the package, or print the numbers."""
-    found = against_the_order(ROOT)
-    if arguments == ["--count"]:
-        pairs = Counter((package_of(module), package_of(target)) for module, target in found)
-        print(*(f"{package} -> {needed}: {count}" for (package, needed), count in pairs.most_common()), sep="\n")
-        return 0
-    listed = {(module, target) for module, target in map(str.split, LIST.read_text().splitlines())}
-    lines = complaints(found, listed)
-    print(*(lines or [f"{len(found)} imports break the order of packages, and are listed"]), sep="\n")
-    return bool(lines)
+def main() -> int:
+    """Print a line for each import that breaks the order."""
+    found = sorted(against_the_order(ROOT))
+    for module, target in found:
+        print(
+            f"{module} imports {target}, but {package_of(module)} must not import {package_of(target)}: move what both "
+            "need to the lower package, or let the lower package declare a protocol or read an entry point"
+        )
+    return bool(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from palaestra.contract.base_env import BaseEnv, Item
     from palaestra.contract.hermes_env import HermesAgentBaseEnv
     from palaestra.contract.scored_data import ScoredDataGroup, ScoredDataItem
+    from palaestra.contract.suite_classes import (
+        EndlessTerminalsEnv,
+        HermesSweEnv,
+        SweSmithOracleEnv,
+        TerminalBench2EvalEnv,
+    )
     from palaestra.contract.sync_process_registry import process_registry
     from palaestra.contract.tool_context import ToolContext
     from palaestra.core.errors import (
@@ -105,16 +111,13 @@ if TYPE_CHECKING:
     from palaestra.sandbox.sandbox import Sandbox, SandboxSnapshot, SyncSandbox
     from palaestra.sandbox.slot import Change, ExecutionResult, FileInfo, Mount, Rung, Slot, SlotSpec, Snapshot, View
     from palaestra.sandbox.snapshots.cache import Prepared, Recipe
-    from palaestra.suites.endless_terminals.endless_terminals import EndlessTerminalsEnv
     from palaestra.suites.examples.count_lines import count_lines
     from palaestra.suites.examples.terminal_test import TerminalTestEnv
-    from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnv
     from palaestra.suites.swe.authoring.build_tasks import BuildOptions as SweBuildOptions
     from palaestra.suites.swe.authoring.build_tasks import build as build_swe_tasks
-    from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv, SweSmithOracleEnvConfig
+    from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
     from palaestra.suites.terminal_bench.sandboxes.task_sandbox import TaskSandbox, TaskSandboxSpec
     from palaestra.suites.terminal_bench.sandboxes.task_sandboxes import TaskSandboxes, TaskSandboxSettings
-    from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
     from palaestra.tools.builtin.clarify import User
     from palaestra.tools.builtin.session_search import Sessions
     from palaestra.tools.call_text import ToolCall, ToolResult
@@ -382,7 +385,7 @@ _MODULES = {
     "ContextExceeded": "core.errors",
     "Delegates": "agent.detached_subagents",
     "DiskError": "core.errors",
-    "EndlessTerminalsEnv": "suites.endless_terminals.endless_terminals",
+    "EndlessTerminalsEnv": "contract.suite_classes",
     "EngineError": "core.errors",
     "EngineRefused": "core.errors",
     "EngineReplyError": "core.errors",
@@ -397,7 +400,7 @@ _MODULES = {
     "HermesAgentBaseEnv": "contract.hermes_env",
     "HermesAgentEnvConfig": "envs.config.fields",
     "HermesAgentLoop": "contract.agent_loop",
-    "HermesSweEnv": "suites.hermes_swe.hermes_swe",
+    "HermesSweEnv": "contract.suite_classes",
     "HostedAgent": "agent.programs",
     "ImageError": "core.errors",
     "InfraError": "core.errors",
@@ -447,7 +450,7 @@ _MODULES = {
     "Snapshot": "sandbox.slot",
     "StaleLease": "core.errors",
     "SweBuildOptions": "suites.swe.authoring.build_tasks:BuildOptions",
-    "SweSmithOracleEnv": "suites.swe.swe_smith_oracle",
+    "SweSmithOracleEnv": "contract.suite_classes",
     "SweSmithOracleEnvConfig": "suites.swe.swe_smith_oracle",
     "SyncPlay": "envs.run.session",
     "SyncSandbox": "sandbox.sandbox",
@@ -460,7 +463,7 @@ _MODULES = {
     "TaskSandboxSettings": "suites.terminal_bench.sandboxes.task_sandboxes",
     "TaskSandboxSpec": "suites.terminal_bench.sandboxes.task_sandbox",
     "TaskSandboxes": "suites.terminal_bench.sandboxes.task_sandboxes",
-    "TerminalBench2EvalEnv": "suites.terminal_bench.terminalbench_2",
+    "TerminalBench2EvalEnv": "contract.suite_classes",
     "TerminalPerson": "tools.human.terminal_prompt",
     "TerminalTestEnv": "suites.examples.terminal_test",
     "TokenChat": "inference.engines.token_engine",

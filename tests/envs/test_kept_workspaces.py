@@ -25,7 +25,7 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung
 from palaestra.sandbox.snapshots.folder import SnapshotStore, StoredSnapshot
 from palaestra.suites.swe.swe_row import RowKind, SweRow
-from palaestra.suites.swe.swe_smith_oracle import ResolvedRow, SweSmithOracleEnv, SweSmithOracleEnvConfig
+from palaestra.suites.swe.swe_smith_oracle import ResolvedRow, SweEnvironment, SweSmithOracleEnvConfig
 from palaestra.suites.toolchain.toolchain import Install, Toolchain
 from programs import killed_after, until
 
@@ -349,7 +349,7 @@ def test_a_shipped_environment_proves_its_tasks_once_per_machine() -> None:
 
 def test_a_repository_is_kept_where_its_row_says_all_of_it() -> None:
     row = SweRow(RowKind.ORACLE, "one", "o/r", "a" * 40, "?", ("t.py::t",), (), install=Install())
-    env = SweSmithOracleEnv(SweSmithOracleEnvConfig(cache_dir="cache"), []).as_environment()
+    env = SweEnvironment(SweSmithOracleEnvConfig(cache_dir="cache"))
 
     def recipe(row: SweRow) -> object:
         return env.recipe(Task(id="one", prompt="?", data=ResolvedRow(row, Toolchain(("python3",)))))
@@ -360,7 +360,7 @@ def test_a_repository_is_kept_where_its_row_says_all_of_it() -> None:
     for change in ({"pass_to_pass": ("t.py::u",)}, {"test_patch": "--- a\n+++ b\n"}, {"patch": "--- a\n+++ b\n"}):
         assert recipe(row) != recipe(replace(row, **change)), "the prepared row was checked with its tests and its fix"
     assert recipe(replace(row, patch="--- a\udce9\n")) is not None, "patches may not be UTF-8"
-    env.settings = env.settings.model_copy(update={"narrow": True})
+    env.config = env.config.model_copy(update={"narrow": True})
     assert recipe(row) != kept
     assert recipe(row) != recipe(replace(row, base_commit="b" * 40))
     assert recipe(row) != recipe(replace(row, kind=RowKind.SMITH, patch="--- a\n+++ b\n"))
@@ -370,5 +370,5 @@ def test_a_repository_is_kept_where_its_row_says_all_of_it() -> None:
     assert recipe(installed) not in (None, recipe(row))
     assert recipe(replace(installed, install=Install(editable=True, requirements=("x",)))) != recipe(installed)
     kept = recipe(installed)
-    env.settings = env.settings.model_copy(update={"install_env": {"PIP_INDEX_URL": "https://index.example"}})
+    env.config = env.config.model_copy(update={"install_env": {"PIP_INDEX_URL": "https://index.example"}})
     assert recipe(installed) != kept, "another index may have other packages"

@@ -22,7 +22,8 @@ from palaestra.sandbox.slot import Slot
 from palaestra.sandbox.transfer import download_dir, upload_dir
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.images.pytest_toolchain import working_command
-from palaestra.suites.terminal_bench.task_environment import ResolvedTask, TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.task_environment import ResolvedTask
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 
 PYTEST = """#!/bin/sh
 exec {python} -c 'import sys; sys.path += {packages}; import pytest; sys.exit(pytest.console_main())' "$@"

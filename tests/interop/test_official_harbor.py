@@ -17,8 +17,7 @@ from palaestra.core.types import ToolStep
 from palaestra.envs.cheats.proof import policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import Policy
-from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
-from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.conftest import installed_pytest as installed_pytest
@@ -348,7 +347,7 @@ def judged(installed_pytest: DependencyCache, tmp_path_factory: pytest.TempPathF
     async def main() -> None:
         items = {item.name: item for item in ITEMS}
         async with make_pool(config) as pool:
-            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, installed_pytest)
+            environment = TerminalBenchEnvironment(config, installed_pytest)
             await environment.open()
             async with policy_runs(environment, pool) as runs:
                 async for each in environment.tasks():

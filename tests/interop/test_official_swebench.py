@@ -32,7 +32,6 @@ from palaestra.suites.swe.swe_smith_oracle import (
     REPOSITORY,
     ResolvedRow,
     SweEnvironment,
-    SweSmithOracleEnv,
     SweSmithOracleEnvConfig,
 )
 from palaestra.suites.swe.workspace import unpack
@@ -312,17 +311,6 @@ class OneBaseline(SweEnvironment):
             await super()._baseline(work, sandbox)
 
 
-class Rows(SweSmithOracleEnv):
-    """The environment with this test session's pytest."""
-
-    packages: DependencyCache
-
-    def as_environment(self) -> SweEnvironment:
-        environment = OneBaseline(self)
-        environment.dependencies = self.packages
-        return environment
-
-
 def row_of(style: Style, source: Source, work: str) -> dict[str, JSON]:
     marks = ": '>>>>> Start Test Output'", ": '>>>>> End Test Output'"
     lines = "#!/bin/bash", "set -uxo pipefail", f"cd {REPOSITORY}", marks[0], style.command, marks[1]
@@ -432,9 +420,9 @@ def play(style: Style, packages: DependencyCache, folder: Path) -> dict[str, Ver
         )
 
     async def main() -> None:
-        kind = type("Rows", (Rows,), {"packages": packages})
         async with make_pool(config) as pool:
-            environment = kind(config, []).as_environment()
+            environment = OneBaseline(config)
+            environment.dependencies = packages  # this test session's pytest
             await environment.open()
             async with policy_runs(environment, pool) as runs, asyncio.TaskGroup() as group:
                 turn = asyncio.Semaphore(3)

@@ -76,12 +76,3 @@ def test_the_order(tmp_path: Path, module: str, source: str, *, forbidden: bool)
 def test_a_module_without_a_package_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"novelties\.new belongs to no package"):
         offenders(tmp_path, **{"novelties.new": ""})
-
-
-def test_the_list_names_what_is_left_and_no_more() -> None:
-    pair, other = ("envs.form", "viewer.server"), ("sandbox.pool", "cluster.worker")
-    assert package_order.complaints({pair}, {pair}) == []
-    (new,) = package_order.complaints({pair, other}, {pair})
-    assert new.startswith("sandbox.pool imports cluster.worker, but slots must not import cloud")
-    (gone,) = package_order.complaints({pair}, {pair, other})
-    assert "remove the line `sandbox.pool cluster.worker`" in gone

@@ -312,11 +312,6 @@ class BaseEnv(ABC):
     def tokenizer(self, tokenizer: object) -> None:
         self._tokenizer = tokenizer
 
-    def evaluated_items(self) -> Sequence[Item] | None:
-        """Return the items that `evaluate` rolls out, so that `--dry-run` can count them; None if they are not known
-        before the run."""
-        return None
-
     async def evaluate_items(self, items: Sequence[Item], samples: int = 1) -> list[Trajectory]:
         """Roll out every item `samples` times under the run's limits, and score the rollouts. Failed rollouts have no
         reward. Items beyond `most_evaluated` are left out. Raises `RunStopped` if the run stops before all of them have

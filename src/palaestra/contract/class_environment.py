@@ -252,15 +252,6 @@ class ClassEnvironment(EvaluatedEnvironment):
             evaluation.totals.rollouts += len(refused)
         return self.inner._evaluation
 
-    async def evaluated_tasks(self) -> AsyncIterator[Task] | None:
-        await self.set_up()
-        items = self.inner.evaluated_items()
-        return None if items is None else self._tasks_of(items)
-
-    async def _tasks_of(self, items: Sequence[Item]) -> AsyncIterator[Task]:
-        for index, item in enumerate(items):
-            yield self._task(item, index)
-
     def over(self, items: Sequence[Item], first: int, *, plain: bool = False) -> Self:
         """Return the same environment over these items, numbered from `first`, in place of its data set. If `plain`,
         the class does not collect the rollouts itself."""

@@ -38,7 +38,7 @@ from palaestra.core.types import JSON, Message, Score, Task, numbers
 from palaestra.core.user_code import call_hook, called, run_hook, score_of, settled
 from palaestra.envs import cache_key
 from palaestra.envs.api.hook_commands import HookCommands
-from palaestra.envs.config.build import agent_settings, network_policy
+from palaestra.envs.config.build import agent_settings, network_policy, warn_of_every_tool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.grader import LIVE, Grading
@@ -58,10 +58,6 @@ class ContractEnvironment(CollectedEnvironment):
     """Runs one instance of a `HermesAgentBaseEnv`. Item and metadata are kept in the rollout, never on the instance."""
 
     inner: HermesAgentBaseEnv
-    default_grading = LIVE
-    """How rollouts are graded unless the settings choose. Existing reward hooks expect the agent's own slot: all its
-    files, its processes and its network. The built-in suites choose sealed grading without a network."""
-
     _offers_collecting = True
     """Whether `_attempt` plays the rollouts. False for a subclass that overrides `act`."""
 
@@ -72,9 +68,10 @@ class ContractEnvironment(CollectedEnvironment):
         super().__init__(inner)
         self.shared = inner.shared
         self._settings = agent_settings(inner.config)
-        self._grading = inner.config.grading or self.default_grading
+        # Existing reward hooks expect the agent's own slot: all its files, its processes and its network.
+        self._grading = inner.config.grading or LIVE
         policy = network_policy(inner.config.allow_network)
-        self._policy = replace(policy, grade=policy.agent) if self.default_grading == LIVE else policy
+        self._policy = replace(policy, grade=policy.agent)
         self._verifies = overrides(inner, "verify_and_score_trajectory")
         self._own_loop = overrides(inner, "_run_agent_loop")
         self._loop_takes_rollout = self._own_loop and takes_rollout(inner._run_agent_loop)
@@ -108,13 +105,8 @@ class ContractEnvironment(CollectedEnvironment):
             self._open.enter_context(own_tasks(self.inner.config))
         await super().open()
         kit = self.inner.tool_kit(random.Random(0))  # reports an unknown toolset before the run has a folder
-        config = self.inner.config
-        if config.enabled_toolsets is None and config.distribution is None and not overrides(self.inner, "tool_kit"):
-            logger.warning(
-                "enabled_toolsets is not set, so agents get every tool that works here: %s. Set it for training, for "
-                "example to `terminal file`.",
-                ", ".join(kit.names),
-            )
+        if not overrides(self.inner, "tool_kit"):
+            warn_of_every_tool(self.inner.config, kit)
 
     @property
     def agent(self) -> AgentSettings:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import palaestra
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
 from palaestra.core.io import plugins
@@ -51,6 +52,7 @@ CONTRACT_ROOTS = frozenset({
 logger = logging.getLogger(__name__)
 
 _ENDING = "_env.py"
+_PACKAGE = Path(palaestra.__file__).resolve().parent
 _CLASS_FORMS: list[tuple[type, Callable[[type, str], Form]]] = []
 """The base classes of environments as classes, and what makes a form of a subclass."""
 
@@ -217,6 +219,8 @@ def _pick(path: Path, name: str) -> Form:
             f"`palaestra run {path} --compat` runs them unchanged"
         ) from error.__cause__
     found = {key: value for key, value in vars(module).items() if _is_environment(value)}
+    if name in palaestra.__all__ and name not in found and _PACKAGE in path.resolve().parents:
+        found[name] = getattr(palaestra, name)  # a run recorded the file in which this public class was made
     if name and name not in found:
         raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
     if not name and len(found) > 1:  # environments that the file imports do not count beside its own

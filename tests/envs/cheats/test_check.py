@@ -25,9 +25,11 @@ NAIVE = '''
 """Pays what a grader pays that looks at the agent's own slot: its files, its shell, its output."""
 import dataclasses
 from palaestra import Score
-from palaestra.suites.swe.swe_smith_oracle import SweEnvironment, SweSmithOracleEnv
+from palaestra.suites.swe.swe_smith_oracle import SweEnvironment
 
 class Naive(SweEnvironment):
+    name = "naive"
+
     async def resolve(self, task):
         return dataclasses.replace(await super().resolve(task), grading="live")
 
@@ -45,11 +47,6 @@ class Naive(SweEnvironment):
             if "EXIT_CODE=127" not in done.output:
                 break
         return Score(0.0)
-
-class NaiveEnv(SweSmithOracleEnv):
-    name = "naive"
-    def as_environment(self):
-        return Naive(self)
 '''
 
 
@@ -558,7 +555,7 @@ def test_a_naive_grader_pays_many_cheats(tmp_path: Path) -> None:
         *small_task(tmp_path, hidden=False),
         '--env.keep_tests=["*"]',
     ]
-    proof = check_environment(f"{tmp_path / 'naive_env.py'}:NaiveEnv", settings, tasks=1, only=names, quiet=True)
+    proof = check_environment(f"{tmp_path / 'naive_env.py'}:Naive", settings, tasks=1, only=names, quiet=True)
     assert [line.rewards for line in proof.lines[:2]] == [(1.0,), (0.0,)]
     paid = [line.policy for line in proof.lines[2:] if not line.ok]
     assert 3 * len(paid) >= len(names), f"only {len(paid)} of {len(names)}: {paid}"

@@ -14,7 +14,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import Outcome
 from palaestra.envs.config.fields import HeldOutConfig
 from palaestra.rollouts.journal.reader import Recording
-from palaestra.suites.endless_terminals.endless_terminals import EndlessTerminalsEnv, EndlessTerminalsEnvConfig
+from palaestra.suites.endless_terminals.endless_terminals import EndlessEnvironment, EndlessTerminalsEnvConfig
 
 pytestmark = pytest.mark.slots
 
@@ -80,17 +80,14 @@ def test_what_is_held_out_is_drawn_by_id_and_seed_alone() -> None:
 
 def test_a_class_with_a_list_of_items_keeps_some_back() -> None:
     def items(**settings: object) -> tuple[list[str], list[str], list[str]]:
-        env = EndlessTerminalsEnv(EndlessTerminalsEnvConfig(n=30, level=1, **settings), [])  # type: ignore[arg-type]
+        env = EndlessEnvironment(EndlessTerminalsEnvConfig(n=30, level=1, **settings))  # type: ignore[arg-type]
 
-        async def drawn() -> list[str]:
-            await env.setup()
-            found = []
-            while (item := await env.get_next_item()) is not None:
-                found.append(item.id)
-            return found
+        async def drawn() -> tuple[list[str], list[str]]:
+            await env.open()
+            given, evaluated = env.tasks(), env.evaluating().tasks()
+            return [task.id async for task in given], [task.id async for task in evaluated]
 
-        given = asyncio.run(drawn())
-        return given, [item.id for item in env.chosen(evaluating=True)], [item.id for item in env.items]
+        return *asyncio.run(drawn()), [item.id for item in env.items]
 
     given, evaluated, known = items(held_out=0.3)
     assert sorted(given + evaluated) == sorted(known)
@@ -152,31 +149,34 @@ def test_it_does_not_go_on_with_other_tasks(command: str, lines_env: str, capsys
 
 
 LISTED = """
-from palaestra import APIServerConfig, HermesAgentEnvConfig
-from palaestra.contract.dataset_env import ListedEnv
+from palaestra import Score
+from palaestra.core.config import setting
+from palaestra.envs.api.listed_environment import ListedEnvironment
 from palaestra.envs.config.fields import ListedEnvConfig
 
-class Listed(ListedEnv):
-    name = "listed"
+class ListedConfig(ListedEnvConfig):
+    group_size: int = setting(2, "Rollouts per task.")
+    total_steps: int = setting(-1, "Maximum number of groups.")
 
-    @classmethod
-    def config_init(cls):
-        return ListedEnvConfig(group_size=2, total_steps=1), [APIServerConfig()]
+class Listed(ListedEnvironment):
+    name = "listed"
+    config_class = ListedConfig
 
     async def load(self):
-        return [{"word": word, "solution": f"echo {word} > word.txt"} for word in ("alpha", "beta", "gamma")]
+        return ["alpha", "beta", "gamma"]
 
-    async def setup(self):
-        await self.sort_out()
+    def item_id(self, item):
+        return item
 
-    def item_id(self, item, number):
-        return item["word"]
+    def prompt(self, item):
+        return f"Write {item} to word.txt"
 
-    def format_prompt(self, item):
-        return f"Write {item['word']} to word.txt"
+    def solution(self, item):
+        return f"echo {item} > word.txt"
 
-    async def compute_reward(self, item, result, ctx):
-        return float(ctx.terminal("cat word.txt")["output"].strip() == item["word"])
+    async def score(self, rollout, grading):
+        slot = await grading.slot()
+        return Score(float((await slot.read_text("word.txt")).strip() == rollout.task.data))
 """
 
 

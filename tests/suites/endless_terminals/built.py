@@ -10,7 +10,6 @@ from palaestra.envs.cheats.proof import BANK, EnvironmentProof, Proof
 from palaestra.envs.config.build import make_pool
 from palaestra.suites.endless_terminals.endless_terminals import (
     EndlessEnvironment,
-    EndlessTerminalsEnv,
     EndlessTerminalsEnvConfig,
 )
 from palaestra.suites.toolchain.toolchain import DependencyCache
@@ -46,7 +45,7 @@ def checked(folder: Path, packages: DependencyCache, **settings: object) -> Proo
 
     async def main() -> Proof:
         async with make_pool(config) as pool:
-            environment = EndlessEnvironment(EndlessTerminalsEnv(config, []), packages)
+            environment = EndlessEnvironment(config, packages)
             await environment.open()
             return await EnvironmentProof(
                 environment, pool, [cheat for cheat in BANK if cheat.name == "fake-python"]

@@ -25,7 +25,6 @@ from palaestra.sandbox.slot import Mount, SlotSpec
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
 from palaestra.suites.endless_terminals.endless_terminals import (
     EndlessEnvironment,
-    EndlessTerminalsEnv,
     EndlessTerminalsEnvConfig,
 )
 from palaestra.suites.endless_terminals.generated_task import to_line
@@ -299,7 +298,7 @@ def test_settings_and_links_do_not_answer_for_the_work(installed_pytest: Depende
 
     async def rollouts() -> dict[str, Trajectory]:
         async with make_pool(config) as pool:
-            environment = EndlessEnvironment(EndlessTerminalsEnv(config, []), installed_pytest)
+            environment = EndlessEnvironment(config, installed_pytest)
             await environment.open()
             async with policy_runs(environment, pool) as runs:
                 played = [await runs.play(OraclePolicy(), task) async for task in environment.tasks()]
@@ -412,13 +411,12 @@ def test_only_building_over_an_image_reaches_the_network(
     config = EndlessTerminalsEnvConfig(
         dataset_name=str(tmp_path / "tasks"), image="host", build_network=build, cache_dir=str(tmp_path / "cache")
     )
-    inner = EndlessTerminalsEnv(config, [])
 
     async def main() -> Task:
-        await inner.sort_out()
-        assert inner.items, inner.left_out
-        environment = EndlessEnvironment(inner, installed_pytest)
-        return await environment.resolve(environment.task(inner.items[0], 0))
+        environment = EndlessEnvironment(config, installed_pytest)
+        await environment.sort_out()
+        assert environment.items, environment.left_out
+        return await environment.resolve(environment.task(environment.items[0]))
 
     network = asyncio.run(main()).network
     assert (network.prepare, network.agent) == (prepare, Network.OFF)

@@ -17,7 +17,7 @@ from palaestra.envs.run.run import run
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group
-from palaestra.suites.swe.swe_smith_oracle import SweEnvironment, SweSmithOracleEnv, SweSmithOracleEnvConfig
+from palaestra.suites.swe.swe_smith_oracle import SweEnvironment, SweSmithOracleEnvConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
 
 Files = Mapping[str, str | bytes | None]
@@ -102,18 +102,6 @@ class WithoutBaseline(SweEnvironment):
         pass
 
 
-class Rows(SweSmithOracleEnv):
-    """The environment with this test session's pytest."""
-
-    packages: DependencyCache
-    kind: type[SweEnvironment] = SweEnvironment
-
-    def as_environment(self) -> SweEnvironment:
-        environment = self.kind(self)
-        environment.dependencies = self.packages
-        return environment
-
-
 def roll_out(
     rows: Sequence[Mapping[str, JSON]],
     policy: str,
@@ -133,6 +121,13 @@ def roll_out(
     line = CommandLine("test", SweSmithOracleEnvConfig, APIServerConfig)
     parsed = line.parse(["process", "--policy", policy, *words])
     assert isinstance(parsed, Parsed)
-    environment = type("Rows", (Rows,), {"packages": packages, "kind": kind})
-    report = asyncio.run(run(form_of(environment), parsed, root=folder / "runs", stream=io.StringIO()))
+
+    class Rows(kind):  # type: ignore[misc,valid-type]
+        """The environment with this test session's pytest."""
+
+        def __init__(self, config: SweSmithOracleEnvConfig) -> None:
+            super().__init__(config)
+            self.dependencies = packages
+
+    report = asyncio.run(run(form_of(Rows), parsed, root=folder / "runs", stream=io.StringIO()))
     return list(Recording(report.journal))

@@ -17,7 +17,6 @@ from palaestra.suites.swe.swe_row import parse_row
 from palaestra.suites.swe.swe_smith_oracle import (
     ResolvedRow,
     SweEnvironment,
-    SweSmithOracleEnv,
     SweSmithOracleEnvConfig,
 )
 from palaestra.suites.toolchain.interpreters import this_interpreter
@@ -35,7 +34,7 @@ def spec_of(path: str, phase: Phase, tmp_path: Path) -> SlotSpec:
     python = this_interpreter()
     row = ResolvedRow(parse_row({**BENCH, "patch": patch}), Toolchain((python.path,), python.mounts))
     config = SweSmithOracleEnvConfig(cache_dir=str(tmp_path))
-    environment = SweEnvironment(SweSmithOracleEnv(config, []))
+    environment = SweEnvironment(config)
     return environment.slot_spec(Task(id="a", prompt="?", data=row), phase)
 
 

@@ -27,7 +27,7 @@ from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
-from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv, SweSmithOracleEnvConfig
+from palaestra.suites.swe.swe_smith_oracle import SweEnvironment, SweSmithOracleEnvConfig
 from suites.hard_coded import REPOSITORIES
 from suites.honest_variety import LINKS
 from suites.swe.diffs import applied, undoing
@@ -89,7 +89,7 @@ def rolled_out(built: Built, folder: Path, tasks: Path, policy: str, *flags: str
     groups = f"--env.data_path_to_save_groups={folder / 'g.jsonl'}"
     parsed = line.parse(["process", "--policy", policy, *common, groups, *flags])
     assert isinstance(parsed, Parsed)
-    report = asyncio.run(run(form_of(SweSmithOracleEnv), parsed, root=folder / "runs", stream=io.StringIO()))
+    report = asyncio.run(run(form_of(SweEnvironment), parsed, root=folder / "runs", stream=io.StringIO()))
     return list(Recording(report.journal))
 
 

@@ -18,8 +18,7 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
 from palaestra.suites.terminal_bench.import_tasks import TriedTask
 from palaestra.suites.terminal_bench.import_tasks import try_tasks as try_all
-from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
-from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.mini import HARBOR
@@ -39,10 +38,9 @@ def try_tasks(installed_pytest: DependencyCache, tmp_path: Path) -> Try:
 
         async def main() -> dict[str, TriedTask]:
             async with make_pool(config) as pool:
-                inner = TerminalBench2EvalEnv(config, [])
-                await inner.sort_out()
-                environment = TerminalBenchEnvironment(inner, config, installed_pytest)
-                refused = [each for each in inner.left_out if isinstance(each, LeftOut)]
+                environment = TerminalBenchEnvironment(config, installed_pytest)
+                await environment.sort_out()
+                refused = [each for each in environment.left_out if isinstance(each, LeftOut)]
                 report = await try_all(environment, pool, refused)
             return {line.name: line for line in report.lines}
 
@@ -77,7 +75,7 @@ def played(
     async def main() -> Group:
         async with make_pool(config) as pool:
             begun()
-            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, packages)
+            environment = TerminalBenchEnvironment(config, packages)
             await environment.open()
             async with policy_runs(environment, pool) as runs:
                 return await runs.play(policy or OraclePolicy(), await anext(environment.tasks()))
@@ -105,7 +103,7 @@ def played_all(
 
     async def main() -> dict[str, Trajectory]:
         async with make_pool(config) as pool:
-            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, packages)
+            environment = TerminalBenchEnvironment(config, packages)
             await environment.open()
             async with policy_runs(environment, pool) as runs:
                 wanted = [task async for task in environment.tasks()]

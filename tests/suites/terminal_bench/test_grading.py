@@ -16,8 +16,7 @@ from palaestra.envs.cheats.proof import BANK, EnvironmentProof, Proof, cheats_na
 from palaestra.envs.config.build import make_pool
 from palaestra.suites.terminal_bench.find_tasks import load_tasks
 from palaestra.suites.terminal_bench.import_tasks import Finding, import_tasks
-from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
-from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.terminal_bench.verifier import VerifierVerdict
 from palaestra.suites.toolchain.toolchain import DependencyCache
@@ -307,7 +306,7 @@ def test_no_cheat_of_the_bank_is_paid(installed_pytest: DependencyCache, tmp_pat
 
     async def main() -> Proof:
         async with make_pool(config) as pool:
-            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, installed_pytest)
+            environment = TerminalBenchEnvironment(config, installed_pytest)
             await environment.open()
             return await EnvironmentProof(environment, pool).run(1)
 

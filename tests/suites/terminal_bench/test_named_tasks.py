@@ -17,7 +17,7 @@ import palaestra
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.envs.discovery import load_environment
 from palaestra.suites.terminal_bench.named_tasks import Folders, _Named, named_folders
-from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from suites.terminal_bench.mini import HARBOR
 from suites.test_git_checkout import git
@@ -63,7 +63,7 @@ def test_a_dataset_of_a_registry_is_fetched_and_loaded(tmp_path: Path) -> None:
     config = TerminalBench2EvalConfig(
         dataset_name="harbor:mini@1.0", registry=str(at_registry), cache_dir=str(tmp_path / "cache"), task_filter="p*"
     )
-    env = TerminalBench2EvalEnv(config, ())
+    env = TerminalBenchEnvironment(config)
     assert [item.name for item in asyncio.run(env.load())] == ["partial"]
     form = load_environment("harbor:mini@1.0", tmp_path)
     assert form.reference == "harbor:mini@1.0"

@@ -20,8 +20,7 @@ from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
 from palaestra.suites.terminal_bench import terminal_bench_1
 from palaestra.suites.terminal_bench.import_tasks import Finding
-from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
-from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from programs import killed_after, until
@@ -63,7 +62,7 @@ def test_the_record_has_the_logs_and_each_rollout_its_own_services(
 
     async def main() -> None:
         async with make_pool(config) as pool:
-            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, installed_pytest)
+            environment = TerminalBenchEnvironment(config, installed_pytest)
             await environment.open()
             async with policy_runs(environment, pool) as runs:
                 task = await anext(environment.tasks())

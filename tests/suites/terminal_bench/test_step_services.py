@@ -23,8 +23,7 @@ from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.service import HealthCheck
 from palaestra.suites.terminal_bench.service_group import wait_healthy
-from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
-from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from programs import killed_after, until
@@ -54,7 +53,7 @@ def test_rollouts_at_the_same_time_do_not_wait_for_each_others_places(
 
     async def main() -> None:
         async with make_pool(config) as pool, asyncio.timeout(100):
-            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, installed_pytest)
+            environment = TerminalBenchEnvironment(config, installed_pytest)
             await environment.open()
             async with policy_runs(environment, pool) as runs:
                 task = await anext(environment.tasks())

@@ -19,9 +19,8 @@ from palaestra.inference.engines.scripted import OraclePolicy
 from palaestra.rollouts.records import Trajectory
 from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import harbor_task
-from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminal_task import TaskServer
-from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.mini import written
@@ -151,7 +150,7 @@ def answers(installed_pytest: DependencyCache, tmp_path: Path) -> Any:
 
         async def main() -> Trajectory:
             async with make_pool(config) as pool:
-                environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, installed_pytest)
+                environment = TerminalBenchEnvironment(config, installed_pytest)
                 await environment.open()
                 async with policy_runs(environment, pool) as runs:
                     task = replace(await anext(environment.tasks()), solutions=(steps,))

@@ -7,11 +7,10 @@ import functools
 import inspect
 import random
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from palaestra.core.errors import ConfigError, TaskError, WorkError
 from palaestra.core.io.threads import OneThread
@@ -20,56 +19,23 @@ from palaestra.core.user_code import called_off_loop, run_hook, score_of
 from palaestra.envs import cache_key
 from palaestra.envs.api.declaration import Declaration, FunctionEnvConfig, Hook, Source, TaskSource
 from palaestra.envs.api.hook_commands import HookCommands
-from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
-from palaestra.envs.run import pass_at_k
-from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
+from palaestra.envs.run.evaluate import HeldOutEnvironment
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.spec import AgentSettings
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.registry import Kit
 
 
-class FunctionEnvironment(EvaluatedEnvironment):
+class FunctionEnvironment(HeldOutEnvironment):
     """One run's view of a function environment."""
 
     def __init__(self, form: Declaration, config: FunctionEnvConfig) -> None:
+        super().__init__(config)
         self.form = form
-        self.config = config
-        self._settings = agent_settings(config)
-        self._policy = network_policy(config.allow_network)
-        self._mcp = mcp_servers(config)
-        self._evaluating = False
-
-    async def evaluate(self, evaluation: Evaluation) -> Logged:
-        """Roll out the held-out tasks, or all tasks if none are held out, and return the metrics."""
-        attempts = evaluation.run_context.settings.group_size
-        done = await evaluation.roll_out(self.evaluating(), attempts, limit=evaluation.limit)
-        if evaluation.gate is not None and not await evaluation.gate():
-            raise RunStopped("the evaluation was stopped, so its metrics would cover only part of it")
-        if not done:
-            raise ConfigError(f"{self.name} has no task to evaluate; held_out is {self.config.held_out:g}")
-        trajectories = [trajectory for group in done for trajectory in group.trajectories]
-        metrics = pass_at_k.figures(trajectories, attempts, tasks=len(done))
-        return {"task": self.name, "metrics": metrics, "samples": list(map(pass_at_k.sample, trajectories))}
-
-    async def evaluated_tasks(self) -> AsyncIterator[Task]:
-        return self.evaluating().tasks()
-
-    def evaluating(self) -> Self:
-        other = copy(self)
-        other._evaluating = True
-        return other
 
     async def open(self) -> None:
-        if self._mcp is not None:
-            await self._mcp.open()
-        self._kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # report errors before a run begins
-
-    async def aclose(self) -> None:
-        if self._mcp is not None:
-            await self._mcp.aclose()
+        await super().open()
+        self._task_kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # report errors early
 
     @property
     def name(self) -> str:
@@ -78,10 +44,6 @@ class FunctionEnvironment(EvaluatedEnvironment):
     @property
     def label_names(self) -> Collection[str]:
         return self.form.label_names
-
-    @property
-    def agent(self) -> AgentSettings:
-        return self._settings
 
     @property
     def counts_tasks(self) -> bool:
@@ -117,15 +79,14 @@ class FunctionEnvironment(EvaluatedEnvironment):
 
     def kit(self, task: Task, rng: random.Random) -> Kit:
         try:
-            return self._kit(self.form.toolsets if task.toolsets is None else task.toolsets, task, rng)
+            return self._task_kit(self.form.toolsets if task.toolsets is None else task.toolsets, task, rng)
         except ConfigError as error:
             if task.toolsets is None:
                 raise
             raise TaskError(f"task {task.id}: {error}") from None
 
-    def _kit(self, toolsets: Sequence[str], task: Task, rng: random.Random) -> Kit:
-        own = [offered for tool in self.form.tools if (offered := tool.for_task(task)) is not None]
-        return kit(self.config, toolsets, rng, own, self._mcp, self.shared)
+    def _task_kit(self, toolsets: Sequence[str], task: Task, rng: random.Random) -> Kit:
+        return self._kit(toolsets, [own for tool in self.form.tools if (own := tool.for_task(task)) is not None], rng)
 
     def prepares(self, task: Task) -> bool:
         return self.form.preparation is not None or super().prepares(task)

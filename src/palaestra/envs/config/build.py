@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -29,6 +30,8 @@ from palaestra.tools.registry.build import RunConditions, ToolServer, build_tool
 from palaestra.tools.registry.distributions import sample_toolsets_from_distribution
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import States, Tool
+
+logger = logging.getLogger(__name__)
 
 
 def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
@@ -128,6 +131,16 @@ def kit(
         enabled = config.enabled_toolsets if config.enabled_toolsets is not None else toolsets
     registry = tools_with(servers, enabled, config, extra, shared=shared)
     return Kit(registry, () if enabled is None else (*enabled, *(servers.toolsets() if servers is not None else ())))
+
+
+def warn_of_every_tool(config: HermesAgentEnvConfig, kit: Kit) -> None:
+    """Log a warning if agents get all tools of this machine, `kit`, because the settings choose none."""
+    if config.enabled_toolsets is None and config.distribution is None:
+        logger.warning(
+            "enabled_toolsets is not set, so agents get every tool that works here: %s. Set it for training, for "
+            "example to `terminal file`.",
+            ", ".join(kit.names),
+        )
 
 
 def tools_with(

@@ -1,30 +1,39 @@
 """`evaluate`: rolls out the tasks of an evaluation and writes the result files.
 
-A class environment chooses the tasks in its own method; a function environment rolls out its held-out tasks, or all
+A class of the contract chooses the tasks in its own method; `HeldOutEnvironment` rolls out the held-out tasks, or all
 tasks if none are held out, `group_size` times each. An evaluation that is stopped has no metrics.
 """
 
 from __future__ import annotations
 
+import random
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
+from palaestra.core.errors import ConfigError
 from palaestra.core.exits import plural
 from palaestra.core.io.durable_files import replaced, writing
-from palaestra.core.types import JSON, Task, numbers
-from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.core.types import JSON, Outcome, Task, numbers
+from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
+from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig
+from palaestra.envs.run import pass_at_k
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import encoded
+from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.observe.intervals import in_words
 from palaestra.rollouts.observe.verdicts import OFFICIAL
-from palaestra.rollouts.records import Group
+from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.schedule import numbered
-from palaestra.rollouts.spec import RunContext
+from palaestra.rollouts.spec import AgentSettings, RunContext
+from palaestra.tools.registry.registry import Kit
+from palaestra.tools.tool import Tool
 
 Logged = Mapping[str, JSON]
 OnGroup = Callable[[Group], None]
@@ -78,6 +87,61 @@ class EvaluatedEnvironment(Environment):
     async def evaluate(self, evaluation: Evaluation) -> Logged:
         """Roll out the tasks with `evaluation.roll_out`, and return the task's name, the metrics and the samples.
         Raises `RunStopped` and `ConfigError`."""
+
+
+class HeldOutEnvironment(EvaluatedEnvironment):
+    """An environment that evaluates its held-out tasks, or all tasks if none are held out."""
+
+    def __init__(self, config: HeldOutConfig) -> None:
+        self.config = config
+        self._settings = agent_settings(config)
+        self._policy = network_policy(config.allow_network)
+        self._mcp = mcp_servers(config)
+        self._evaluating = False
+
+    @property
+    def agent(self) -> AgentSettings:
+        return self._settings
+
+    async def open(self) -> None:
+        if self._mcp is not None:
+            await self._mcp.open()
+
+    async def aclose(self) -> None:
+        if self._mcp is not None:
+            await self._mcp.aclose()
+
+    def _kit(self, toolsets: Sequence[str] | None, own: Iterable[Tool], rng: random.Random) -> Kit:
+        return kit(self.config, toolsets, rng, own, self._mcp, self.shared)
+
+    def evaluating(self) -> Self:
+        """Return the environment with the tasks of an evaluation in place of those of a run."""
+        other = copy(self)
+        other._evaluating = True
+        return other
+
+    async def evaluated_tasks(self) -> AsyncIterator[Task]:
+        return self.evaluating().tasks()
+
+    async def evaluate(self, evaluation: Evaluation) -> Logged:
+        attempts = evaluation.run_context.settings.group_size
+        done = await evaluation.roll_out(self.evaluating(), attempts, limit=evaluation.limit)
+        trajectories = [trajectory for group in done for trajectory in group.trajectories]
+        stopped = evaluation.gate is not None and not await evaluation.gate()
+        if stopped or any(each.outcome is Outcome.CANCELLED for each in trajectories):
+            raise RunStopped("the evaluation was stopped, so its metrics would cover only part of it")
+        if not done:
+            raise ConfigError(f"{self.name} has no task to evaluate; held_out is {self.config.held_out:g}")
+        metrics = self.metrics(trajectories, attempts, len(done))
+        return {"task": self.name, "metrics": metrics, "samples": list(map(self.sample, trajectories))}
+
+    def metrics(self, done: Sequence[Trajectory], attempts: int, tasks: int) -> Mapping[str, JSON]:
+        """Return the metrics of an evaluation of so many tasks."""
+        return pass_at_k.figures(done, attempts, tasks=tasks)
+
+    def sample(self, trajectory: Trajectory) -> Mapping[str, JSON]:
+        """Return the sample of one rollout."""
+        return pass_at_k.sample(trajectory)
 
 
 class Evaluation:

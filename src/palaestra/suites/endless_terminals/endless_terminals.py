@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 from pydantic import Field
 
 from palaestra.agent.result import AgentResult
-from palaestra.contract.contract_environment import ContractEnvironment
-from palaestra.contract.dataset_env import ListedEnv
 from palaestra.core.config import local_path
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
+from palaestra.envs.api.listed_environment import ListedEnvironment
 from palaestra.envs.config.fields import ListedEnvConfig
-from palaestra.rollouts.grading.grader import SEALED, Grading
+from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.grading.tampering import changes_in
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
@@ -118,18 +116,22 @@ class PreparedFolder:
     home: str
 
 
-class EndlessEnvironment(ContractEnvironment):
-    """Prepares and grades the tasks."""
+class EndlessEnvironment(ListedEnvironment):
+    """Terminal work over files, text, data, archives, permissions, processes, git, databases and scripts.
 
-    default_grading = SEALED
+    Without a dataset, tasks are generated from the seed. Generated tasks do not use the network.
+    """
 
-    def __init__(self, inner: EndlessTerminalsEnv, packages: DependencyCache | None = None) -> None:
-        super().__init__(inner)
-        self.settings = settings = inner.config
-        cache = local_path(settings.cache_dir)
+    name = "endless_terminals"
+    config_class = EndlessTerminalsEnvConfig
+    config: EndlessTerminalsEnvConfig
+
+    def __init__(self, config: EndlessTerminalsEnvConfig, packages: DependencyCache | None = None) -> None:
+        super().__init__(config)
+        cache = local_path(config.cache_dir)
         self._packages = packages or DependencyCache(cache / "dependencies")
-        builder = ImageBuilder(cache / "roots", tool=settings.builder, network=settings.build_network)
-        self._roots = TaskRoots(builder, {}, base_image=settings.image)
+        builder = ImageBuilder(cache / "roots", tool=config.builder, network=config.build_network)
+        self._roots = TaskRoots(builder, {}, base_image=config.image)
         self._tools: TestTools | None = None
         self._prepared: dict[str, PreparedFolder] = {}
 
@@ -137,8 +139,35 @@ class EndlessEnvironment(ContractEnvironment):
         self._roots.check()  # before the run's folder is made
         await super().open()
 
-    def task(self, item: JSON, number: int) -> Task:
-        task = super().task(item, number)
+    async def load(self) -> Iterable[JSON | TaskError]:
+        config = self.config
+        source = config.dataset_name or config.local_tasks_dir
+        if source is None:
+            levels = () if config.level is None else (config.level,)
+            selection = TaskSelection(config.seed, levels, tuple(config.families), tuple(config.areas))
+            return generate(selection, config.n)
+        if Path(source).is_dir():
+            roots = Path(config.roots) if config.roots else None
+            return read_folder(Path(source), roots, config.container_build_timeout_s)
+        return read_tasks(source, split=config.dataset_split, fields=config.dataset_fields)
+
+    def labels(self, item: JSON) -> Collection[str]:
+        return (f"level/{item.level}",) if isinstance(item, GeneratedTask) else ()
+
+    def item_id(self, item: JSON) -> str:
+        return str(item.id)
+
+    def prompt(self, item: JSON) -> str:
+        return str(item.prompt)
+
+    def solution(self, item: JSON) -> JSON:
+        return item.solution
+
+    def own_metrics(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
+        return {"eval/percent_correct": metrics.get("pass_rate")}
+
+    def task(self, item: JSON) -> Task:
+        task = super().task(item)
         if isinstance(item, GeneratedTask):
             made = replace(task, files=item.files, setup=item.setup or None, grading=item.grading)
             return replace(made, image=self._image)
@@ -146,7 +175,7 @@ class EndlessEnvironment(ContractEnvironment):
 
     @property
     def _image(self) -> str | None:
-        named = self.settings.image
+        named = self.config.image
         return None if named is None or named == HOST else str(local_path(named).absolute())
 
     async def resolve(self, task: Task) -> Task:
@@ -158,8 +187,8 @@ class EndlessEnvironment(ContractEnvironment):
         if item.recipe is None:
             return replace(task, data=ResolvedFolder(item, TaskRoot(task.image, ImageConfig())))
         root = await self._roots.of(item.id, item.recipe)
-        agent = Network.ON if self.settings.allow_network else Network.OFF
-        network = NetworkPolicy(prepare=Network.ON if self.settings.build_network else Network.OFF, agent=agent)
+        agent = Network.ON if self.config.allow_network else Network.OFF
+        network = NetworkPolicy(prepare=Network.ON if self.config.build_network else Network.OFF, agent=agent)
         return replace(task, data=ResolvedFolder(item, root), image=root.image, network=network)
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
@@ -191,7 +220,7 @@ class EndlessEnvironment(ContractEnvironment):
             await start_in(sandbox, HOME if config.workdir == "/" else config.workdir)
         command = await working_command(sandbox, self._tools)
         toolchain = Toolchain(command, self._tools.mounts, self._tools.dependencies)
-        timeout_s = self.settings.test_timeout_s
+        timeout_s = self.config.test_timeout_s
         names = await prepare_folder(made.item, sandbox, toolchain, timeout_s)
         self._prepared[task.id] = PreparedFolder(toolchain, names, await home_of(sandbox, config.user))
 
@@ -207,7 +236,6 @@ class EndlessEnvironment(ContractEnvironment):
         handler = tools_of_user(rollout, user, slot, made.item.prompt)
         if handler is None:
             return await super().act(rollout)
-        self._choose_server(rollout)
         return await rollout.run_agent(tool_handler=handler)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
@@ -221,7 +249,7 @@ class EndlessEnvironment(ContractEnvironment):
                 return await grading.slot(WORKSPACE_ONLY)
 
             return _score(task, await live_faults(task.final, await grading.slot(), sealed))
-        known, timeout_s = self._prepared[rollout.task.id], self.settings.test_timeout_s
+        known, timeout_s = self._prepared[rollout.task.id], self.config.test_timeout_s
         scope = folder_scope(task.item)
         table = await grading.view(scope.paths, workspace=HOME, text=task.item.prompt)
         changes = await grading.changes()
@@ -241,44 +269,3 @@ def _score(task: GeneratedTask, found: Sequence[str]) -> Score:
     wrong = [fault for fault in found if fault]
     metrics = {"checks_held": 1 - len(wrong) / len(found), f"level_{task.level}": float(not wrong)}
     return Score(float(not wrong), metrics, {"faults": wrong[:20], "families": task.families, "level": task.level})
-
-
-class EndlessTerminalsEnv(ListedEnv):
-    """Terminal work over files, text, data, archives, permissions, processes, git, databases and scripts.
-
-    Without a dataset, tasks are generated from the seed. Generated tasks do not use the network.
-    """
-
-    name: ClassVar[str | None] = "endless_terminals"
-    env_config_cls: ClassVar[type[ListedEnvConfig]] = EndlessTerminalsEnvConfig
-    config: EndlessTerminalsEnvConfig
-
-    def as_environment(self) -> EndlessEnvironment:
-        return EndlessEnvironment(self)
-
-    async def load(self) -> Iterable[JSON | TaskError]:
-        config = self.config
-        source = config.dataset_name or config.local_tasks_dir
-        if source is None:
-            levels = () if config.level is None else (config.level,)
-            selection = TaskSelection(config.seed, levels, tuple(config.families), tuple(config.areas))
-            return generate(selection, config.n)
-        if Path(source).is_dir():
-            roots = Path(config.roots) if config.roots else None
-            return read_folder(Path(source), roots, config.container_build_timeout_s)
-        return read_tasks(source, split=config.dataset_split, fields=config.dataset_fields)
-
-    def labels(self, item: JSON) -> Collection[str]:
-        return (f"level/{item.level}",) if isinstance(item, GeneratedTask) else ()
-
-    def item_id(self, item: JSON, number: int) -> str:
-        return str(item.id)
-
-    def format_prompt(self, item: JSON) -> str:
-        return str(item.prompt)
-
-    def reference_solution(self, item: JSON) -> JSON:
-        return item.solution
-
-    def own_figures(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
-        return {"eval/percent_correct": metrics.get("pass_rate")}

@@ -13,20 +13,18 @@ from dataclasses import replace
 from importlib import resources
 from itertools import islice
 from pathlib import PurePosixPath
-from typing import ClassVar
 
 import yaml
 from pydantic import Field
 
-from palaestra.contract.contract_environment import ContractEnvironment
-from palaestra.contract.dataset_env import ListedEnv
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Label, Score, Task, ToolStep
 from palaestra.envs import cache_key
+from palaestra.envs.api.listed_environment import ListedEnvironment
 from palaestra.envs.config.fields import ListedEnvConfig
 from palaestra.envs.datasets import Row, read_rows
-from palaestra.rollouts.grading.grader import SEALED, Grading
+from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
@@ -66,18 +64,64 @@ class HermesSweEnvConfig(ListedEnvConfig):
     allow_network: bool = Field(default=False, description="Whether the agent's commands reach the network.")
 
 
-class HermesSweEnvironment(ContractEnvironment):
-    """Prepares and grades the tasks."""
+class HermesSweEnvironment(ListedEnvironment):
+    """Write or fix small programs, checked by hidden tests.
 
-    default_grading = SEALED
+    The default dataset is a few built-in tasks. They do not use the network.
+    """
 
-    def __init__(self, inner: HermesSweEnv) -> None:
-        super().__init__(inner)
-        self.settings = inner.config
+    name = "hermes_swe"
+    official_name = "resolved"
+    config_class = HermesSweEnvConfig
+    config: HermesSweEnvConfig
+
+    def __init__(self, config: HermesSweEnvConfig) -> None:
+        super().__init__(config)
         self._python, self._mounts = interpreter()
 
-    def task(self, item: JSON, number: int) -> Task:
-        return replace(super().task(item, number), files=item.files)
+    async def load(self) -> Iterable[JSON | TaskError]:
+        found: list[ProgrammingTask | TaskError] = []
+        good = 0
+        for item in self._tasks():
+            found.append(item)
+            good += isinstance(item, ProgrammingTask)
+            if good == self.config.max_items:
+                break
+        return found
+
+    def _tasks(self) -> Iterator[ProgrammingTask | TaskError]:
+        for number, row in self._rows():
+            try:
+                if isinstance(row, TaskError):
+                    raise TaskError(f"row {number}: {row}")
+                yield parse_row(row, number, self.config.prompt_field)
+            except TaskError as error:
+                yield error
+
+    def _rows(self) -> Iterator[tuple[int, Row | TaskError]]:
+        source = self.config.dataset_name or BUILT_IN
+        if source == BUILT_IN:
+            text = resources.files(__package__).joinpath("builtin.yaml").read_text(encoding="utf-8")
+            return enumerate(yaml.safe_load(text), 1)
+        return read_rows(source, split=self.config.dataset_split, fields=self.config.dataset_fields)
+
+    def item_id(self, item: JSON) -> str:
+        return str(item.id)
+
+    def prompt(self, item: JSON) -> str:
+        return str(item.prompt)
+
+    def solution(self, item: JSON) -> JSON:
+        if item.solution is None:
+            return None
+        steps: Mapping[str, str] = item.solution
+        return [
+            ToolStep("write_file", {"path": str(PurePosixPath(WORKSPACE, path)), "content": text})
+            for path, text in steps.items()
+        ]
+
+    def task(self, item: JSON) -> Task:
+        return replace(super().task(item), files=item.files)
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         return replace(super().slot_spec(task, phase), mounts=self._mounts)
@@ -110,27 +154,27 @@ class HermesSweEnvironment(ContractEnvironment):
         subclass overrides `prepare`."""
         if type(self).prepare is not HermesSweEnvironment.prepare:
             return None
-        return [cache_key.of_data(task.data, task.id), self.settings.test_timeout_s]
+        return [cache_key.of_data(task.data, task.id), self.config.test_timeout_s]
 
     async def _run(self, slot: Slot, text: str) -> TestRun:
-        return await self._run_in_time(slot, text, self.settings.test_timeout_s)
+        return await self._run_in_time(slot, text, self.config.test_timeout_s)
 
     async def _run_in_time(self, slot: Slot, text: str, timeout_s: float) -> TestRun:
-        watching = self.settings.controls
+        watching = self.config.controls
         command = [self._python, "-I", "-S", "-B"]
         return await run_suite(slot, command, WORKSPACE, text, timeout_s=timeout_s, watching=watching)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         item: ProgrammingTask = rollout.task.data
         slot = await grading.slot(View(only=(WORKSPACE,)))
-        started, limit_s = time.monotonic(), grading.limit_s(self.settings.test_timeout_s)
+        started, limit_s = time.monotonic(), grading.limit_s(self.config.test_timeout_s)
         async with slot.fork() as fork:
             run = await self._run_in_time(fork, item.suite.text, limit_s)
         grading.took(time.monotonic() - started)
         run.check_ended(f"{item.id}, within {limit_s:g} s")
         errors = errors_of(run, item.suite.names)
         controls, copied = Controlled(), list[Label]()
-        if not errors and self.settings.controls:
+        if not errors and self.config.controls:
             controls = await self._control(slot, item)
             work = await python_texts(slot, (change.path for change in await grading.changes()))
             copied = await copied_answers({"": item.suite.text}, item.suite.names, work, item.known_texts())
@@ -166,59 +210,3 @@ class HermesSweEnvironment(ContractEnvironment):
             for path, content in files.items():
                 await fork.write_text(str(PurePosixPath(WORKSPACE, path)), content)
             return await self._run(fork, text)
-
-
-class HermesSweEnv(ListedEnv):
-    """Write or fix small programs, checked by hidden tests.
-
-    The default dataset is a few built-in tasks. They do not use the network.
-    """
-
-    name: ClassVar[str | None] = "hermes_swe"
-    official_name: ClassVar[str] = "resolved"
-    env_config_cls: ClassVar[type[ListedEnvConfig]] = HermesSweEnvConfig
-    config: HermesSweEnvConfig
-
-    def as_environment(self) -> HermesSweEnvironment:
-        return HermesSweEnvironment(self)
-
-    async def load(self) -> Iterable[JSON | TaskError]:
-        found: list[ProgrammingTask | TaskError] = []
-        good = 0
-        for item in self._tasks():
-            found.append(item)
-            good += isinstance(item, ProgrammingTask)
-            if good == self.config.max_items:
-                break
-        return found
-
-    def _tasks(self) -> Iterator[ProgrammingTask | TaskError]:
-        for number, row in self._rows():
-            try:
-                if isinstance(row, TaskError):
-                    raise TaskError(f"row {number}: {row}")
-                yield parse_row(row, number, self.config.prompt_field)
-            except TaskError as error:
-                yield error
-
-    def _rows(self) -> Iterator[tuple[int, Row | TaskError]]:
-        source = self.config.dataset_name or BUILT_IN
-        if source == BUILT_IN:
-            text = resources.files(__package__).joinpath("builtin.yaml").read_text(encoding="utf-8")
-            return enumerate(yaml.safe_load(text), 1)
-        return read_rows(source, split=self.config.dataset_split, fields=self.config.dataset_fields)
-
-    def item_id(self, item: JSON, number: int) -> str:
-        return str(item.id)
-
-    def format_prompt(self, item: JSON) -> str:
-        return str(item.prompt)
-
-    def reference_solution(self, item: JSON) -> JSON:
-        if item.solution is None:
-            return None
-        steps: Mapping[str, str] = item.solution
-        return [
-            ToolStep("write_file", {"path": str(PurePosixPath(WORKSPACE, path)), "content": text})
-            for path, text in steps.items()
-        ]

@@ -20,18 +20,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from fnmatch import fnmatch
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
-from palaestra.contract.contract_environment import ContractEnvironment
-from palaestra.contract.dataset_env import ListedEnv
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskError
 from palaestra.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
+from palaestra.envs.api.listed_environment import ListedEnvironment
 from palaestra.envs.config.fields import ListedEnvConfig
-from palaestra.rollouts.grading.grader import SEALED, Grading, enough_time
+from palaestra.rollouts.grading.grader import Grading, enough_time
 from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
@@ -235,20 +234,90 @@ class ResolvedRow:
         return self.row.install.editable and self.image is None
 
 
-class SweEnvironment(ContractEnvironment):
-    """Prepares and grades the tasks."""
+class SweEnvironment(ListedEnvironment):
+    """Fix bugs in real repositories, scored by the repositories' own tests.
 
-    default_grading = SEALED
+    The default dataset is built from real packages; the first run downloads them from the package index.
+    """
 
-    def __init__(self, inner: SweSmithOracleEnv) -> None:
-        super().__init__(inner)
-        self.settings = inner.config
-        cache = local_path(self.settings.cache_dir)
-        timeout_s = self.settings.install_timeout_s
-        self.repositories = RepositoryCache(cache / "repositories", self.settings.repo_base_url, timeout_s=timeout_s)
+    name = "swe_smith_oracle"
+    official_name = "resolved"
+    config_class = SweSmithOracleEnvConfig
+    config: SweSmithOracleEnvConfig
+
+    def __init__(self, config: SweSmithOracleEnvConfig) -> None:
+        super().__init__(config)
+        cache, timeout_s = local_path(config.cache_dir), config.install_timeout_s
+        self.repositories = RepositoryCache(cache / "repositories", config.repo_base_url, timeout_s=timeout_s)
         self.dependencies = DependencyCache(cache / "dependencies", timeout_s=timeout_s)
-        self.images = RowImages(self.settings.images, self.settings.image_dir, TaskImages(self.settings.pull))
+        self.images = RowImages(config.images, config.image_dir, TaskImages(config.pull))
         self._prepared_runs: dict[str, TestRun] = {}
+
+    @property
+    def source(self) -> str:
+        return self.config.dataset_name or BUILT_IN
+
+    async def load(self) -> Iterable[JSON | TaskError]:
+        if self.source == BUILT_IN:
+            return await self._built()
+        found = [self._runnable(row) for row in self._read(self.source)]
+        rows = self._chosen([row for row in found if isinstance(row, SweRow)])
+        return [*rows, *(error for error in found if isinstance(error, TaskError))]
+
+    async def _built(self) -> list[SweRow]:
+        """Return the built-in tasks that the settings select. Other built-in tasks are not built."""
+        config = self.config
+        ids = builtin_ids(shuffle=config.shuffle, seed=config.seed, max_items=config.max_items)
+        built = await builtin_tasks(local_path(config.cache_dir), ids, config)
+        rows = [row for row in self._read(str(built)) if isinstance(row, SweRow)]
+        return sorted(rows, key=lambda row: ids.index(row.instance_id.rpartition(".")[2]))
+
+    def _read(self, source: str) -> Iterable[SweRow | TaskError]:
+        config = self.config
+        root = None if config.repo_root is None else local_path(config.repo_root)
+        rows = load_rows(source, split=config.dataset_split, fields=config.dataset_fields, repo_root=root)
+        return (self._with_requirements(row) if isinstance(row, SweRow) else row for row in rows)
+
+    def _runnable(self, row: SweRow | TaskError) -> SweRow | TaskError:
+        """Return a row, or the reason why this machine cannot run its language."""
+        if isinstance(row, TaskError) or row.recipe is None:
+            return row
+        language, config = row.recipe.language, self.config
+        if language.name in config.roots or config.image_dir or config.images:
+            return row
+        if TaskImages(config.pull).may_have(row.image_name):
+            return row
+        missing = language.missing_programs()
+        return TaskError(missing_programs(language, missing, row.instance_id)) if missing else row
+
+    def _with_requirements(self, row: SweRow) -> SweRow:
+        """Return the row with the packages that the settings add to all rows and to the rows of this repository. A row
+        whose repository is not installed is returned unchanged."""
+        further = (*self.config.requirements, *self.config.repo_requirements.get(row.repo, ()))
+        if not further or not row.install.editable:
+            return row
+        requirements = tuple(dict.fromkeys((*row.install.requirements, *further)))
+        return replace(row, install=replace(row.install, requirements=requirements))
+
+    def _chosen(self, rows: list[SweRow]) -> list[SweRow]:
+        if self.config.python_only:
+            rows = [row for row in rows if row.recipe is None and all(path.endswith(".py") for path in row.test_files)]
+        if self.config.shuffle:
+            random.Random(self.config.seed).shuffle(rows)
+        return rows[: self.config.max_items] if self.config.max_items else rows
+
+    def item_id(self, item: JSON) -> str:
+        return str(item.instance_id)
+
+    def prompt(self, item: JSON) -> str:
+        problem, recipe = item.problem_statement, item.recipe
+        if self.config.prompt_mode == "problem_statement+text" and item.text and item.text != problem:
+            problem = f"{problem}\n\n{item.text}"
+        language = "Python" if recipe is None else recipe.language.title
+        return PROMPT.format(repository=REPOSITORY, problem=problem.strip(), language=language)
+
+    def own_metrics(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
+        return {"resolved": metrics.get("pass_rate")}
 
     async def open(self) -> None:
         self.images.check()
@@ -274,7 +343,7 @@ class SweEnvironment(ContractEnvironment):
 
     def _language_root(self, row: SweRow) -> str | None:
         """Return the root file system that the settings give for the language of a row. Raises `ConfigError`."""
-        given = self.settings.roots.get(row.recipe.language.name if row.recipe else PYTHON)
+        given = self.config.roots.get(row.recipe.language.name if row.recipe else PYTHON)
         if given is None:
             return None
         path = local_path(given)
@@ -287,7 +356,7 @@ class SweEnvironment(ContractEnvironment):
         return solution_steps(before, after, REPOSITORY) if row.patch else None
 
     def _network(self, work: ResolvedRow) -> NetworkPolicy:
-        agent = Network.ON if self.settings.allow_network else Network.OFF
+        agent = Network.ON if self.config.allow_network else Network.OFF
         return NetworkPolicy(prepare=Network.ON if work.installs else Network.OFF, agent=agent)
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
@@ -327,7 +396,7 @@ class SweEnvironment(ContractEnvironment):
 
     async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
         work: ResolvedRow = task.data
-        row, settings = work.row, self.settings
+        row, settings = work.row, self.config
         await unpack(sandbox, await self.repositories.export_tree(row), REPOSITORY)
         await start_history(sandbox, REPOSITORY)
         async with tagged(sandbox, REPOSITORY, await self.repositories.newest_tag(row)):
@@ -358,7 +427,7 @@ class SweEnvironment(ContractEnvironment):
     def recipe(self, task: Task) -> JSON:
         """Return the cache key of the preparation: the row, how it is installed, and with which settings. Return None
         if the row's commit is not a full hash, or if the preparation uses an image or is overridden in a subclass."""
-        row, settings = task.data.row, self.settings
+        row, settings = task.data.row, self.config
         if (
             type(self).prepare is not SweEnvironment.prepare
             or task.data.image is not None
@@ -371,7 +440,7 @@ class SweEnvironment(ContractEnvironment):
         return cache_key.of_data([digest, self._keeps_tests(row), settings.narrow, installed], task.id)
 
     def _keeps_tests(self, row: SweRow) -> bool:
-        return any(fnmatch(row.instance_id, pattern) for pattern in self.settings.keep_tests)
+        return any(fnmatch(row.instance_id, pattern) for pattern in self.config.keep_tests)
 
     async def _baseline(self, work: ResolvedRow, sandbox: Slot) -> None:
         """Run a row's tests in temporary forks, with its `test_patch`, before its first rollout. Without this check, an
@@ -387,7 +456,7 @@ class SweEnvironment(ContractEnvironment):
                 cause = cause_of(str(error)) or "pytest does not run with the packages of the row"
                 raise PrepareError(f"{cause}; {work.row.instance_id}: {error}") from error
 
-        made = await check_row(work.row, tries, self._declared(work, sandbox), narrow=self.settings.narrow)
+        made = await check_row(work.row, tries, self._declared(work, sandbox), narrow=self.config.narrow)
         await made.save(sandbox)
 
     async def _try(self, prepared: Slot, work: ResolvedRow, names: Sequence[str], *, solved: bool) -> TestRun:
@@ -423,13 +492,13 @@ class SweEnvironment(ContractEnvironment):
     def _venv(self, work: ResolvedRow, sandbox: Slot) -> RepositoryVenv:
         python = work.python or this_interpreter()
         before = newest_date(work.date, python.version)
-        timeout_s, env = self.settings.install_timeout_s, self.settings.install_env
+        timeout_s, env = self.config.install_timeout_s, self.config.install_env
         return RepositoryVenv(sandbox, REPOSITORY, python, before, timeout_s, env)
 
     async def _date(self, row: SweRow) -> str:
         """Return the date of a row, or an empty string. SWE-bench's `created_at` is the day on which the pull request
         was opened, which may be a year before the row's commit."""
-        if not self.settings.versions_as_of_row or not row.created_at:
+        if not self.config.versions_as_of_row or not row.created_at:
             return ""
         return max(row.created_at[:10], await self.repositories.commit_date(row))
 
@@ -437,8 +506,8 @@ class SweEnvironment(ContractEnvironment):
         """Return the interpreter for a row: the one of the settings; otherwise this Python or, if the repository does
         not allow it or is older, another one of this machine (`for_row`). Raises `TaskError` if there is none."""
         requires = required_python(await self._declarations(row))
-        if self.settings.python:
-            candidates = [await asyncio.to_thread(find_interpreter, self.settings.python)]
+        if self.config.python:
+            candidates = [await asyncio.to_thread(find_interpreter, self.config.python)]
         else:
             candidates = [this_interpreter(), *await asyncio.to_thread(installed)]
         found = for_row(candidates, requires, date)
@@ -453,13 +522,13 @@ class SweEnvironment(ContractEnvironment):
     async def _run(
         self, slot: Slot, work: ResolvedRow, names: Sequence[str], timeout_s: float | None = None
     ) -> TestRun:
-        limit_s = timeout_s or self.settings.test_timeout_s
-        watching = self.settings.controls
+        limit_s = timeout_s or self.config.test_timeout_s
+        watching = self.config.controls
         return await run_row(slot, work.toolchain, work.row, REPOSITORY, names, timeout_s=limit_s, watching=watching)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         work: ResolvedRow = rollout.task.data
-        include = self.settings.score_include_fail_to_pass
+        include = self.config.score_include_fail_to_pass
         judged = work.row if include else replace(work.row, fail_to_pass=())
         changes, pristine = await grading.changes(), await self.repositories.list_files(judged)
         found = protected(changes, judged, pristine, REPOSITORY)
@@ -479,7 +548,7 @@ class SweEnvironment(ContractEnvironment):
         if judged.recipe is not None:  # a log of tests that passed counts only if its command did not fail
             earned = earned and judged.official(graded.run).resolved
         controls, copied = Controlled(), list[Label]()
-        if guarded.resolved and self.settings.controls:
+        if guarded.resolved and self.config.controls:
             if built is None:  # otherwise, its falsified tests have run
                 controls = await self._control(judged, graded.work, graded)
             copied = await self._copied(judged, graded)
@@ -514,7 +583,7 @@ class SweEnvironment(ContractEnvironment):
     ) -> Graded | None:
         """Return the verdict with the work's own build files, which may list its new sources; None if the work has
         none, if it passes without its `edited` sources too or not at all, or unless all its falsified tests fail."""
-        if row.recipe is None or not found.build_files or not self.settings.controls:
+        if row.recipe is None or not found.build_files or not self.config.controls:
             return None
         kept = [path for path in found.guarded if path not in found.build_files]
         for without in ([*kept, *(path for path in edited if path not in found.build_files)], kept):
@@ -530,7 +599,7 @@ class SweEnvironment(ContractEnvironment):
         task: ResolvedRow = rollout.task.data
         view = await self._graded_view(row, grading, without)
         row, work = view.prepared.row(row), task.with_options(view.prepared.options)
-        started, limit_s = time.monotonic(), grading.limit_s(self.settings.test_timeout_s)
+        started, limit_s = time.monotonic(), grading.limit_s(self.config.test_timeout_s)
         run = await self._run_named(view, work, row, timeout_s=limit_s)
         seconds = time.monotonic() - started
         grading.took(seconds)
@@ -595,7 +664,7 @@ class SweEnvironment(ContractEnvironment):
             return await self._language_control(row, row.recipe.language, work, graded)
 
         async def on(shown: Shown, texts: Mapping[str, str]) -> TestRun:
-            files, limit_s = sorted(texts), min(self.settings.test_timeout_s, enough_time(graded.seconds, 30))
+            files, limit_s = sorted(texts), min(self.config.test_timeout_s, enough_time(graded.seconds, 30))
             async with self._fork(view, work, shown) as fork:
                 await write_texts(fork, REPOSITORY, texts)
                 if work.row.names is TestNames.UNITTEST:
@@ -610,7 +679,7 @@ class SweEnvironment(ContractEnvironment):
         return await control(tests, earning, functools.partial(on, Shown.WORK), reference)
 
     async def _language_control(self, row: SweRow, language: Language, work: ResolvedRow, graded: Graded) -> Controlled:
-        limit_s = min(self.settings.test_timeout_s, enough_time(graded.seconds, 60))
+        limit_s = min(self.config.test_timeout_s, enough_time(graded.seconds, 60))
 
         async def on(shown: Shown, texts: Mapping[str, str]) -> TestRun:
             async with self._fork(graded.view, work, shown) as fork:
@@ -676,84 +745,3 @@ class Graded:
         named = row if row.recipe is not None else with_node_ids(row, self.run)
         names = named.fail_to_pass or named.pass_to_pass
         return [name for name in names if self.run.statuses.get(name) is Status.PASSED]
-
-
-class SweSmithOracleEnv(ListedEnv):
-    """Fix bugs in real repositories, scored by the repositories' own tests.
-
-    The default dataset is built from real packages; the first run downloads them from the package index.
-    """
-
-    name: ClassVar[str | None] = "swe_smith_oracle"
-    official_name: ClassVar[str] = "resolved"
-    env_config_cls: ClassVar[type[ListedEnvConfig]] = SweSmithOracleEnvConfig
-    config: SweSmithOracleEnvConfig
-
-    def as_environment(self) -> SweEnvironment:
-        return SweEnvironment(self)
-
-    @property
-    def source(self) -> str:
-        return self.config.dataset_name or BUILT_IN
-
-    async def load(self) -> Iterable[JSON | TaskError]:
-        if self.source == BUILT_IN:
-            return await self._built()
-        found = [self._runnable(row) for row in self._read(self.source)]
-        rows = self._chosen([row for row in found if isinstance(row, SweRow)])
-        return [*rows, *(error for error in found if isinstance(error, TaskError))]
-
-    async def _built(self) -> list[SweRow]:
-        """Return the built-in tasks that the settings select. Other built-in tasks are not built."""
-        config = self.config
-        ids = builtin_ids(shuffle=config.shuffle, seed=config.seed, max_items=config.max_items)
-        built = await builtin_tasks(local_path(config.cache_dir), ids, config)
-        rows = [row for row in self._read(str(built)) if isinstance(row, SweRow)]
-        return sorted(rows, key=lambda row: ids.index(row.instance_id.rpartition(".")[2]))
-
-    def _read(self, source: str) -> Iterable[SweRow | TaskError]:
-        config = self.config
-        root = None if config.repo_root is None else local_path(config.repo_root)
-        rows = load_rows(source, split=config.dataset_split, fields=config.dataset_fields, repo_root=root)
-        return (self._with_requirements(row) if isinstance(row, SweRow) else row for row in rows)
-
-    def _runnable(self, row: SweRow | TaskError) -> SweRow | TaskError:
-        """Return a row, or the reason why this machine cannot run its language."""
-        if isinstance(row, TaskError) or row.recipe is None:
-            return row
-        language, config = row.recipe.language, self.config
-        if language.name in config.roots or config.image_dir or config.images:
-            return row
-        if TaskImages(config.pull).may_have(row.image_name):
-            return row
-        missing = language.missing_programs()
-        return TaskError(missing_programs(language, missing, row.instance_id)) if missing else row
-
-    def _with_requirements(self, row: SweRow) -> SweRow:
-        """Return the row with the packages that the settings add to all rows and to the rows of this repository. A row
-        whose repository is not installed is returned unchanged."""
-        further = (*self.config.requirements, *self.config.repo_requirements.get(row.repo, ()))
-        if not further or not row.install.editable:
-            return row
-        requirements = tuple(dict.fromkeys((*row.install.requirements, *further)))
-        return replace(row, install=replace(row.install, requirements=requirements))
-
-    def _chosen(self, rows: list[SweRow]) -> list[SweRow]:
-        if self.config.python_only:
-            rows = [row for row in rows if row.recipe is None and all(path.endswith(".py") for path in row.test_files)]
-        if self.config.shuffle:
-            random.Random(self.config.seed).shuffle(rows)
-        return rows[: self.config.max_items] if self.config.max_items else rows
-
-    def item_id(self, item: JSON, number: int) -> str:
-        return str(item.instance_id)
-
-    def format_prompt(self, item: JSON) -> str:
-        problem, recipe = item.problem_statement, item.recipe
-        if self.config.prompt_mode == "problem_statement+text" and item.text and item.text != problem:
-            problem = f"{problem}\n\n{item.text}"
-        language = "Python" if recipe is None else recipe.language.title
-        return PROMPT.format(repository=REPOSITORY, problem=problem.strip(), language=language)
-
-    def own_figures(self, metrics: Mapping[str, JSON]) -> Mapping[str, JSON]:
-        return {"resolved": metrics.get("pass_rate")}

@@ -30,9 +30,8 @@ from palaestra.sandbox.pool import SlotPool
 from palaestra.suites.swe.failure_cause import cause_of
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
 from palaestra.suites.terminal_bench.service import MAIN
-from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminal_task import TerminalTask
-from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 
 _STILL_RUNS = 124
@@ -213,13 +212,13 @@ def read_tasks(source: str, settings: Sequence[str]) -> ImportReport:
     config = _config(source, settings)
 
     async def main() -> ImportReport:
-        inner = TerminalBench2EvalEnv(config, [])
-        await inner.sort_out()
+        environment = TerminalBenchEnvironment(config)
+        await environment.sort_out()
         lines = [
             TriedTask(each.name, Finding.READ, reason=_needs(each), category=each.metadata.category)
-            for each in inner.items
+            for each in environment.items
         ]
-        refused = [each for each in inner.left_out if isinstance(each, LeftOut)]
+        refused = [each for each in environment.left_out if isinstance(each, LeftOut)]
         return ImportReport((*lines, *(TriedTask(each.name, Finding.REFUSED, reason=each.reason) for each in refused)))
 
     return asyncio.run(main())
@@ -254,14 +253,14 @@ def import_tasks(
 
     async def main() -> ImportReport:
         async with make_pool(config) as pool:
-            inner = TerminalBench2EvalEnv(config, [])
-            await inner.sort_out()
-            refused = [error for error in inner.left_out if isinstance(error, LeftOut)]
-            if refused and not inner.items:
+            environment = TerminalBenchEnvironment(config)
+            await environment.sort_out()
+            refused = [error for error in environment.left_out if isinstance(error, LeftOut)]
+            if refused and not environment.items:
                 return ImportReport(
                     tuple(TriedTask(each.name, Finding.REFUSED, reason=each.reason) for each in refused)
                 )
-            return await try_tasks(inner.as_environment(), pool, refused, progress, limit)
+            return await try_tasks(environment, pool, refused, progress, limit)
 
     return asyncio.run(main())
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
-import random
 import shlex
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -37,13 +36,11 @@ from functools import partial
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult
-from palaestra.contract.contract_environment import ContractEnvironment
-from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import local_path
 from palaestra.core.errors import GraderError, PrepareError, SandboxError, SlotEnded, SlotLost
 from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
 from palaestra.core.user_code import run_hook
-from palaestra.envs.config.build import kit
+from palaestra.envs.api.listed_environment import ListedEnvironment
 from palaestra.rollouts.environment import broken
 from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
@@ -103,7 +100,7 @@ from palaestra.suites.terminal_bench.verifier_files import (
     script_name,
 )
 from palaestra.suites.toolchain.toolchain import DependencyCache
-from palaestra.tools.registry.registry import Kit
+from palaestra.tools.tool import Tool
 
 _MOST_TEXT_BYTES = 1 << 20
 _SETUP_S = 600.0
@@ -114,27 +111,24 @@ _PIECE = 60_000
 """The maximum number of base64 characters per command; the kernel allows 128 KiB per argument."""
 
 
-class TerminalBenchEnvironment(ContractEnvironment):
+class TaskEnvironment(ListedEnvironment):
     """Prepares and grades the tasks."""
 
-    default_grading = SEALED
+    config: TerminalBench2EvalConfig
 
-    def __init__(
-        self, inner: HermesAgentBaseEnv, settings: TerminalBench2EvalConfig, packages: DependencyCache | None = None
-    ) -> None:
-        super().__init__(inner)
-        self.settings = settings
-        cache = local_path(settings.cache_dir)
+    def __init__(self, config: TerminalBench2EvalConfig, packages: DependencyCache | None = None) -> None:
+        super().__init__(config)
+        cache = local_path(config.cache_dir)
         self.packages = packages or DependencyCache(cache / "dependencies")
         builder = ImageBuilder(
-            cache / "roots", tool=settings.builder, network=settings.build_network, force=settings.force_build
+            cache / "roots", tool=config.builder, network=config.build_network, force=config.force_build
         )
         self.roots = TaskRoots(
             builder,
-            settings.images,
-            local_path(settings.image_dir) if settings.image_dir else None,
-            settings.base_image,
-            TaskImages(settings.pull),
+            config.images,
+            local_path(config.image_dir) if config.image_dir else None,
+            config.base_image,
+            TaskImages(config.pull),
         )
         self._prepared: dict[str, PreparedSlot] = {}
         self._needs_processes: dict[str, bool] = {}
@@ -157,7 +151,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         services = terminal.services or started_by_image(terminal.recipe, root, terminal.limits)
         plan = await self._plan(terminal, services, root) if services else None
         work = ResolvedTask(terminal, root, roots, parts, tools, scope_of(_texts(parts), home), plan)
-        serves = terminal.live or terminal.is_named(self.settings.live_tasks) or (plan is not None and plan.is_group)
+        serves = terminal.live or terminal.is_named(self.config.live_tasks) or (plan is not None and plan.is_group)
         live = serves and (not roots or _runs_on(terminal, plan))
         return replace(
             task,
@@ -200,23 +194,20 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
     async def cheat_steps(self, task: Task) -> Sequence[ToolStep] | None:
         """Return the calls of the cheat that the author of a task shows, or None without one. Raises `TaskError`."""
-        cheat = read_cheat(task.data, self.settings.task_env_vars)
+        cheat = read_cheat(task.data, self.config.task_env_vars)
         if cheat is None:
             return None
         work: ResolvedTask = (await self.resolve(task)).data
         return solution_steps(replace(work.task, solution=cheat), work.user, self._agent_s(work.task))
 
     def _network(self, task: TerminalTask) -> NetworkPolicy:
-        agent = task.agent.network if self.settings.allow_network else Network.OFF
-        return NetworkPolicy(prepare=Network.ON if self.settings.build_network else Network.OFF, agent=agent)
+        agent = task.agent.network if self.config.allow_network else Network.OFF
+        return NetworkPolicy(prepare=Network.ON if self.config.build_network else Network.OFF, agent=agent)
 
-    def kit(self, task: Task, rng: random.Random) -> Kit:
-        """Return the tools of a group: those of the settings, and those for the task's own servers and skills."""
+    def own_tools(self, task: Task) -> Sequence[Tool]:
+        """Return the tools for the task's own servers and skills."""
         work: ResolvedTask = task.data
-        if not (own := task_tools(work.task.agent)):
-            return super().kit(task, rng)
-        inner = self.inner
-        return kit(inner.config, None, rng, [*inner.own_tools(), *own], inner.mcp, inner.shared)
+        return task_tools(work.task.agent)
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         work: ResolvedTask = task.data
@@ -247,7 +238,6 @@ class TerminalBenchEnvironment(ContractEnvironment):
         self._prepared[task.id] = found
 
     async def begin(self, rollout: Rollout) -> None:
-        await super().begin(rollout)
         work: ResolvedTask = rollout.task.data
         if work.plan is None or not work.plan.starts:
             return
@@ -271,11 +261,10 @@ class TerminalBenchEnvironment(ContractEnvironment):
             rollout.workspace.lender = group.slots[MAIN]
 
     def _agent_s(self, task: TerminalTask) -> float:
-        return task.agent.timeout_s or self.settings.task_timeout
+        return task.agent.timeout_s or self.config.task_timeout
 
     async def act(self, rollout: Rollout) -> AgentResult:
         work: ResolvedTask = rollout.task.data
-        self._choose_server(rollout)
         if not work.task.steps:
             return await self.converse(rollout, work.parts[0])
         steps = _Steps(self, rollout)
@@ -292,8 +281,6 @@ class TerminalBenchEnvironment(ContractEnvironment):
         handler = tools_of_user(rollout, work.user, lambda: self.agent_slot(rollout), about)
         if later:
             return await rollout.continue_agent({"role": "user", "content": about.strip()}, tool_handler=handler)
-        if handler is None:
-            return await self._converse(rollout, rollout.opening())
         return await rollout.run_agent(tool_handler=handler)
 
     async def agent_slot(self, rollout: Rollout) -> Slot:
@@ -316,7 +303,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """Return the verification of a part of the rollout's task."""
         network = self.slot_spec(rollout.task, Phase.PREPARE).network
         context = VerifierContext(
-            self.settings, self._prepared, network, self._needs_processes, self._playing, self._solved
+            self.config, self._prepared, network, self._needs_processes, self._playing, self._solved
         )
         return Verification(rollout, grading, part, context)
 
@@ -342,7 +329,7 @@ class _Steps:
     because a rollout that holds one slot must not wait for a second.
     """
 
-    def __init__(self, environment: TerminalBenchEnvironment, rollout: Rollout) -> None:
+    def __init__(self, environment: TaskEnvironment, rollout: Rollout) -> None:
         self._environment = environment
         self._rollout = rollout
         self._parts = rollout.task.data.parts

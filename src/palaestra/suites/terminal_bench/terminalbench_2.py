@@ -10,17 +10,15 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from palaestra.contract.dataset_env import ListedEnv
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Outcome
-from palaestra.envs.config.fields import ListedEnvConfig
 from palaestra.envs.run import pass_at_k
 from palaestra.rollouts.records import Trajectory
 from palaestra.suites.images.task_root import HOST
 from palaestra.suites.terminal_bench.find_tasks import load_tasks
 from palaestra.suites.terminal_bench.named_tasks import PREFIX, named_folders
-from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.task_environment import TaskEnvironment
 from palaestra.suites.terminal_bench.terminal_task import TerminalTask, is_named
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 
@@ -30,17 +28,13 @@ BUILT_IN = "built-in"
 BUILT_IN_TASKS = Path(__file__).parent / "builtin"
 
 
-class TerminalBench2EvalEnv(ListedEnv):
+class TerminalBenchEnvironment(TaskEnvironment):
     """Work in a terminal, checked by each task's own verifier: Terminal-Bench 1 and 2, and any Harbor task."""
 
-    name: ClassVar[str | None] = "terminalbench_2"
-    official_name: ClassVar[str] = "reward"
-    env_config_cls: ClassVar[type[ListedEnvConfig]] = TerminalBench2EvalConfig
-    config: TerminalBench2EvalConfig
+    name = "terminalbench_2"
+    official_name = "reward"
+    config_class = TerminalBench2EvalConfig
     check_values: ClassVar[Mapping[str, JSON]] = {"dataset_name": BUILT_IN, "base_image": HOST}
-
-    def as_environment(self) -> TerminalBenchEnvironment:
-        return TerminalBenchEnvironment(self, self.config)
 
     async def load(self) -> Iterable[JSON | TaskError]:
         config = self.config
@@ -80,13 +74,13 @@ class TerminalBench2EvalEnv(ListedEnv):
             random.Random(config.seed).shuffle(kept)
         return kept[: config.max_items] if config.max_items else kept
 
-    def item_id(self, item: JSON, number: int) -> str:
+    def item_id(self, item: JSON) -> str:
         return str(item.name)
 
     def labels(self, item: JSON) -> Collection[str]:
         return (f"category/{item.metadata.category}",)
 
-    def format_prompt(self, item: JSON) -> str:
+    def prompt(self, item: JSON) -> str:
         return str(item.instruction).strip()
 
     def sample(self, trajectory: Trajectory) -> Mapping[str, JSON]:
