@@ -16,11 +16,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
-import msgspec
-
-from palaestra.core.io.durable_files import UNREADABLE
 from palaestra.core.types import Task
 from palaestra.rollouts.journal.reader import journal_of
+from palaestra.rollouts.journal.views import line_heads
 
 WINDOW = 1024
 """The number of tasks that are read ahead and ordered. It is bounded because all these tasks are in memory, and because
@@ -142,28 +140,6 @@ async def slowest_first(
         yield one
 
 
-class _TimedBeside(msgspec.Struct):
-    duration_s: float = 0.0
-
-
-class _TimedPart(msgspec.Struct):
-    """The fields of a group or a rollout that timings need."""
-
-    group_id: str = ""
-    task_id: str = ""
-    prepare_s: float = 0.0
-    beside: _TimedBeside = msgspec.field(default_factory=_TimedBeside)
-
-
-class _TimedLine(msgspec.Struct):
-    event: str
-    group: _TimedPart | None = None
-    trajectory: _TimedPart | None = None
-
-
-_lines = msgspec.json.Decoder(_TimedLine)
-
-
 def read_timings(run: Path) -> dict[str, float]:
     """Return the seconds that each task took, by id, from a run's folder or journal: preparation plus slowest rollout,
     in the slowest group.
@@ -172,16 +148,10 @@ def read_timings(run: Path) -> dict[str, float]:
     """
     prepared: dict[str, float] = {}
     seconds: dict[str, float] = {}
-    with journal_of(run).open("rb") as journal:
-        for text in journal:
-            try:
-                line = _lines.decode(text)
-            except UNREADABLE:
-                continue
-            if line.group is not None:
-                prepared[line.group.group_id] = line.group.prepare_s
-            if line.trajectory is not None:
-                rollout = line.trajectory
-                took = prepared.get(rollout.group_id, 0.0) + rollout.beside.duration_s
-                seconds[rollout.task_id] = max(seconds.get(rollout.task_id, 0.0), took)
+    for line in line_heads(journal_of(run)):
+        if line.group is not None:
+            prepared[line.group.group_id] = line.group.prepare_s
+        if (rollout := line.trajectory) is not None:
+            took = prepared.get(rollout.group_id, 0.0) + rollout.beside.duration_s
+            seconds[rollout.task_id] = max(seconds.get(rollout.task_id, 0.0), took)
     return seconds

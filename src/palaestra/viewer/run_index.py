@@ -29,7 +29,8 @@ from palaestra.core.types import JSON
 from palaestra.rollouts.events import AttemptDiscarded, GroupStarted, RolloutEnded, RunStarted, TurnTaken
 from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.rollouts.journal.journal import check_config, check_schema
-from palaestra.rollouts.records import CUT_OFF, Beside, Trajectory
+from palaestra.rollouts.journal.views import GroupView, LineView, RolloutView
+from palaestra.rollouts.records import CUT_OFF, Trajectory
 from palaestra.viewer.check_evidence import breaks, exit_code
 from palaestra.viewer.search_texts import Wanted
 
@@ -96,11 +97,6 @@ Condition = tuple[str, str, str | float]
 the id, the error, the category or the answer. `=` with an empty value finds rollouts that have no such value."""
 
 
-class _Sized(msgspec.Struct):
-    name: str = ""
-    certain: bool = False
-
-
 class _Detail(msgspec.Struct):
     category: msgspec.Raw = msgspec.Raw(b'""')
     difference: msgspec.Raw = msgspec.field(default=msgspec.Raw(b'""'), name=DIFFERENCE)
@@ -128,66 +124,21 @@ class _Head(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw(b'""')
 
 
-class _Rollout(msgspec.Struct):
-    """The fields of a rollout's record that the index needs."""
-
-    rollout_id: str
-    group_id: str
-    task_id: str
-    index: int
-    outcome: str
-    reward: float | None
-    blame: str | None = None
-    error: str = ""
-    official: float | None = None
-    labels: list[_Sized] = []
-    metrics: dict[str, float] = {}
+class _Rollout(RolloutView):
     detail: _Detail = msgspec.field(default_factory=_Detail)
-    messages: list[msgspec.Raw] = []
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost: float | None = None
-    turns: list[msgspec.Raw] = []
+    messages: list[msgspec.Raw] = msgspec.field(default_factory=list)
+    turns: list[msgspec.Raw] = msgspec.field(default_factory=list)
     tool_calls_attempted: int = 0
-    tool_errors: list[msgspec.Raw] = []
+    tool_errors: list[msgspec.Raw] = msgspec.field(default_factory=list)
     ledger: _Ledger | None = None
     parent: _Parent | None = None
-    beside: Beside = msgspec.field(default_factory=Beside)
 
 
-class _Group(msgspec.Struct):
-    group_id: str
-    number: int
-    task_id: str = ""
-    asked: str = ""
-    blame: str | None = None
-    prepare_s: float = 0.0
-
-
-class _Line(msgspec.Struct):
-    event: str
-    at: float = 0.0
-    schema: str = ""
-    run_id: str = ""
-    env: str = ""
-    model: str = ""
-    seed: int = 0
-    config: dict[str, JSON] = {}
-    group: _Group | None = None
+class _Line(LineView):
     trajectory: _Rollout | None = None
-    group_id: str = ""
-    error: str = ""
-    blame: str | None = None
-    reason: str = ""
-    rollout_id: str = ""
-    anew: str = ""
+    seed: int = 0
+    config: dict[str, JSON] = msgspec.field(default_factory=dict)
     turn: int = 0
-    tokens: tuple[int, int] = (0, 0)
-    node: str = ""
-    host: str = ""
-    level: str = ""
-    slots: int = 0
-    lost: str = ""
 
 
 _lines = msgspec.json.Decoder(_Line)
@@ -545,7 +496,7 @@ class _Slice:
         said = {"host": line.host, "level": line.level, "slots": line.slots, "lost": line.lost, "losses": losses}
         self.note(**{name: json.dumps(said)})
 
-    def _group(self, group: _Group) -> None:
+    def _group(self, group: GroupView) -> None:
         """Begin a group, or begin it again: then the rollouts that were cut off do not count."""
         marks = ", ".join("?" * len(CUT_OFF))
         self._db.execute(

@@ -23,6 +23,7 @@ from palaestra.core.types import JSON
 from palaestra.rollouts.events import AnyJournalEvent, GroupEnded, GroupStarted, RolloutEnded, RunResumed, RunStarted
 from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.journal.journal import check_config, check_schema, damaged, event_at
+from palaestra.rollouts.journal.views import LineHead, PartHead, decode_head, line_heads
 from palaestra.rollouts.records import Group
 
 JOURNAL_NAME = "journal.jsonl"
@@ -36,22 +37,6 @@ BATCHES = Path("data")
 LAST = "last"
 
 
-class _Part(msgspec.Struct):
-    group_id: str = ""
-    number: int = 0
-    index: int = 0
-
-
-class _Head(msgspec.Struct):
-    """The fields of a line that the index needs."""
-
-    event: str = ""
-    group_id: str = ""
-    number: int = 0
-    group: _Part | None = None
-    trajectory: _Part | None = None
-
-
 class _Place(msgspec.Struct, array_like=True):
     """The file offsets of the lines that start and end a group and, by index, of its rollouts' lines."""
 
@@ -60,19 +45,6 @@ class _Place(msgspec.Struct, array_like=True):
     ended: int = 0
 
 
-class _Ended(msgspec.Struct):
-    """The fields of a line that tell which rollout has ended."""
-
-    event: str = ""
-    trajectory: _Name | None = None
-
-
-class _Name(msgspec.Struct):
-    rollout_id: str = ""
-
-
-_heads = msgspec.json.Decoder(_Head)
-_ended = msgspec.json.Decoder(_Ended)
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(_Place).decode
 _events: msgspec.json.Decoder[AnyJournalEvent] = msgspec.json.Decoder(AnyJournalEvent)
@@ -155,7 +127,7 @@ class Recording:
                 if torn[0]:
                     raise damaged(self.path, *torn)
                 try:
-                    self._note(_heads.decode(line), place, line)
+                    self._note(decode_head(line), place, line)
                 except (*UNREADABLE, ValueError) as error:
                     torn = number, str(error)
                 except KeyError as group:
@@ -164,7 +136,7 @@ class Recording:
         if not self.meta.run_id:
             raise ConfigError(f"{self.path} does not start like a journal: it does not name a run")
 
-    def _note(self, head: _Head, place: int, line: bytes) -> None:
+    def _note(self, head: LineHead, place: int, line: bytes) -> None:
         if head.event == "run" and not self.meta.run_id:
             self.meta = _meta(line, self.path)
         elif head.event == "resume":
@@ -186,7 +158,7 @@ class Recording:
                 raise ValueError(f"group {head.group_id!r} has number {head.number}, which belongs to another group")
             self._ended[head.number] = _pack(ended)
 
-    def _reopened(self, group: _Part) -> _Place:
+    def _reopened(self, group: PartHead) -> _Place:
         """Return the file offsets of a group that ended and starts again, or empty offsets. Raises `ValueError` if
         another group has its number."""
         packed = self._ended.pop(group.number, None)
@@ -201,7 +173,7 @@ class Recording:
 
     def _group_id(self, file: IO[bytes], place: _Place) -> str:
         file.seek(place.ended)
-        return _heads.decode(file.readline()).group_id
+        return decode_head(file.readline()).group_id
 
     def _group(self, file: IO[bytes], number: int) -> Group:
         place = _unpack(self._ended[number])
@@ -253,15 +225,8 @@ def journal_of(run: str | Path) -> Path:
 def find_rollout(journal: Path, rollout: str) -> str:
     """Return the id of the one rollout of a journal that has ended with this id, or whose id begins with it, or ends
     with it after the number of the task. Raises `ConfigError` if there is none, or more than one."""
-    found: dict[str, None] = {}
-    with journal.open("rb") as file:
-        for line in lines_of(file):
-            try:
-                head = _ended.decode(line)
-            except UNREADABLE:
-                continue
-            if head.event == "rollout" and head.trajectory is not None:
-                found[head.trajectory.rollout_id] = None
+    heads = (head for head in line_heads(journal) if head.event == "rollout")
+    found = dict.fromkeys(head.trajectory.rollout_id for head in heads if head.trajectory is not None)
     if rollout in found:
         return rollout
     near = [each for each in found if each.startswith(rollout) or each.endswith((f"/{rollout}", f"-{rollout}"))]

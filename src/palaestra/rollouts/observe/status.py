@@ -23,11 +23,12 @@ from palaestra.core.exits import plural
 from palaestra.core.io.durable_files import UNREADABLE, lines_of
 from palaestra.core.types import JSON, Prices
 from palaestra.rollouts.journal.journal import check_schema
+from palaestra.rollouts.journal.views import LineView, RolloutView
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval
 from palaestra.rollouts.observe.metrics import quantile, stage_seconds
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
 from palaestra.rollouts.observe.verdicts import OFFICIAL
-from palaestra.rollouts.records import CUT_OFF, Beside
+from palaestra.rollouts.records import CUT_OFF
 
 RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"
 
@@ -165,34 +166,6 @@ class RunStatus:
         return plain
 
 
-class _Label(msgspec.Struct):
-    name: str
-
-
-class _Rollout(msgspec.Struct):
-    """The fields of a rollout's record that the status needs."""
-
-    rollout_id: str
-    group_id: str
-    outcome: str
-    reward: float | None
-    blame: str | None = None
-    official: float | None = None
-    labels: list[_Label] = []
-    metrics: dict[str, float] = {}
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost: float | None = None
-    beside: Beside = msgspec.field(default_factory=Beside)
-
-
-class _Group(msgspec.Struct):
-    group_id: str
-    task_id: str = ""
-    prepare_s: float = 0.0
-    from_store: bool = False
-
-
 BATCH = "batch"
 _KINDS = {"evaluate": "eval", "serve": "feed"}
 
@@ -240,7 +213,7 @@ class _Paid:
     unpriced: tuple[int, int] = (0, 0)
 
     @classmethod
-    def by(cls, rollout: _Rollout) -> _Paid:
+    def by(cls, rollout: RolloutView) -> _Paid:
         return cls.used(rollout.prompt_tokens, rollout.completion_tokens, rollout.cost)
 
     @classmethod
@@ -284,32 +257,13 @@ class _Flying(_Paid):
         self.add(paid)
 
 
-class _Line(msgspec.Struct):
-    event: str
-    at: float = 0.0
-    run_id: str = ""
-    env: str = ""
-    model: str = ""
+class _Line(LineView):
     config: _Settings = msgspec.field(default_factory=_Settings)
-    group: _Group | None = None
-    trajectory: _Rollout | None = None
-    group_id: str = ""
-    error: str = ""
-    reason: str = ""
-    rollout_id: str = ""
-    schema: str = ""
     turns: int = 0
     replies: int = 0
-    anew: str = ""
-    tokens: tuple[int, int] = (0, 0)
     cost: float | None = None
     recalled: bool = False
     branch: int = 0
-    node: str = ""
-    host: str = ""
-    level: str = ""
-    slots: int = 0
-    lost: str = ""
 
 
 _LINES = msgspec.json.Decoder(_Line)
@@ -399,7 +353,7 @@ class RunReader:
             case "end":
                 self._ended = line.reason
 
-    def _rollout(self, rollout: _Rollout, *, kept: bool) -> None:
+    def _rollout(self, rollout: RolloutView, *, kept: bool) -> None:
         status = self._status
         self._signs.pop(rollout.rollout_id, None)
         key = rollout.rollout_id, rollout.beside.started_at
