@@ -555,7 +555,7 @@ def test_a_naive_grader_pays_many_cheats(tmp_path: Path) -> None:
         *small_task(tmp_path, hidden=False),
         '--env.keep_tests=["*"]',
     ]
-    proof = check_environment(f"{tmp_path / 'naive_env.py'}:NaiveEnv", settings, tasks=1, only=names, quiet=True)
+    proof = check_environment(f"{tmp_path / 'naive_env.py'}:Naive", settings, tasks=1, only=names, quiet=True)
     assert [line.rewards for line in proof.lines[:2]] == [(1.0,), (0.0,)]
     paid = [line.policy for line in proof.lines[2:] if not line.ok]
     assert 3 * len(paid) >= len(names), f"only {len(paid)} of {len(names)}: {paid}"
