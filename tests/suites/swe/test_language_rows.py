@@ -217,8 +217,8 @@ def test_each_test_of_a_falsified_file_fails_first(language: str, path: str, tex
          'int main(void) { if (a()) { { (void)(1); return 99; } } puts("}"); { (void)(0); return 99; }  return 99;}\n'),
         ("rust", "t.rs", "#[test]\nfn a() { let c = '}'; b(c); }",
          "#[test]\nfn a() { let c = '}'; b(c);  assert_eq!(1, 2);}"),
-        ("ruby", "t.rb", "  def test_a\n    assert_equal 1, a { |b|\n    }\n  end\nend\n",
-         "  def test_a\n    assert_equal 1, a { |b|\n    }\n\nassert_equal 1, 2\n  end\nend\n"),
+        ("ruby", "t.rb", "  def test_a\n    assert_equal c, a { |b|\n    }\n  end\nend\n",
+         "  def test_a\n    assert_equal c, a { |b|\n    }\n\nassert_equal 1, 2\n  end\nend\n"),
     ],
 )  # fmt: skip
 def test_each_test_of_a_falsified_file_fails_last(language: str, path: str, text: str, falsified: str) -> None:
