@@ -15,7 +15,7 @@ setup: venv ## make .venv with everything, and print where the palaestra command
 
 venv:
 	@scripts/bootstrap
-	@.venv/bin/python hatch_build.py || true # it prints what to install; slots without namespaces work
+	@.venv/bin/python packages/slots/hatch_build.py || true # it prints what to install; slots without namespaces work
 
 demo: venv ## roll out real bug-fixing tasks with the oracle and with doing nothing, and print the table
 	@.venv/bin/python scripts/demo.py
@@ -65,6 +65,7 @@ check-style: venv
 	@.venv/bin/lint-imports --no-logo
 	@.venv/bin/python scripts/import_cycles.py
 	@.venv/bin/python scripts/package_order.py
+	@.venv/bin/python scripts/folder_readmes.py
 	@.venv/bin/python scripts/guard.py
 	@.venv/bin/python scripts/prose.py
 	@.venv/bin/python scripts/pictures.py --check
@@ -117,7 +118,7 @@ faces: venv ## run the tests of the trainers' integrations with the trainers' ow
 	    .venv-faces-verl/bin/python $(FACES) $(addprefix tests/integrations/test_,verl.py areal.py slime.py rllm.py) $(FAULTS)
 
 constraints: venv ## pin the newest allowed versions again (needs uv)
-	@uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
+	@uv pip compile pyproject.toml packages/slots/pyproject.toml --no-emit-package palaestra-slots --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
 	    --extra data --group dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/development.txt
 	@printf 'torch; python_version < "3"\ntml-renderers; python_version < "3"\n' > .venv/without-torch.txt
 	@printf 'matplotlib>=3.10\npeft>=0.18\ntinker>=0.38,<0.40\ntinker-cookbook[math-rl]>=0.6.1,<0.7\ntokenizers>=0.22\ntransformers>=5\ntrl>=1.16,<2\n' | uv pip compile - --universal --python-version 3.11 \

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import gc
 import json
 import os
@@ -28,6 +29,10 @@ from pathlib import Path
 
 TICK_S = 0.01
 
+_ROOT = Path(__file__).parents[1]
+SOURCES = (_ROOT / "src/palaestra", _ROOT / "packages/slots/src")
+"""The folders of our code, to which the paths of files in tables are relative."""
+
 Sample = Mapping[str, float]
 """The numbers that one run of one case measured, by name."""
 
@@ -42,6 +47,17 @@ class Row:
     ratio: float | None = None
     target: float | None = None
     ok: bool | None = None
+
+
+@functools.cache
+def own_file(path: str) -> str:
+    """Return the relative path of a file of our code; empty for other files."""
+    return next((str(Path(path).relative_to(folder)) for folder in SOURCES if Path(path).is_relative_to(folder)), "")
+
+
+def sources(file: str) -> list[Path]:
+    """Return the file that `own_file` named."""
+    return [path for folder in SOURCES if (path := folder / file).is_file()]
 
 
 def with_ceiling(row: Row, target: float) -> Row:

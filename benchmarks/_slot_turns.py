@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import _measure as measure
 
-from palaestra.sandbox.backends.remote import RemoteBackend
-from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra_slots.sandbox.backends.remote import RemoteBackend
+from palaestra_slots.sandbox.slot import Slot, SlotSpec
 
 
 async def timed(call: Callable[[], Awaitable[object]]) -> float:

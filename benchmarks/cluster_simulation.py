@@ -47,7 +47,6 @@ from palaestra.cluster.messages import (
 from palaestra.cluster.nodes import Terms
 from palaestra.cluster.opened import flush_seconds
 from palaestra.cluster.placement import PATIENCE_S
-from palaestra.core.types import Outcome, Score, Task
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupEnded, GroupStarted, RolloutEnded
 from palaestra.rollouts.journal.journal import EventStream, Journal
@@ -55,6 +54,7 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
+from palaestra_slots.core.types import Outcome, Score, Task
 
 GROUP = 8
 ROLLOUT_S, SPREAD = 300.0, 0.6

@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable
 import _measure as measure
 import _slot_turns as turns
 
-from palaestra.sandbox.backends.docker import DockerBackend
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import SlotSpec
+from palaestra_slots.sandbox.backends.docker import DockerBackend
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import SlotSpec
 
 TIMES_FASTER = 10.0
 """The factor by which a command in a slot must be faster than `docker exec`."""

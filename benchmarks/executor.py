@@ -20,14 +20,14 @@ import time
 import _measure as measure
 
 from palaestra.contract.tool_context import ToolContext
-from palaestra.core.sync_bridge import bridged
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import SlotSpec
 from palaestra.tools.call_text import ToolCall
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.executor import ToolExecutor
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core.sync_bridge import bridged
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import SlotSpec
 
 TRAJECTORIES, CALLS = 200, 6
 THINKS_S = (0.5, 4.0)

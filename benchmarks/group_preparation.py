@@ -53,7 +53,6 @@ def sample(rollouts: int, parts: str, store: str) -> measure.Sample:
 
 async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float:
     """Measure the seconds until every rollout of the group has its slot with the installed tree."""
-    from palaestra.core.types import Limits, Score, Task
     from palaestra.inference.config import APIServerConfig
     from palaestra.inference.server_group import ServerGroup
     from palaestra.rollouts.environment import Environment
@@ -63,11 +62,12 @@ async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float
     from palaestra.rollouts.runner import Runner
     from palaestra.rollouts.spec import RunContext, RunSettings
     from palaestra.rollouts.workspaces import Workspaces
-    from palaestra.sandbox.backends.local import LocalBackend
-    from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-    from palaestra.sandbox.snapshots.cache import Prepared as PreparedBefore
-    from palaestra.sandbox.snapshots.folder import SnapshotStore
     from palaestra.tools.registry.registry import Kit, ToolRegistry
+    from palaestra_slots.core.types import Limits, Score, Task
+    from palaestra_slots.sandbox.backends.local import LocalBackend
+    from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+    from palaestra_slots.sandbox.snapshots.cache import Prepared as PreparedBefore
+    from palaestra_slots.sandbox.snapshots.folder import SnapshotStore
 
     ready: list[float] = []
 

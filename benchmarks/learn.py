@@ -34,9 +34,9 @@ from _measure import Row, options_parser, progress, report, with_ceiling, with_f
 
 import palaestra
 from palaestra import TrainingConfig, TrainingReport
-from palaestra.core.types import JSON
 from palaestra.trainers.checkpoints import EVALUATION, STEP, read_steps
 from palaestra.trainers.training import split_tasks
+from palaestra_slots.core.types import JSON
 
 PRACTICE, STEPS, GROUPS, GROUP_SIZE = 220, 30, 8, 8
 HELD_OUT, SAMPLES = 24, 4

@@ -25,13 +25,13 @@ from pathlib import Path
 from _measure import Row, parse_options, report, with_ceiling, with_floor
 
 from palaestra import HermesAgentLoop
-from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.inference.ledger import LedgerRecord, record_rows, verify_ledger
 from palaestra.inference.server_group import ServerGroup
 from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.testing.tiny_model import make_tiny
+from palaestra_slots.core.types import JSON
 
 ROLLOUTS, AT_ONCE, MOST_TURNS, MOST_TOKENS = 200, 16, 6, 80
 PRACTICE_STEPS = 100

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import _measure as measure
 
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Slot, SlotSpec
 
 SLOTS, ROLLOUTS, TURNS = 1000, 1000, 4
 THINKS_S = (2.0, 20.0)

@@ -21,8 +21,8 @@ import _slot_turns as turns
 import modal
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from palaestra.sandbox.backends.modal import DEFAULT_APP, ModalBackend, ModalSandboxConfig
-from palaestra.sandbox.slot import SlotSpec
+from palaestra.cloud.modal import DEFAULT_APP, ModalBackend, ModalSandboxConfig
+from palaestra_slots.sandbox.slot import SlotSpec
 from stand_ins.fake_modal import FakeModal
 
 SANDBOXES, SLOTS = 5, 50

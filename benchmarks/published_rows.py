@@ -32,13 +32,6 @@ from pathlib import Path, PurePosixPath
 
 from _row_plays import Rewards, play
 
-from palaestra.core.config import local_path
-from palaestra.core.errors import PalaestraError, TaskError
-from palaestra.core.types import JSON, Network
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec
-from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.harness import Status
 from palaestra.suites.grading.log_parsers import parser
 from palaestra.suites.swe.authoring.sdist import open_index, read_sdist
@@ -47,6 +40,13 @@ from palaestra.suites.swe.swe_row import load_rows
 from palaestra.suites.toolchain.interpreters import this_interpreter
 from palaestra.suites.toolchain.repository_venv import VENV_DIR, RepositoryVenv
 from palaestra.suites.toolchain.toolchain import Install
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import PalaestraError, TaskError
+from palaestra_slots.core.types import JSON, Network
+from palaestra_slots.images.build_once import CACHE_DIR
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot, SlotSpec
 
 PACKAGES = Path(__file__).with_suffix(".jsonl")
 DEBIAN = "http://deb.debian.org/debian/pool/main"

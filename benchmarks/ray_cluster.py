@@ -50,7 +50,6 @@ from palaestra.cluster.messages import (
     to_worker,
     unpacked,
 )  # fmt: skip
-from palaestra.core.types import Score, Task
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import (
     GroupEnded,
@@ -62,6 +61,7 @@ from palaestra.rollouts.events import (
 )  # fmt: skip
 from palaestra.rollouts.journal.journal import EventStream, Journal, read_journal
 from palaestra.rollouts.resume.state import read_finished
+from palaestra_slots.core.types import Score, Task
 
 GROUP = 4
 LINES = 5

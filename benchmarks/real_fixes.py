@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 import _measure as measure
 from _row_plays import Rewards, play
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 FIXES = Path(__file__).with_suffix(".jsonl")
 TEST_FOLDERS = {"test", "tests", "testing", "test_data"}

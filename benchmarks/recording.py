@@ -37,8 +37,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _instant_server
 from _measure import Row, interleaved, options_parser, quantile, report, serving, with_ceiling
 
-from palaestra.core.io.http_server import listening
-from palaestra.core.types import JSON
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
@@ -47,6 +45,8 @@ from palaestra.inference.recording import Conversations, RecordingEndpoint, Roll
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.testing.fake_engine import toy_tokenizer
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.core.types import JSON
 
 T = TypeVar("T")
 TURNS, ROLLOUTS = 12, 100

@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from palaestra.core.types import Network
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import WORKSPACE, SlotSpec
 from palaestra.suites.grading.harness import Status
 from palaestra.suites.grading.log_parsers import parser
+from palaestra_slots.core.types import Network
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import WORKSPACE, SlotSpec
 
 KEPT = Path(__file__).parents[1] / "tests" / "suites" / "grading" / "runner_logs.jsonl"
 PASS, FAIL, ERROR, SKIP = "pass", "fail", "error", "skip"

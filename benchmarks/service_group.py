@@ -21,9 +21,9 @@ from pathlib import Path
 
 import _measure as measure
 
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import GroupAddress, SlotSpec
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import GroupAddress, SlotSpec
 
 MOST = 4.0  # of the time of one slot
 COMPOSE = "services:\n" + "".join(

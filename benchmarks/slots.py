@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 import _measure as measure
 import _slot_peers as peers
 
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import WORKSPACE, Rung, Shell, Slot, SlotSpec, Snapshot, View
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import WORKSPACE, Rung, Shell, Slot, SlotSpec, Snapshot, View
 
 FEW, MANY = peers.PREPARED_FILES
 

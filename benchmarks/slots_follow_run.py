@@ -42,9 +42,9 @@ from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.admission import available_memory
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.admission import available_memory
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 
 CALL_S, COMMANDS, GROUP = 1.0, 9, 8
 WAVES, QUICK_WAVES, ROUNDS = 4, 3, 3

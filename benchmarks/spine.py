@@ -1,6 +1,6 @@
 """The amount of code that one rollout passes through: python benchmarks/spine.py [--quick] [--json FILE] [--files]
 
-Counts the package's files in which a function is called, and the deepest stack of the package's frames, in real runs of
+Counts the files of our packages in which a function is called, and the deepest stack of their frames, in real runs of
 the command line, each in a separate process:
 
 `run` is one task, one rollout and one command in a slot (the reference solution), scored by a function that reads one
@@ -25,7 +25,6 @@ import contextlib
 import dis
 import io
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -40,8 +39,6 @@ from types import FrameType
 from typing import cast
 
 import _measure as measure
-
-PACKAGE = Path(__file__).parent.parent / "src" / "palaestra"
 
 ENVIRONMENTS = """
 from palaestra import Task, environment
@@ -84,7 +81,7 @@ class Part:
     """A part of a run: the time during which calls of these functions are in progress, except the first `skipped`
     calls.
 
-    Functions are written as `file:qualified name`, with the file's path in the package.
+    Functions are written as `file:qualified name`, with the file's path in `palaestra`.
     """
 
     functions: tuple[str, ...]
@@ -153,10 +150,9 @@ class Traced:
 
 @dataclass
 class Tracer:
-    """Records the package's files whose code runs, in total and by part. `depth` is the number of the package's frames
-    on the deepest stack."""
+    """Records our files whose code runs, in total and by part. `depth` is the number of our frames on the deepest
+    stack."""
 
-    package: str
     parts: Sequence[str]
     depth: int = 0
     files: dict[str, set[str]] = field(default_factory=dict)
@@ -165,9 +161,8 @@ class Tracer:
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """Handle one event of the profiler. Source of the events: `sys.setprofile`."""
-        if event not in ("call", "return") or not frame.f_code.co_filename.startswith(self.package):
+        if event not in ("call", "return") or not (file := measure.own_file(frame.f_code.co_filename)):
             return
-        file = frame.f_code.co_filename.removeprefix(self.package)
         place = f"{file}:{frame.f_code.co_qualname}"
         if event == "return":
             if not _is_suspended(frame):
@@ -185,12 +180,12 @@ class Tracer:
             self.depth = max(self.depth, depth)
 
     def _depth(self, frame: FrameType) -> int:
-        """Return the number of the package's frames on the stack; 0 while a module is imported."""
+        """Return the number of our frames on the stack; 0 while a module is imported."""
         depth, each = 0, cast("FrameType | None", frame)
         while each is not None:
-            if each.f_code.co_name == "<module>" and each.f_code.co_filename.startswith(self.package):
+            if each.f_code.co_name == "<module>" and measure.own_file(each.f_code.co_filename) != "":
                 return 0
-            depth += each.f_code.co_filename.startswith(self.package)
+            depth += measure.own_file(each.f_code.co_filename) != ""
             each = each.f_back
         return depth
 
@@ -230,10 +225,9 @@ def tracing(tracer: Callable[[FrameType, str, object], None]) -> Iterator[None]:
 
 def sample(run: str, url: str) -> Traced:
     """Trace one run of the command line in this process."""
-    import palaestra
     from palaestra.cli.main import main as command
 
-    tracer = Tracer(str(Path(palaestra.__file__).parent) + os.sep, RUNS[run])
+    tracer = Tracer(RUNS[run])
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("envs.py").write_text(ENVIRONMENTS)
         settings = [f"envs.py:{'twice' if run == 'calls' else 'greeting'}", "--policy", "oracle"]
@@ -294,7 +288,6 @@ def _swe_row(folder: Path) -> list[str]:
 
 async def message(url: str) -> Traced:
     """Trace the second message of a conversation in a gateway."""
-    import palaestra
     from palaestra.doors.chat.service import ChatService, ChatSettings
     from palaestra.doors.chat.store import ConversationStore
     from palaestra.doors.gateway.config import GatewayConfig
@@ -303,7 +296,7 @@ async def message(url: str) -> Traced:
     from palaestra.doors.gateway.service import Gateway
     from palaestra.inference.config import APIServerConfig
 
-    tracer = Tracer(str(Path(palaestra.__file__).parent) + os.sep, ())
+    tracer = Tracer(())
     config = GatewayConfig.from_dict({"platforms": {"loopback": {"allowed_users": ["*"]}}})
     async with contextlib.AsyncExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -389,7 +382,9 @@ def main() -> int:
             common = {part: sorted({*files}.intersection(again.files[part])) for part, files in found.files.items()}
             found = Traced(min(found.depth, again.depth), common)
         last[run] = found
-        lines = sum((PACKAGE / file).read_text().count("\n") for file in found.files[RUNS[run][0]])
+        lines = sum(
+            path.read_text().count("\n") for file in found.files[RUNS[run][0]] for path in measure.sources(file)
+        )
         return {"depth": found.depth, "lines": lines, **{part: len(found.files[part]) for part in RUNS[run]}}
 
     with measure.serving(__file__, "--serve") as url:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import _measure as measure
 
-from palaestra.core.config import cache_folder
+from palaestra_slots.core.config import cache_folder
 
 ENVIRONMENT = """
 from palaestra import Task, environment

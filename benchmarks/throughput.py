@@ -67,8 +67,8 @@ async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = 
     from palaestra.rollouts.runner import Runner
     from palaestra.rollouts.spec import RunContext
     from palaestra.rollouts.workspaces import Workspaces
-    from palaestra.sandbox.backends.local import LocalBackend
-    from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+    from palaestra_slots.sandbox.backends.local import LocalBackend
+    from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 
     @environment(toolsets=["terminal"])
     async def steps():  # the annotations would be looked up in the module

@@ -24,10 +24,10 @@ from pathlib import Path
 import _measure as measure
 from _row_plays import Rewards, play
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
 from palaestra.envs.datasets import read_rows
 from palaestra.suites.swe.swe_row import parse_row
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON
 
 Rows = Sequence[Mapping[str, JSON]]
 

@@ -45,7 +45,6 @@ BARE = "bare commands"
 EVERY_S = 0.004
 FUNCTIONS = 15
 """The number of functions in the table."""
-PACKAGE = str(Path(__file__).parents[1] / "src/palaestra") + os.sep
 
 STAGES = {
     "engines/openai.py": "model call",
@@ -64,13 +63,13 @@ STAGES = {
 
 WAITS = {
     "palaestra.inference.engines.openai:OpenAIEngine.chat_completion": "model call",
-    "palaestra.sandbox.pool:Snapshots.compose": "prepare the files",
-    "palaestra.sandbox.pool:SlotPool.acquire": "get a slot",
-    "palaestra.sandbox.local.local_slot:LocalSlot.execute": "command",
-    "palaestra.sandbox.local.local_slot:LocalSlot.freeze": "stop the processes",
-    "palaestra.sandbox.pool:SlotPool.seal": "seal the slot",
-    "palaestra.sandbox.pool:SlotPool.changes": "list the changes",
-    "palaestra.sandbox.pool:SlotPool.release": "end a slot",
+    "palaestra_slots.sandbox.pool:Snapshots.compose": "prepare the files",
+    "palaestra_slots.sandbox.pool:SlotPool.acquire": "get a slot",
+    "palaestra_slots.sandbox.local.local_slot:LocalSlot.execute": "command",
+    "palaestra_slots.sandbox.local.local_slot:LocalSlot.freeze": "stop the processes",
+    "palaestra_slots.sandbox.pool:SlotPool.seal": "seal the slot",
+    "palaestra_slots.sandbox.pool:SlotPool.changes": "list the changes",
+    "palaestra_slots.sandbox.pool:SlotPool.release": "end a slot",
     "palaestra.rollouts.journal.journal:Journal.commit": "write to the disk",
 }
 """What a rollout waits for, by the coroutine methods that wait."""
@@ -144,9 +143,7 @@ class Sampler:
     def _sample(self, _: int, frame: FrameType | None) -> None:
         function = stage = ""
         while frame is not None:
-            path = frame.f_code.co_filename
-            if path.startswith(PACKAGE):
-                file = path.removeprefix(PACKAGE)
+            if file := measure.own_file(frame.f_code.co_filename):
                 function = function or f"{file}:{frame.f_code.co_qualname}"
                 stage = stage or next((name for end, name in STAGES.items() if file.endswith(end)), "")
             frame = frame.f_back
@@ -220,7 +217,7 @@ def _used_s() -> float:
 async def sample(url: str, concurrency: int, rollouts: int) -> measure.Sample:
     """Run the rollouts, and return the milliseconds per rollout of each part, and the shares in the main process."""
     from palaestra.rollouts.runner import Runner
-    from palaestra.sandbox.local.local_slot import LocalSlot
+    from palaestra_slots.sandbox.local.local_slot import LocalSlot
 
     found: dict[str, float] = {}
     commands = [0.0]

@@ -10,18 +10,18 @@ import click
 
 import palaestra
 from palaestra.cli.main import COMMANDS, cli
-from palaestra.core import errors
 from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.tools.settings import ToolSettings
+from palaestra_slots.core import errors
 
 TOPICS = {
     "Running": ("palaestra.envs.run", "palaestra.rollouts"),
-    "Sandboxes": ("palaestra.sandbox",),
-    "Agents and tools": ("palaestra.agent", "palaestra.tools", "palaestra.processes"),
+    "Sandboxes": ("palaestra_slots.sandbox",),
+    "Agents and tools": ("palaestra.agent", "palaestra.tools", "palaestra_slots.processes"),
     "Models and tokens": ("palaestra.inference",),
     "Environments": ("palaestra.envs", "palaestra.suites"),
-    "Errors": ("palaestra.core.errors",),
+    "Errors": ("palaestra_slots.core.errors",),
     "Common types": ("palaestra",),
 }
 """Topics of the Python reference, with the packages whose public names belong to each topic; the first topic that fits

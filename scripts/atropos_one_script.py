@@ -540,7 +540,9 @@ def main() -> None:
     AutoTokenizer.folder = options.tokenizer
     here = str(Path(__file__).parent)
     sys.path[:] = [str(Path(options.script).parent), options.packages, *(each for each in sys.path if each != here)]
-    ours = frozenset({"palaestra", "atroposlib", *(each.name for each in Path(options.script).parent.iterdir())})
+    ours = frozenset(
+        {"palaestra", "palaestra_slots", "atroposlib", *(each.name for each in Path(options.script).parent.iterdir())}
+    )
     finder = StandIns((options.folder, options.packages), ours)
     if options.side == "ours":
         importlib.import_module("palaestra.compat")

@@ -110,7 +110,7 @@ HOST: dict[str, tuple[str, ...]] = {
     "cloud metadata addresses": ("tests/tools/net/test_host_policy.py",),
     "DNS answers and redirects to this machine": ("tests/tools/net/test_dns_answers.py",),
     "secrets in written text, and keys on command lines": (
-        "tests/core/test_redaction.py", "tests/core/io/test_process_arguments.py",
+        "tests/core/test_redaction.py", "packages/slots/tests/core/io/test_process_arguments.py",
     ),
     "control tokens from users, tools and their schemas": (
         "tests/inference/templates/test_turn_renderer.py::test_control_tokens_of_users_and_tools_are_text",

@@ -32,8 +32,8 @@ def named_in_strings(module: str, modules: Collection[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Check the package."""
-    graph = grimp.build_graph("palaestra", exclude_type_checking_imports=False)
+    """Check the packages."""
+    graph = grimp.build_graph("palaestra", "palaestra_slots", exclude_type_checking_imports=False)
     packages = {module for module in graph.modules if graph.find_children(module)}
     modules = graph.modules - packages
     sorter = TopologicalSorter(

@@ -33,9 +33,9 @@ from rich.style import Style
 from rich.text import Text
 
 import palaestra
-from palaestra.core.io.threads import LoopThread
-from palaestra.core.types import JSON, Message
 from palaestra.testing.echo_chat_server import MODEL, EchoChatServer
+from palaestra_slots.core.io.threads import LoopThread
+from palaestra_slots.core.types import JSON, Message
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/pictures"

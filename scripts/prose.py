@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+SOURCES = [ROOT / "src", *sorted(ROOT.glob("packages/*/src"))]
 
 LIMITS = {"README.md": 4.0, "docs": 4.0, "CHANGELOG.md": 5.0, "docstrings": 5.0}
+LIMITS |= dict.fromkeys((str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/README.md")), 4.0)
 """The maximum number of hits per 1,000 words."""
 
 STIFF = {
@@ -53,7 +55,7 @@ def prose(text: str) -> str:
 
 def texts(kind: str) -> Iterator[tuple[Path, str]]:
     if kind == "docstrings":
-        for path in sorted((ROOT / "src").rglob("*.py")):
+        for path in sorted(path for folder in SOURCES for path in folder.rglob("*.py")):
             yield path, prose(docstrings(path))
     else:
         where = ROOT / kind

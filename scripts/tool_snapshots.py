@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from palaestra.core.types import JSON
 from palaestra.tools.registry.build import builtin_tools
 from palaestra.tools.registry.distributions import list_distributions
 from palaestra.tools.registry.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, resolve_toolsets
+from palaestra_slots.core.types import JSON
 
 TESTS = Path(__file__).parents[1] / "tests" / "tools"
 SCHEMAS = TESTS / "golden"

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError
-from palaestra.core.io import plugins
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.sandbox.backends.registry import make_backend
-from palaestra.sandbox.pool import SlotPoolConfig
 from palaestra.tools.registry.build import NOT_INSTALLED, build_tool_registry, get_available_toolsets
 from palaestra.tools.registry.toolsets import TOOLSETS
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io import plugins
+from palaestra_slots.sandbox.backends.registry import make_backend
+from palaestra_slots.sandbox.pool import SlotPoolConfig
 
 ENVIRONMENT = """
 from palaestra import Task, environment

@@ -2,10 +2,15 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import palaestra
+import palaestra_slots
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_every_public_name_resolves() -> None:
@@ -23,6 +28,15 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_importing_the_package_loads_nothing_else() -> None:
-    script = "import sys, palaestra; print([m for m in sys.modules if m.startswith('palaestra.')])"
+    script = "import sys, palaestra; print([m for m in sys.modules if m.startswith(('palaestra.', 'palaestra_slots'))])"
     loaded = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     assert loaded.strip() == "[]"
+
+
+def test_all_packages_have_one_version() -> None:
+    projects = [
+        tomllib.loads(path.read_text())["project"]
+        for path in (ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml"))
+    ]
+    assert {project["version"] for project in projects} == {palaestra.__version__} == {palaestra_slots.__version__}
+    assert f"palaestra-slots=={palaestra.__version__}" in projects[0]["dependencies"]

@@ -1,4 +1,4 @@
-"""The wheel in a virtual environment of its own, used in an empty folder."""
+"""The wheels in a virtual environment of their own, used in an empty folder."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def palaestra(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command of a wheel that was built from this checkout and installed into a new virtual environment."""
+    """The command of wheels that were built from this checkout and installed into a new virtual environment."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+    ignored = shutil.ignore_patterns("__pycache__", ".venv")
+    for name in ("src", "packages"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder / "dist", cwd=source)
-    (wheel,) = (folder / "dist").glob("*.whl")
+    for package in (source / "packages/slots", source):
+        run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder / "dist", cwd=package)
+    wheels = sorted((folder / "dist").glob("*.whl"))
+    shutil.rmtree(source)
     venv.create(folder / "venv", with_pip=True)
-    run(folder / "venv/bin/python", "-m", "pip", "install", "--quiet", wheel, cwd=folder)
+    run(folder / "venv/bin/python", "-m", "pip", "install", "--quiet", *wheels, cwd=folder)
     return folder / "venv/bin/palaestra"
 
 

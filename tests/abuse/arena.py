@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from palaestra.core.types import Limits, Network
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import ExecutionResult, Rung, Slot, SlotSpec
+from palaestra_slots.core.types import Limits, Network
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import ExecutionResult, Rung, Slot, SlotSpec
 
 SMALL = Limits(memory_bytes=96 << 20, pids=48, disk_bytes=32 << 20, open_files=64)
 """What a hostile slot may use: enough for bash and Python, far too little for the machine to notice."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from abuse.arena import Arena, Ground
-from palaestra.core.errors import IsolationUnavailable
-from palaestra.sandbox.slot import Rung
+from palaestra_slots.core.errors import IsolationUnavailable
+from palaestra_slots.sandbox.slot import Rung
 
 RUNGS = (Rung.FULL, Rung.USERNS, Rung.CONFINED)
 

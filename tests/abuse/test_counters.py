@@ -9,8 +9,8 @@ import platform
 import pytest
 
 from abuse.arena import Arena, python, running
-from palaestra.core.types import Limits
-from palaestra.sandbox.slot import Rung, Slot
+from palaestra_slots.core.types import Limits
+from palaestra_slots.sandbox.slot import Rung, Slot
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow]
 

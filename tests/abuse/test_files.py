@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from abuse.arena import Arena, python
-from palaestra.sandbox.slot import Rung, Slot, SlotSpec
+from palaestra_slots.sandbox.slot import Rung, Slot, SlotSpec
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow]
 

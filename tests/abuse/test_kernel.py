@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from abuse.arena import Arena, python
-from palaestra.sandbox.slot import Slot
+from palaestra_slots.sandbox.slot import Slot
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow]
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from abuse.arena import Arena, python, running
-from palaestra.core.types import Network
-from palaestra.sandbox.slot import Rung, Slot
+from palaestra_slots.core.types import Network
+from palaestra_slots.sandbox.slot import Rung, Slot
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow]
 

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from abuse.arena import Arena, python
-from palaestra.core.errors import StaleLease
-from palaestra.sandbox.local.local_slot import LocalSlot
-from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra_slots.core.errors import StaleLease
+from palaestra_slots.sandbox.local.local_slot import LocalSlot
+from palaestra_slots.sandbox.slot import Slot, SlotSpec
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow]
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from abuse.arena import Arena, python
-from palaestra.core.errors import SlotLost
-from palaestra.sandbox.slot import Rung, Slot, SlotSpec
+from palaestra_slots.core.errors import SlotLost
+from palaestra_slots.sandbox.slot import Rung, Slot, SlotSpec
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow]
 

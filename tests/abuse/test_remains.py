@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from abuse.arena import Arena, python, running
-from palaestra.sandbox.slot import Slot
+from palaestra_slots.sandbox.slot import Slot
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from palaestra.agent.budget import Budget, Used, estimated_tokens
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import Prices
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import Prices
 
 PRICES = Prices(prompt=1_000_000, completion=2_000_000)
 

@@ -16,8 +16,8 @@ import pytest
 
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.tool_calls import CallAnswer, ToolCalls, handler_runtime
-from palaestra.core.types import JSON
 from palaestra.tools.registry.build import builtin_tools
+from palaestra_slots.core.types import JSON
 
 CALLS, PER_TURN = 10_000, 8
 SCHEMAS = [tool.schema.to_dict() for tool in builtin_tools()]

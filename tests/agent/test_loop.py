@@ -13,14 +13,14 @@ import pytest
 from manual_clock import ManualClock
 from palaestra import AgentResult, Budget, HermesAgentLoop
 from palaestra.agent.result import Turn
-from palaestra.core.errors import (
+from palaestra_slots.core.errors import (
     ConfigError,
     ContextExceeded,
     EngineUnavailable,
     SlotLost,
     TaskError,
 )
-from palaestra.core.types import JSON, Blame, Message, Outcome, Prices
+from palaestra_slots.core.types import JSON, Blame, Message, Outcome, Prices
 
 ADD = {
     "type": "function",

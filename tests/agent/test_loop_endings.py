@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from palaestra import AgentResult, Budget, HermesAgentLoop
 from palaestra.agent.result import Turn
-from palaestra.core.errors import EngineUnavailable, SlotLost
-from palaestra.core.types import JSON, Message, Outcome
+from palaestra_slots.core.errors import EngineUnavailable, SlotLost
+from palaestra_slots.core.types import JSON, Message, Outcome
 
 SCHEMAS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.agent.programs import NpmProgram, PipProgram
-from palaestra.core.errors import ConfigError
+from palaestra_slots.core.errors import ConfigError
 
 
 class Installed(NpmProgram):

@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.agent.replies import read_reply, text_of
-from palaestra.core.errors import EngineReplyError
-from palaestra.core.types import JSON
 from palaestra.inference.engine import (
     AssistantMessage,
     ChatChoice,
@@ -20,6 +18,8 @@ from palaestra.inference.engine import (
     FunctionCall,
     ToolCallMessage,
 )
+from palaestra_slots.core.errors import EngineReplyError
+from palaestra_slots.core.types import JSON
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),

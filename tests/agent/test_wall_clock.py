@@ -9,7 +9,7 @@ import pytest
 
 from manual_clock import ManualClock
 from palaestra.agent.budget import WallClock
-from palaestra.core.clock import SystemClock, take_turn, uncharged
+from palaestra_slots.core.clock import SystemClock, take_turn, uncharged
 
 
 def test_no_time_passes_while_it_stands() -> None:

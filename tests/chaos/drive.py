@@ -25,9 +25,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Rung
-from palaestra.sandbox.slotd.namespaced import cgroups
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Rung
+from palaestra_slots.sandbox.slotd.namespaced import cgroups
 from sandbox.processes import HostProcess, descendants
 
 ROLES = ("client", "reaper", "server", "init", "command")

@@ -13,10 +13,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Rung, SlotSpec
-from palaestra.sandbox.snapshots.cache import Prepared, Put, Recipe, RunStep
-from palaestra.sandbox.snapshots.folder import SnapshotStore
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Rung, SlotSpec
+from palaestra_slots.sandbox.snapshots.cache import Prepared, Put, Recipe, RunStep
+from palaestra_slots.sandbox.snapshots.folder import SnapshotStore
 
 KINDS, ROOM_BYTES = 6, 1_000_000
 

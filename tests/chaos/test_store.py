@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from chaos.store_worker import ROOM_BYTES
-from palaestra.sandbox.snapshots.folder import SnapshotStore
+from palaestra_slots.sandbox.snapshots.folder import SnapshotStore
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow]
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from palaestra.core.errors import SandboxError
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Rung, Slot, View
+from palaestra_slots.core.errors import SandboxError
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import Rung, Slot, View
 
 LOOK = """
 set -o pipefail

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError
-from palaestra.core.io import plugins
 from palaestra.envs.discovery import load_environment
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io import plugins
 
 SHIPPED = {"count_lines", "endless_terminals", "hermes_swe", "swe_smith_oracle", "terminal_test", "terminalbench_2"}
 

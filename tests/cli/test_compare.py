@@ -10,9 +10,9 @@ import pytest
 from recorded import write_run
 
 from palaestra.cli.main import cli, main
-from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores, compare
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra_slots.core.types import Blame, Outcome
 
 
 def group(number: int, task: str, *rewards: float | None) -> Group:

@@ -7,8 +7,8 @@ import pytest
 
 from palaestra.cli.doctor import machine_facts, verdict
 from palaestra.cli.main import main
-from palaestra.sandbox.backend_check import MEASURED
-from palaestra.sandbox.slot import Rung, RungStatus
+from palaestra_slots.sandbox.backend_check import MEASURED
+from palaestra_slots.sandbox.slot import Rung, RungStatus
 
 
 def test_the_facts_are_all_there() -> None:

@@ -13,14 +13,14 @@ from recorded import sky, write_run
 
 from envs import agent_script, scripts
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import Blame, Outcome
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.run.replay_run import HOST_SETTINGS, PORTABLE_SETTINGS, decides
 from palaestra.envs.run.run_folder import RunFolder, _earlier_copy, resumed_folder
 from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded, RunStarted
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.journal.reader import Recording
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import Blame, Outcome
 
 NOISY = """
 from palaestra import Task, environment

@@ -9,8 +9,8 @@ import pytest
 from recorded import embedded, write_run
 
 from palaestra.cli.main import main
-from palaestra.core.types import JSON, Blame, Outcome
 from palaestra.rollouts.records import Beside, Group, Trajectory
+from palaestra_slots.core.types import JSON, Blame, Outcome
 
 
 def group(number: int, category: str, *rewards: float | None) -> Group:

@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from palaestra.cli import serve_tools
 from palaestra.cli.serve_tools import executor_settings
 from palaestra.cli.server_options import read_token
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest
 from palaestra.tools.serving.tool_server import ToolServer
 from palaestra.tools.tool_server_client import ToolServerLink
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 from stand_ins.fake_nomad import fake_nomad
 from tools.serving.asking import Client
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.errors import IsolationUnavailable
-from palaestra.core.types import JSON
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Rung, SlotSpec
-from palaestra.sandbox.snapshots.cache import Prepared, Put, Recipe
-from palaestra.sandbox.snapshots.folder import SnapshotStore
+from palaestra_slots.core.errors import IsolationUnavailable
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Rung, SlotSpec
+from palaestra_slots.sandbox.snapshots.cache import Prepared, Put, Recipe
+from palaestra_slots.sandbox.snapshots.folder import SnapshotStore
 
 pytestmark = pytest.mark.slots
 

@@ -10,7 +10,13 @@ import pytest
 
 from envs.scripts import CLASS_ENV
 
-HEAVY = ("aiohttp", "palaestra.agent.loop", "palaestra.rollouts.rollout", "palaestra.sandbox.backends.local", "jinja2")
+HEAVY = (
+    "aiohttp",
+    "palaestra.agent.loop",
+    "palaestra.rollouts.rollout",
+    "palaestra_slots.sandbox.backends.local",
+    "jinja2",
+)
 ENV = """
 from palaestra import Task, environment
 

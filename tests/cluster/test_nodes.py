@@ -28,8 +28,8 @@ from palaestra.cluster.messages import (
     this_process,
 )
 from palaestra.cluster.nodes import Terms, table
-from palaestra.core.errors import ConfigError, IsolationUnavailable
 from palaestra.inference.config import APIServerConfig
+from palaestra_slots.core.errors import ConfigError, IsolationUnavailable
 
 SETUP = WorkerSetup(reference="lines_env.py", script=None, folder="/", settings=b"", flush_s=0.1)
 OWN = this_process()

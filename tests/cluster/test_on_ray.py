@@ -16,8 +16,8 @@ from cluster.on_loop import on_loop
 from cluster.ray_nodes import SMALL, processes_with, ray_cluster
 from cluster.test_processes import gone, journal_lines, started
 from palaestra.cluster.opened import on_processes, on_ray
-from palaestra.core.errors import ConfigError
 from palaestra.envs.run.elsewhere import check_elsewhere, open_cluster
+from palaestra_slots.core.errors import ConfigError
 from programs import until
 
 FLAGS = ("--policy", "oracle", "--group", "3", "--env.n", "4", "--slots", "4")

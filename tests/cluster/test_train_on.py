@@ -15,7 +15,6 @@ from tabular import TabularTrainer
 import palaestra
 from cluster.on_loop import on_loop
 from cluster.ray_nodes import processes_with, ray_cluster
-from palaestra.core.errors import ConfigError
 from palaestra.envs.run.train import _address_for
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.scripted import NoopPolicy, ScriptedEngine
@@ -24,6 +23,7 @@ from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 from palaestra.trainers.step_groups import verify_steps
+from palaestra_slots.core.errors import ConfigError
 
 
 @pytest.fixture

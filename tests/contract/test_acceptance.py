@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.envs.discovery import CONTRACT_ROOTS, load_environment
 from palaestra.inference.parsers import registry
-from palaestra.sandbox.slot import Slot
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 TERMINAL = "tools.terminal_tool"
 

@@ -18,8 +18,6 @@ from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import SYSTEM_PROMPT
 from palaestra.contract.exec_tool import ExecTool
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
@@ -33,6 +31,8 @@ from palaestra.rollouts.journal.verify import verify_run
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
 from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 LOCAL = ["--env.tool_pool_mode", "local", "--env.use_wandb", "false"]
 CALL = '<tool_call>\n{"name": "terminal", "arguments": {"command": "cp seed.txt word.txt"}}\n</tool_call>'

@@ -13,12 +13,12 @@ import pytest
 
 from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig, tool
 from palaestra.contract.exec_tool import ExecTool
-from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.tools.tool import Tool
+from palaestra_slots.core.types import JSON
 from tools.serving.asking import Client
 
 SERVED = """

@@ -16,8 +16,6 @@ from palaestra.agent.hermes_text import observation, with_tools, written
 from palaestra.agent.loop import LoopSettings
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import Turn
-from palaestra.core.errors import ConfigError, EngineError, EngineUnavailable, SlotLost
-from palaestra.core.types import JSON, Blame, Message, Outcome
 from palaestra.inference.engine import Sampled
 from palaestra.inference.parsers import get_parser
 from palaestra.inference.templates import ChatFormat
@@ -26,6 +24,8 @@ from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
 from palaestra.tools.call_text import ToolCall, ToolResult
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.errors import ConfigError, EngineError, EngineUnavailable, SlotLost
+from palaestra_slots.core.types import JSON, Blame, Message, Outcome
 
 
 async def _never(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:

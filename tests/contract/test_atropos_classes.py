@@ -13,11 +13,11 @@ from palaestra.contract.base_env import ClassForm
 from palaestra.contract.chat_tokenizer import ChatTokenizer
 from palaestra.contract.class_environment import CollectedEnvironment
 from palaestra.contract.helpers.teacher_distillation import TeacherDistillationConfig
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.inference.engines.token_engine import TokenChat
 from palaestra.inference.server_group import ServerGroup
 from palaestra.testing.fake_engine import toy_tokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 
 class OwnConfig(BaseEnvConfig):

@@ -15,10 +15,10 @@ from palaestra.contract.helpers.message_history import ensure_trajectory_token_l
 from palaestra.contract.helpers.reward_functions import CombinedReward, RewardFunction, RewardRegistry, registry
 from palaestra.contract.helpers.statistics import compute_stats, get_std_min_max_avg, pass_at_k, select_best_index
 from palaestra.contract.helpers.tool_call_text import extract_tool_call, parse_tool_call
-from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
 from palaestra.testing.fake_engine import toy_tokenizer
+from palaestra_slots.core.types import JSON
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ import pytest
 
 from palaestra import BaseEnv, BaseEnvConfig, HermesAgentLoop, Outcome
 from palaestra.contract.scored_data import checked_row, format_trajectory
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import RunReport, run
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.types import JSON
 
 pytestmark = pytest.mark.slots
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from talking import Talk, trainer
 
-from palaestra.core.types import JSON
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group
 from palaestra.trainers.atropos.trajectory_server import serving
+from palaestra_slots.core.types import JSON
 
 pytestmark = pytest.mark.slots
 

@@ -12,13 +12,13 @@ import pytest
 import palaestra
 from palaestra import ToolContext, cleanup_vm, handle_function_call_async
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError
-from palaestra.core.sync_bridge import bridged
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.discovery import load_environment
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group
 from palaestra.tools.runtime import function_calls
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.sync_bridge import bridged
 
 pytestmark = pytest.mark.slots
 

@@ -14,14 +14,14 @@ import palaestra
 from palaestra.contract.agent_env import AgentEnvConfig
 from palaestra.contract.helpers.teacher_distillation import TeacherDistillationConfig
 from palaestra.contract.without_effect import SETTINGS
-from palaestra.core import config as core
-from palaestra.core.config import ConfigLayer, merge, old_settings
-from palaestra.core.errors import ConfigError
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.suites.endless_terminals.endless_terminals import EndlessTerminalsEnvConfig
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalConfig
+from palaestra_slots.core import config as core
+from palaestra_slots.core.config import ConfigLayer, merge, old_settings
+from palaestra_slots.core.errors import ConfigError
 
 CLASSES = (
     HermesAgentEnvConfig, AgentEnvConfig, APIServerConfig, EndlessTerminalsEnvConfig, TeacherDistillationConfig,

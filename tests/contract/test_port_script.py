@@ -12,7 +12,7 @@ import pytest
 from envs.scripts import CLASS_ENV, groups_file
 from palaestra.cli.main import main
 from palaestra.contract.port_script import port
-from palaestra.core.errors import ConfigError
+from palaestra_slots.core.errors import ConfigError
 
 THEIRS = '''"""Words. Ünïcode before an import on one line: é"""
 import os, sys  # theirs: import atroposlib

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from palaestra.contract.scored_data import ScoredRow, checked_row
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON
 
 
 def made() -> ScoredRow:

@@ -6,8 +6,8 @@ import pytest
 
 from palaestra.contract.chat_tokenizer import ChatTokenizer
 from palaestra.contract.helpers.training_tokens import tokenize_for_trainer
-from palaestra.core.errors import ConfigError
 from palaestra.testing.fake_engine import toy_tokenizer
+from palaestra_slots.core.errors import ConfigError
 
 CHAT = [
     {"role": "system", "content": "Add."},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.extras import extra_version, install_command
+from palaestra_slots.core.extras import extra_version, install_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +36,10 @@ def test_another_installation_is_named_by_its_origin(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert metadata.version("palaestra") == "9"
     assert install_command("web") == command
+
+
+def test_the_packages_have_extras_of_their_own() -> None:
+    assert install_command("zstd", "palaestra-slots") == f"pip install -e '{ROOT}/packages/slots[zstd]'"
 
 
 def test_torch_need_not_bring_cuda() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.core.printable import one_line, printable, without_middle
+from palaestra_slots.core.printable import one_line, printable, without_middle
 
 ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=())) | st.text(
     st.sampled_from("\x1b[]0;1m38\x07\\P a\r\n")
@@ -64,7 +64,7 @@ def on_a_terminal(tmp_path: Path, *argv: str) -> bytes:
 EVIL = "\x1b]0;owned\x07\x1b[2Jtext\x9b31m"
 PRINTING = f"""
 import sys, logging
-from palaestra.core.printable import guard_terminals
+from palaestra_slots.core.printable import guard_terminals
 guard_terminals()
 print({EVIL!r}); sys.stderr.write({EVIL!r}); logging.warning({EVIL!r})
 sys.stdout.writelines([{EVIL!r}])

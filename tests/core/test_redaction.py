@@ -9,15 +9,15 @@ from urllib.parse import quote
 
 import pytest
 
-from palaestra.core import redaction
-from palaestra.core.config import sent_secret
-from palaestra.core.errors import EngineRefused, PrepareError
-from palaestra.core.exits import report_failure
-from palaestra.core.io.process_arguments import hide
-from palaestra.core.redaction import HIDDEN, redacted, redacted_arguments
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
+from palaestra_slots.core import redaction
+from palaestra_slots.core.config import sent_secret
+from palaestra_slots.core.errors import EngineRefused, PrepareError
+from palaestra_slots.core.exits import report_failure
+from palaestra_slots.core.io.process_arguments import hide
+from palaestra_slots.core.redaction import HIDDEN, redacted, redacted_arguments
 
 SECRET = "Zx81-hunter2-longenough"
 PEM = "PRIVATE" + " KEY-----"

@@ -29,7 +29,7 @@ from palaestra.cli import main as command_line
 from palaestra.inference.engines.scripted import ScriptedSession
 from palaestra.rollouts.events import RolloutEnded, RolloutResumed
 from palaestra.rollouts.journal.journal import Journal, read_journal
-from palaestra.sandbox.local.client import SlotClient
+from palaestra_slots.sandbox.local.client import SlotClient
 
 STEPS = ("wc -l < a.txt > lines.txt", "cat a.txt lines.txt", "cp lines.txt answer.txt; cat answer.txt")
 ENVIRONMENT = f"""

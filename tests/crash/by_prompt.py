@@ -18,7 +18,6 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
 from palaestra.inference.serving.model_server import ModelServer
 from palaestra.inference.templates import ChatFormat
@@ -26,6 +25,7 @@ from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
 from palaestra.testing.fake_engine import Misspeller, toy_logprob
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_slots.core.types import JSON
 
 TURN = "<|im_start|>assistant"
 

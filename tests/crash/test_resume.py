@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from envs import scripts
-from palaestra.core.errors import ConfigError
 from palaestra.rollouts.events import RolloutEnded
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.resume.state import read_finished, repair
+from palaestra_slots.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 

@@ -12,13 +12,18 @@ import click
 from palaestra.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src" / "palaestra"
-FOLDERS = [ROOT, PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir() and path.name != "__pycache__")]
-OURS = {path.name for path in (*ROOT.iterdir(), *FOLDERS) if path.is_dir()} - {".git"}
+PACKAGES = {"palaestra": ROOT / "src/palaestra", "palaestra_slots": ROOT / "packages/slots/src/palaestra_slots"}
+PROJECTS = [ROOT, *ROOT.glob("packages/*")]
+FOLDERS = [
+    *PROJECTS,
+    *PACKAGES.values(),
+    *(path for package in PACKAGES.values() for path in package.rglob("*") if path.is_dir()),
+]
+OURS = {path.name for path in (*ROOT.iterdir(), *FOLDERS) if path.is_dir() and path not in PROJECTS} - {".git"}
 """First parts of a path in this repository; one that starts otherwise is a file of a workspace or of a run."""
 PLACEHOLDER = re.compile(r"\b[A-Z]+(_|\.|/|$)")
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -38,9 +43,9 @@ def shell_lines(page: Path) -> list[str]:
 
 
 def imported(code: str) -> set[str]:
-    """`module.name` of everything that the code imports from the package."""
+    """`module.name` of everything that the code imports from our packages."""
     froms = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
-    ours = [node for node in froms if node.module and node.module.split(".")[0] == "palaestra"]
+    ours = [node for node in froms if node.module and node.module.split(".")[0] in PACKAGES]
     return {f"{node.module}.{alias.name}" for node in ours for alias in node.names}
 
 
@@ -52,7 +57,8 @@ def exists(name: str) -> bool:
         try:
             found = importlib.import_module(candidate)
         except ModuleNotFoundError as error:
-            source = PACKAGE.parent / f"{candidate.replace('.', '/')}.py"
+            package = PACKAGES[candidate.partition(".")[0]]
+            source = package.parent / f"{candidate.replace('.', '/')}.py"
             if str(error.name).startswith("palaestra") or not source.is_file():
                 continue
             return attribute in {getattr(node, "name", None) for node in ast.parse(source.read_text()).body}
@@ -69,7 +75,7 @@ def test_paths_exist() -> None:
 
 def test_modules_and_imports_exist() -> None:
     for page in PAGES:
-        names = {span for span in spans(page) if re.fullmatch(r"palaestra(\.\w+)+", span)}
+        names = {span for span in spans(page) if re.fullmatch(r"palaestra(_slots)?(\.\w+)+", span)}
         for language, code in blocks(page):
             if language == "python":
                 names |= imported(code)

@@ -37,9 +37,9 @@ def test_the_example_gives_the_promised_rewards(
 
 def test_every_folder_in_the_tree_is_there() -> None:
     page = README.parent / "docs" / "architecture.md"
-    tree = re.search(r"```\nsrc/palaestra/\n(.*?)```", page.read_text(), re.DOTALL)
+    tree = re.search(r"```\n(packages/slots/src/palaestra_slots/\n.*?)```", page.read_text(), re.DOTALL)
     assert tree is not None
-    root, package = README.parent, README.parent / "src" / "palaestra"
+    root = package = README.parent
     outer = ""
     for line in tree.group(1).splitlines():
         names = re.match(r" *(\S+/(?:  \S+/)*)(?= |$)", line)
@@ -47,6 +47,7 @@ def test_every_folder_in_the_tree_is_there() -> None:
             continue
         indent = len(line) - len(line.lstrip())
         for name in names[1].split():
+            package = root / name if indent == 0 else package
             outer = name if indent == 2 else outer
             path = {0: root / name, 2: package / name}.get(indent, package / outer / name)
             assert path.is_dir(), line

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.io.threads import LoopThread
 from palaestra.testing.tiny_model import make_tiny
+from palaestra_slots.core.io.threads import LoopThread
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 pytest.importorskip("tinker")

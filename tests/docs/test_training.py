@@ -15,10 +15,10 @@ from types import ModuleType
 import pytest
 from recorded import META, groups, sky
 
-from palaestra.core.types import JSON
 from palaestra.rollouts.export.formats import FORMATS, exporter_named
 from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.types import JSON
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text("utf-8")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.sandbox.isolation.isolation_probe import probe
+from palaestra_slots.sandbox.isolation.isolation_probe import probe
 from programs import nap
 
 CLASS_ENV = '''

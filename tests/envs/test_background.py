@@ -19,7 +19,7 @@ ENVIRONMENT = '''
 import json
 
 from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
-from palaestra.core.types import ToolStep
+from palaestra_slots.core.types import ToolStep
 
 LEFT = "cp $(command -v sleep) left-2001; touch up; exec ./left-2001 2001"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.types import Blame
 from palaestra.rollouts.journal.reader import Recording
+from palaestra_slots.core.types import Blame
 
 pytestmark = pytest.mark.slots
 

@@ -10,8 +10,8 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from palaestra.core.errors import ConfigError, TaskError
 from palaestra.envs.datasets import Row, read_rows
+from palaestra_slots.core.errors import ConfigError, TaskError
 
 ROWS: list[Row] = [{"id": "a", "question": "Where, and\nwhen?"}, {"id": "b", "question": 'the "other" one'}]
 

@@ -11,8 +11,8 @@ import pytest
 from palaestra import HermesAgentEnvConfig, Task, environment, tool
 from palaestra.cli.main import main
 from palaestra.contract.agent_env import AgentEnvConfig
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 QUIZ = '''
 from palaestra import Score, Task, ToolStep, environment

@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.types import Task
 from palaestra.rollouts.events import GroupStarted, RolloutEnded
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.records import Group
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Rung
-from palaestra.sandbox.snapshots.folder import SnapshotStore, StoredSnapshot
 from palaestra.suites.swe.swe_row import RowKind, SweRow
 from palaestra.suites.swe.swe_smith_oracle import ResolvedRow, SweEnvironment, SweSmithOracleEnvConfig
 from palaestra.suites.toolchain.toolchain import Install, Toolchain
+from palaestra_slots.core.types import Task
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Rung
+from palaestra_slots.sandbox.snapshots.folder import SnapshotStore, StoredSnapshot
 from programs import killed_after, until
 
 pytestmark = pytest.mark.slots
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slots
 ENV = """
 from pathlib import Path
 from palaestra import Score, Task, environment
-from palaestra.sandbox.snapshots.folder import SnapshotStore
+from palaestra_slots.sandbox.snapshots.folder import SnapshotStore
 
 SETUP = "sleep SLEEP; cat /proc/sys/kernel/random/uuid > made; mkdir deep; seq 1000 > deep/numbers"
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from envs.scripts import groups_file
-from palaestra.core.types import Outcome
 from palaestra.rollouts.events import RolloutEnded, RunEnded
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.observe.status import RunReader
+from palaestra_slots.core.types import Outcome
 
 pytestmark = pytest.mark.slots
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError
 from palaestra.envs.scaffold import write_environment
+from palaestra_slots.core.errors import ConfigError
 
 
 def said(*argv: str) -> int:

@@ -14,8 +14,6 @@ import pytest
 from palaestra import HermesAgentBaseEnv, HermesAgentLoop
 from palaestra.agent.result import AgentResult
 from palaestra.contract.tool_context import ToolContext
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.envs.config.build import server_settings
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
@@ -30,6 +28,8 @@ from palaestra.rollouts.journal.verify import verify_run
 from palaestra.rollouts.rollout import Rollout
 from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 CALL = '<tool_call>\n{"name": "list_nothing", "arguments": {}}\n</tool_call>'
 

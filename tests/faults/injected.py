@@ -13,9 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import GraderError
-from palaestra.core.retry import RetryPolicy
-from palaestra.core.types import JSON, Blame, Limits, Score, Task
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
@@ -26,11 +23,14 @@ from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.slot import Slot
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.testing.fake_engine import toy_tokenizer
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import Kit
+from palaestra_slots.core.errors import GraderError
+from palaestra_slots.core.retry import RetryPolicy
+from palaestra_slots.core.types import JSON, Blame, Limits, Score, Task
+from palaestra_slots.sandbox.slot import Slot
 
 ENGINE_FAULTS: Mapping[str, FakeAnswer] = {
     "429": FakeAnswer({"error": {"message": "slow down"}}, status=429),

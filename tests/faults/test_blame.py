@@ -18,8 +18,8 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 
 pytestmark = pytest.mark.slots
 

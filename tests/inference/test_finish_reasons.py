@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.core.errors import EngineReplyError, ReplyWithheld
 from palaestra.inference.finish_reasons import Ending, ending_of, read_finish_reason
+from palaestra_slots.core.errors import EngineReplyError, ReplyWithheld
 
 DOCUMENTED = {
     "OpenAI chat": {"stop": "stop", "length": "length", "tool_calls": "stop", "content_filter": "content_filter"},

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError, EngineUnavailable
-from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
@@ -38,6 +36,8 @@ from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.testing.fake_engine import toy_tokenizer
 from palaestra.testing.tiny_model import chat_template, save_tokenizer, train_tokenizer
+from palaestra_slots.core.errors import ConfigError, EngineUnavailable
+from palaestra_slots.core.types import JSON
 
 MODELS = {"object": "list", "data": [{"id": "m", "object": "model"}]}
 

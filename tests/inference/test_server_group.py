@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from palaestra.core.errors import ConfigError, EngineRefused
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.inference.server_group import ServerGroup, create_engine
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_slots.core.errors import ConfigError, EngineRefused
+from palaestra_slots.core.types import JSON, Message
 
 HI: list[Message] = [{"role": "user", "content": "hi"}]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.fake_engine import toy_tokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 
 @pytest.fixture

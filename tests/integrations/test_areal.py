@@ -9,10 +9,10 @@ import pytest
 from bug_fixing import fix_calc
 from rollout_servers import idle, refusing, solving
 
-from palaestra.core.errors import ConfigError
 from palaestra.integrations.areal import Agent
 from palaestra.integrations.blame import Dropped
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer
+from palaestra_slots.core.errors import ConfigError
 
 pytestmark = pytest.mark.slots
 

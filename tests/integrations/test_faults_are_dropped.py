@@ -23,8 +23,6 @@ from rollout_servers import solving
 import palaestra
 from faults.injected import kill_slot
 from palaestra import Scored, Task, Trajectory, Unscored, environment
-from palaestra.core.retry import RetryPolicy
-from palaestra.core.types import JSON, Blame, Limits
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import OpenAIEngine
@@ -35,6 +33,8 @@ from palaestra.rollouts.records import Group
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.trainers.advantages import UNSCORED, Batch
 from palaestra.trainers.atropos.groups import fitting, scored_data
+from palaestra_slots.core.retry import RetryPolicy
+from palaestra_slots.core.types import JSON, Blame, Limits
 from programs import nap
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

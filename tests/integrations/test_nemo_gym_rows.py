@@ -22,10 +22,10 @@ from aiohttp import web
 
 import palaestra
 from palaestra import ConfigError, TaskError
-from palaestra.core.io.http_server import listening
 from palaestra.envs.discovery import load_environment
 from palaestra.integrations.nemo_gym_rows import nemo_gym_form
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_slots.core.io.http_server import listening
 
 Reply = tuple[str, dict[str, Any]] | str
 """What the model says: a call of a tool with its arguments, or a text."""

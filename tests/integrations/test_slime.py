@@ -15,9 +15,9 @@ from bug_fixing import TOKENIZER, Fixer, fix_calc
 from rollout_servers import toy_folder
 from slime.utils.types import Sample
 
-from palaestra.core.errors import ConfigError
 from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.integrations.slime import custom_generate, keep_scored
+from palaestra_slots.core.errors import ConfigError
 
 pytestmark = pytest.mark.slots
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 200, "stop": None}

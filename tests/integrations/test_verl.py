@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigWrap
 from verl.workers.rollout.replica import TokenOutput
 
-from palaestra.core.errors import ConfigError
 from palaestra.integrations.verl import EnvironmentLoop, grpo_scored
+from palaestra_slots.core.errors import ConfigError
 
 pytestmark = pytest.mark.slots
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from talking import Talk, trainer
 
 from interop.peer import until
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 Row = tuple[list[int], list[int], list[float], float]
 """Tokens, masks, log-probabilities and score of one rollout."""

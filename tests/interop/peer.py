@@ -19,7 +19,7 @@ from typing import Self
 
 import aiohttp
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 ROOT = Path(__file__).parents[2]
 THEIRS = ROOT / ".venv-interop/bin/python"

@@ -23,8 +23,8 @@ from interop.peer import (
     running,
     until,
 )
-from palaestra.core.types import JSON
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.types import JSON
 
 Conversation = Callable[[Talk, Server], Awaitable[JSON]]
 

@@ -9,8 +9,8 @@ import pytest
 
 from interop.peer import lines
 from interop.sides import SIDES, groups_file, process_stock, processed
-from palaestra.core.types import JSON
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.types import JSON
 
 TOKENS = ("tokens", "masks", "scores", "messages")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from interop.peer import OURS, SCRIPTS, THEIRS, ended
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 RUN = "import palaestra.compat, runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 

@@ -20,13 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import JSON, Task
 from palaestra.envs.cheats.proof import PolicyRuns, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import PatchPolicy
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Slot
 from palaestra.suites.swe.row_tests import run_row
 from palaestra.suites.swe.swe_smith_oracle import (
     REPOSITORY,
@@ -36,6 +33,9 @@ from palaestra.suites.swe.swe_smith_oracle import (
 )
 from palaestra.suites.swe.workspace import unpack
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.types import JSON, Task
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import Slot
 from suites.conftest import installed_pytest as installed_pytest
 from suites.swe.published import BUGGY, RIGHT, Files, Source, git
 

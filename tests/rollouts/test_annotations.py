@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from palaestra.core.errors import ConfigError
 from palaestra.rollouts.annotations import (
     ANNOTATION_SCHEMA,
     ANNOTATIONS_NAME,
@@ -21,6 +20,7 @@ from palaestra.rollouts.annotations import (
     read_annotations,
     write_annotations,
 )
+from palaestra_slots.core.errors import ConfigError
 
 WRITER = """
 import sys

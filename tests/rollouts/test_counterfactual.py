@@ -19,7 +19,6 @@ import palaestra
 from envs.agent_script import WITH_META
 from palaestra import ConfigError, Rollout, Slot, Task, environment
 from palaestra.cli.main import main
-from palaestra.core.types import JSON, Blame, Outcome
 from palaestra.envs.run.library import assembled
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
@@ -42,6 +41,7 @@ from palaestra.rollouts.journal.verify import verify_run
 from palaestra.rollouts.records import Origin, Trajectory
 from palaestra.testing.fake_engine import toy_tokenizer
 from palaestra.trainers.advantages import COUNTERFACTUAL, Batch
+from palaestra_slots.core.types import JSON, Blame, Outcome
 
 pytestmark = pytest.mark.slots
 

@@ -16,9 +16,6 @@ import pytest
 from toy import ADD, Sums, changed, services, sum_task
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import ConfigError, SlotLost
-from palaestra.core.types import JSON, Blame, Outcome, Score, Task
-from palaestra.core.user_code import leaves
 from palaestra.rollouts.environment import GroupCollection
 from palaestra.rollouts.events import TurnTaken
 from palaestra.rollouts.export.atropos import encode_line, group_line
@@ -30,9 +27,12 @@ from palaestra.rollouts.records import Group, TokenRow
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import Phase, Projection
-from palaestra.sandbox.slot import SlotSpec
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool
+from palaestra_slots.core.errors import ConfigError, SlotLost
+from palaestra_slots.core.types import JSON, Blame, Outcome, Score, Task
+from palaestra_slots.core.user_code import leaves
+from palaestra_slots.sandbox.slot import SlotSpec
 
 
 def run(env: Sums, folder: Path, **limits: float) -> list[Group]:

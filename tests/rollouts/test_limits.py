@@ -11,13 +11,13 @@ import pytest
 from recorded import rollout
 from toy import Sums, changed, services, sum_task, tell
 
-from palaestra.core.types import JSON, Blame, Outcome, Prices, Task, ToolStep
 from palaestra.rollouts.events import GroupFinished, RolloutEnded, TokensSpent, TurnTaken
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.limits import RunLimits
 from palaestra.rollouts.records import Beside, Group, Trajectory
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import RunContext
+from palaestra_slots.core.types import JSON, Blame, Outcome, Prices, Task, ToolStep
 
 
 def ended(blame: Blame | None = None, outcome: Outcome = Outcome.INFRA_ERROR, index: int = 0) -> Trajectory:

@@ -13,7 +13,6 @@ import pytest
 from msgspec.structs import replace
 
 from palaestra import Task, ToolStep, environment
-from palaestra.core.types import Outcome
 from palaestra.doors.batch.batch_files import write_batch_files
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
@@ -24,6 +23,7 @@ from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.observe.metrics import Figures, summarise
 from palaestra.rollouts.records import Beside, Group, Trajectory
+from palaestra_slots.core.types import Outcome
 
 N = 60
 MANY = 500

@@ -13,9 +13,9 @@ import pytest
 from bug_fixing import TOKENIZER, Fixer, fix_calc, repaired_by_tool
 
 import palaestra
-from palaestra.core.errors import ConfigError, EngineUnavailable
-from palaestra.core.types import JSON, Blame, Outcome
 from palaestra.rollouts.records import Trajectory
+from palaestra_slots.core.errors import ConfigError, EngineUnavailable
+from palaestra_slots.core.types import JSON, Blame, Outcome
 from tools.mcp.serving import command
 
 pytestmark = pytest.mark.slots

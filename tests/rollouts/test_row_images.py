@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import palaestra
-from palaestra.core.errors import ImageError, TaskError
-from palaestra.core.types import Blame, Task
 from palaestra.rollouts.workspaces import image_of
+from palaestra_slots.core.errors import ImageError, TaskError
+from palaestra_slots.core.types import Blame, Task
 
 pytestmark = pytest.mark.slots
 

@@ -15,8 +15,6 @@ import pytest
 from toy import ADD, NoSlots, Sums, add, by_last_tool_result, changed, services, sum_task, until_cancelled
 
 from palaestra.agent.budget import Budget
-from palaestra.core.errors import ConfigError, EngineUnavailable, GraderError, ImageError
-from palaestra.core.types import JSON, Blame, Outcome, Score, Task
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.journal.reader import Recording
@@ -26,9 +24,11 @@ from palaestra.rollouts.resume.state import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.spec import AgentSettings, RunContext
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolRun
+from palaestra_slots.core.errors import ConfigError, EngineUnavailable, GraderError, ImageError
+from palaestra_slots.core.types import JSON, Blame, Outcome, Score, Task
+from palaestra_slots.sandbox.slot import Slot
 
 
 def run(env: Sums, shared: RunContext, *, concurrency: int = 2, limit: int | None = None) -> tuple[Totals, list[Group]]:

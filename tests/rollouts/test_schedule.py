@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy import Sums, changed, services, sum_task
 
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.types import Outcome, Task
 from palaestra.rollouts.events import AttemptDiscarded, GroupEnded, GroupStarted, RolloutEnded, RunStarted
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.journal.reader import Recording
@@ -20,6 +18,8 @@ from palaestra.rollouts.records import Beside, Group, Trajectory
 from palaestra.rollouts.resume.state import read_finished
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.schedule import Numbered, counted, numbered, read_timings, slowest_first
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.types import Outcome, Task
 
 
 class Source:

@@ -18,11 +18,11 @@ import pytest
 import palaestra
 from envs.scripts import acting
 from palaestra import Run, Say, Task, environment
-from palaestra.core.errors import IsolationUnavailable
-from palaestra.core.types import Limits, Outcome, ToolStep
 from palaestra.envs.api.function_env import FunctionEnvironment
 from palaestra.rollouts.records import Trajectory
-from palaestra.sandbox.slot import Slot
+from palaestra_slots.core.errors import IsolationUnavailable
+from palaestra_slots.core.types import Limits, Outcome, ToolStep
+from palaestra_slots.sandbox.slot import Slot
 from sandbox.processes import share_memory_with_inits
 from sandbox.somebody import run_suite
 

@@ -18,8 +18,6 @@ from manual_clock import ManualClock
 from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import SYSTEM_PROMPT
-from palaestra.core.errors import EngineUnavailable
-from palaestra.core.types import JSON, Blame, Message, Outcome, Prices, Task
 from palaestra.inference.chat_server import ChatServer, Engine, SessionContext
 from palaestra.inference.engine import (
     ChatChoice,
@@ -53,6 +51,8 @@ from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
 from palaestra.tools.builtin.todo import TODO
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.errors import EngineUnavailable
+from palaestra_slots.core.types import JSON, Blame, Message, Outcome, Prices, Task
 from rollouts.resume.test_recorded_turns import cut, middle, part, taken_up
 
 Speaks = Callable[[str, int], str | None]

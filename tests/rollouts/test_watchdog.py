@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from toy import Sums, changed, services
 
-from palaestra.core.errors import EngineUnavailable, InfraError, PrepareError, SandboxError, ToolStuck
-from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.events import Alive
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import RolloutSpec, Seeded
 from palaestra.rollouts.watchdog import WAITING_FOR, Stages
+from palaestra_slots.core.errors import EngineUnavailable, InfraError, PrepareError, SandboxError, ToolStuck
+from palaestra_slots.core.types import Blame, Outcome
 
 SOON = 0.02
 

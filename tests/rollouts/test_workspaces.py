@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 from toy import NoSlots
 
-from palaestra.core.errors import PrepareError, SandboxError
 from palaestra.rollouts.events import Alive
 from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.watchdog import Stages
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
+from palaestra_slots.core.errors import PrepareError, SandboxError
+from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot
 
 
 def snapshot(name: str) -> Snapshot:

@@ -9,8 +9,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from palaestra.core.errors import SandboxError
-from palaestra.core.types import JSON, Score, Task, ToolStep
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
@@ -20,9 +18,11 @@ from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.slot import Change, Slot, SlotSource, SlotSpec, Snapshot, View
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
+from palaestra_slots.core.errors import SandboxError
+from palaestra_slots.core.types import JSON, Score, Task, ToolStep
+from palaestra_slots.sandbox.slot import Change, Slot, SlotSource, SlotSpec, Snapshot, View
 
 
 async def add(arguments: Mapping[str, JSON], run: ToolRun) -> Mapping[str, JSON]:

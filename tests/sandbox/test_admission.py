@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import AcquireTimeout
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
-from palaestra.sandbox import admission
-from palaestra.sandbox.admission import (
+from palaestra_slots.core.errors import AcquireTimeout
+from palaestra_slots.sandbox import admission
+from palaestra_slots.sandbox.admission import (
     DEFAULT_SLOTS,
     RESERVE_BYTES,
     SLOT_BYTES,
@@ -22,8 +22,8 @@ from palaestra.sandbox.admission import (
     slot_limit,
     unchecked_slots,
 )
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 
 MUCH, MANY = 1 << 40, 1 << 20
 

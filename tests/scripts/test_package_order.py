@@ -16,10 +16,10 @@ spec.loader.exec_module(package_order)
 
 TREE = {
     "__init__": "if TYPE_CHECKING:\n    from palaestra.contract.base_env import BaseEnv\n",
-    "core.errors": "",
+    "palaestra_slots.core.errors": "",
     "contract.__init__": "",
-    "contract.base_env": "from palaestra.sandbox.pool import SlotPool\n",
-    "sandbox.pool": "from palaestra.core.errors import SlotLost\n",
+    "contract.base_env": "from palaestra_slots.sandbox.pool import SlotPool\n",
+    "palaestra_slots.sandbox.pool": "from palaestra_slots.core.errors import SlotLost\n",
     "cluster.worker": "",
     "tools.runtime.ttl": "",
     "tools.web.fetch": "",
@@ -29,7 +29,8 @@ TREE = {
 
 def offenders(root: Path, **sources: str) -> set[tuple[str, str]]:
     for module, source in {**TREE, **sources}.items():
-        path = root / f"{module.replace('.', '/')}.py"
+        folder = "packages/slots/src" if module.startswith("palaestra_slots.") else "src/palaestra"
+        path = root / folder / f"{module.replace('.', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
     found: set[tuple[str, str]] = package_order.against_the_order(root)
@@ -63,9 +64,10 @@ def test_a_library_that_imports_an_extension_is_found(tmp_path: Path, source: st
         ("viewer.page", "import palaestra.cluster.worker", True),
         ("doors.gateway.jobs", "from palaestra.tools.web.fetch import get", False),
         ("doors.gateway.jobs", "from palaestra.tools.runtime.ttl import Expiry", True),
-        ("inference.engine", "import palaestra.core.errors", False),
-        ("inference.engine", "import palaestra.sandbox.pool", True),
-        ("sandbox.slot", "import palaestra.envs.form", True),
+        ("inference.engine", "import palaestra_slots.core.errors", False),
+        ("inference.engine", "import palaestra_slots.sandbox.pool", True),
+        ("palaestra_slots.sandbox.slot", "import palaestra.envs.form", True),
+        ("palaestra_slots.sandbox.slot", "from palaestra_slots.core.errors import SlotLost", False),
         ("envs.run", "SCHEMA = 'palaestra.viewer'", False),
     ],
 )

@@ -13,8 +13,8 @@ from recorded import write_run
 from rich.console import Console
 
 from palaestra import open_run
-from palaestra.core.types import Outcome
 from palaestra.rollouts.records import Beside, Group, Trajectory
+from palaestra_slots.core.types import Outcome
 
 ROOT = Path(__file__).parents[2]
 

@@ -33,8 +33,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from aiohttp import web
 
-from palaestra.core.io.http_server import Handler, listening
-from palaestra.core.types import JSON
+from palaestra_slots.core.io.http_server import Handler, listening
+from palaestra_slots.core.types import JSON
 from stand_ins.fake_kubernetes_exec import SPDY, SpdyConnection, answer_websocket
 from stand_ins.fake_kubernetes_pod import PATH, PodNode, RunningPod, now
 from stand_ins.served import served_in_thread

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from aiohttp import WSMsgType, web
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 CHANNELS = ("stdin", "stdout", "stderr", "error")
 """The channels of an exec; their positions are the first bytes of messages."""

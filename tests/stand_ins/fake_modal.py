@@ -40,7 +40,7 @@ from modal_proto import api_pb2, task_command_router_pb2
 from modal_proto.api_grpc import ModalClientBase
 from modal_proto.task_command_router_grpc import TaskCommandRouterBase
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 Router = task_command_router_pb2
 T = TypeVar("T")

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from palaestra.core.io.http_server import listening
-from palaestra.core.types import JSON
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.core.types import JSON
 from stand_ins.fake_nomad_task import SECOND, RunningTask
 from stand_ins.served import served_in_thread
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Protocol
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 SECOND = 10**9
 """One second in nanoseconds, Nomad's unit of durations."""

@@ -3,9 +3,9 @@
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot, View
 from palaestra.suites.toolchain.toolchain import Toolchain
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot, View
 
 REPO = "/workspace/repo"
 FILES = {

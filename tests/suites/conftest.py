@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Mount
 from palaestra.suites.toolchain.toolchain import DEPENDENCIES_DIR, DependencyCache, Install, Toolchain, interpreter
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Mount
 from suites.bench import Bench, RunBench
 
 _PYTEST = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")

@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from palaestra.core.types import Task, ToolStep
 from palaestra.envs.cheats.proof import first_tasks, parse_settings, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.run.run import opened
 from palaestra.inference.server_group import ServerGroup
+from palaestra_slots.core.types import Task, ToolStep
 from suites.honest_work import VariantPolicy
 from suites.swe.forgers import known_of, rows_of
 

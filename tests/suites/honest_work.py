@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from palaestra.core.types import Message, Task, ToolStep
 from palaestra.envs.cheats.proof import first_tasks, parse_settings, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.discovery import load_environment
@@ -27,6 +26,7 @@ from palaestra.rollouts.environment import Environment
 from palaestra.suites.hermes_swe.programming_task import ProgrammingTask
 from palaestra.suites.swe.swe_smith_oracle import SweEnvironment
 from palaestra.suites.swe.workspace import solution_files
+from palaestra_slots.core.types import Message, Task, ToolStep
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Change = Callable[[ast.Module, Random], None]

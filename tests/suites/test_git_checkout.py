@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import TaskError
 from palaestra.suites.git_checkout import checked_path, checked_url, git_checkout, inside
+from palaestra_slots.core.errors import TaskError
 
 OWNER = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=main"]
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.server_checks import CheckState, writing_checks
 from palaestra.inference.templates import ChatTemplate
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.tiny_model import SPECIAL, TAGS, chat_template, make_tiny, save_tokenizer, train_tokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs the extra 'train': make test-torch")

@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 import pytest
 
-from palaestra.core.errors import IsolationUnavailable
-from palaestra.core.types import JSON
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Slot, SlotSpec
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core.errors import IsolationUnavailable
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Slot, SlotSpec
 
 
 class Desk:

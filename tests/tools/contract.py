@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 PARAMETERS: Mapping[str, str] = {
     "terminal": "command! background timeout workdir pty check_interval notify_on_complete watch_patterns",

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.tools.arguments import InvalidArguments, compiled
 from palaestra.tools.tool import ToolSchema
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 COMMAND = {
     "type": "object",

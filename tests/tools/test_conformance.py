@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from palaestra.core.types import JSON
 from palaestra.tools.registry.build import build_tool_registry, builtin_tools
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import Tool
+from palaestra_slots.core.types import JSON
 
 from .conftest import AtDesk, Desk
 from .contract import FROM_REPLY, PARAMETERS, SCENES

@@ -13,14 +13,14 @@ import pytest
 from pydantic import BaseModel, Field
 
 from palaestra import ToolMistake, tool
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Task
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import compiled
 from palaestra.tools.decorator import TypedTool
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import Tool, ToolResult, ToolRun
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Task
+from palaestra_slots.sandbox.slot import Slot
 
 
 class Unit(Enum):

@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import FunctionTool, States, ToolCall, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.sandbox.slot import Slot
 
 CLOSED: list[str] = []
 

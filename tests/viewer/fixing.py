@@ -13,13 +13,13 @@ from pathlib import Path
 
 import palaestra
 from palaestra import Task, environment
-from palaestra.core.types import JSON, Label, Score
 from palaestra.inference.engine import Sampled
 from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
-from palaestra.sandbox.slot import Slot
 from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_slots.core.types import JSON, Label, Score
+from palaestra_slots.sandbox.slot import Slot
 
 HOSTILE = (
     "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'> \x1b[31mred\x1b[0m \x1b]0;title\x07"

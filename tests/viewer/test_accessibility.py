@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 from recorded import TWO_CALLS, call, result, rollout, sky, turns, write_run
 
-from palaestra.core.types import Blame, Label, Message, Outcome
 from palaestra.rollouts.annotations import annotation, write_annotations
 from palaestra.rollouts.records import Fork, Group
 from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, write_grade
@@ -22,6 +21,7 @@ from palaestra.viewer.page_file import Chosen, write_page
 from palaestra.viewer.runs import open_runs
 from palaestra.viewer.server import Viewer, serving
 from palaestra.viewer.token_texts import TokenTexts
+from palaestra_slots.core.types import Blame, Label, Message, Outcome
 
 from .test_forks import FIRST, fork, group, named
 from .test_page import TOKEN, browse, go, hostile_run, until

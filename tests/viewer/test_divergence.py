@@ -8,11 +8,11 @@ from array import array
 
 from recorded import call, rollout, say
 
-from palaestra.core.types import JSON, Message
 from palaestra.inference.ledger import Ledger, SegmentReason
 from palaestra.inference.ledger.records import packed
 from palaestra.viewer.check_evidence import check_facts, gist, listed_tests, short
 from palaestra.viewer.divergence import Call, calls_of, differing_call, first_difference, siblings
+from palaestra_slots.core.types import JSON, Message
 
 
 def plain_search(one: list[int], other: list[int]) -> int | None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import JSON
 from palaestra.viewer.run_index import FIELDS
+from palaestra_slots.core.types import JSON
 
 FILTER = Path(__file__).parents[2] / "src/palaestra/viewer/page/filter.js"
 CRITERIA = ["right", "answered", "turns"]

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from recorded import TWO_CALLS, call, result, rollout, turns, write_run
 
-from palaestra.core.types import JSON
 from palaestra.rollouts.counterfactual import FORK_NAME
 from palaestra.rollouts.records import Group, Origin
 from palaestra.viewer.runs import open_runs
+from palaestra_slots.core.types import JSON
 
 from .fixing import HOSTILE
 from .test_page import chromium as chromium

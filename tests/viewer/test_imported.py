@@ -10,8 +10,6 @@ import pytest
 from recorded import embedded, rollout, sky, write_run
 
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.rollouts.annotations import annotation, write_annotations
 from palaestra.rollouts.records import Beside, Group
 from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, write_grade
@@ -19,6 +17,8 @@ from palaestra.viewer.overview import overview
 from palaestra.viewer.rollout_record import CUT, rollout_record, text_at
 from palaestra.viewer.runs import OpenRuns, index_store, open_runs
 from palaestra.viewer.summary import compared, run_summary
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 SUMS = Path(__file__).parents[1] / "rollouts/imports/logs/sums.eval"
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from playwright.async_api import Browser, Page
 
-    from palaestra.core.types import JSON
     from palaestra.inference.engine import Sampled
+    from palaestra_slots.core.types import JSON
 
 TASKS, GROUP = 50, 4
 MOST_MB = 150

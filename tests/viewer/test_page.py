@@ -14,13 +14,13 @@ import pytest
 from recorded import rollout, sky, write_run
 
 from palaestra.cli.main import main as palaestra
-from palaestra.core.types import JSON, Blame, Label, Message, Outcome
 from palaestra.rollouts.records import Group, ToolErrorRecord, TurnRecord
 from palaestra.tools.browser.chromium import problem, usable
 from palaestra.viewer.page_file import bundled
 from palaestra.viewer.runs import open_runs
 from palaestra.viewer.server import Viewer, serving
 from palaestra.viewer.token_texts import TokenTexts
+from palaestra_slots.core.types import JSON, Blame, Label, Message, Outcome
 
 from .fixing import HOSTILE
 

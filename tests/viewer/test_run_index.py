@@ -14,8 +14,6 @@ import msgspec
 import pytest
 from recorded import TWO_CALLS, call, fields, groups, result, rollout, sky, write_run
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Blame, Label, Message, Outcome
 from palaestra.rollouts.events import (
     JOURNAL_SCHEMA,
     AttemptDiscarded,
@@ -32,6 +30,8 @@ from palaestra.rollouts.records import Group, SubagentRecord
 from palaestra.viewer.overview import overview
 from palaestra.viewer.run_index import RunIndex, number_of
 from palaestra.viewer.summary import compared, run_summary
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Blame, Label, Message, Outcome
 
 
 def filled(path: Path, store: Path | None = None) -> RunIndex:

@@ -16,8 +16,6 @@ import aiohttp
 import pytest
 from recorded import TWO_CALLS, rollout, sky, write_run
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.rollouts.events import RolloutEnded
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.observe.status_file import STATUS_NAME, STATUS_SCHEMA, started_ticks
@@ -27,6 +25,8 @@ from palaestra.viewer.rollout_record import CUT
 from palaestra.viewer.runs import open_runs
 from palaestra.viewer.server import POLICY, Viewer, serving
 from palaestra.viewer.token_texts import TokenTexts
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 from .fixing import HOSTILE
 

@@ -15,19 +15,19 @@ from typing import TypeAlias
 
 from palaestra.agent.loop import AgentLoop, LoopSettings
 from palaestra.agent.result import AgentResult
-from palaestra.core.config import python_names
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.threads import run_blocking
-from palaestra.core.types import Message
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.server_group import ServerGroup
-from palaestra.sandbox.sandbox import Sandbox
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.decorator import tool
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import Tool
+from palaestra_slots.core.config import python_names
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.threads import run_blocking
+from palaestra_slots.core.types import Message
+from palaestra_slots.sandbox.sandbox import Sandbox
+from palaestra_slots.sandbox.slot import Slot
 
 ToolSource: TypeAlias = Tool | Callable[..., object] | str
 """A tool, a typed function with a docstring, or the name of a toolset."""

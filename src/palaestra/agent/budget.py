@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from palaestra.core.clock import ChargedTo, Clock
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.threads import running_loop
-from palaestra.core.types import JSON, Message, Prices
+from palaestra_slots.core.clock import ChargedTo, Clock
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.threads import running_loop
+from palaestra_slots.core.types import JSON, Message, Prices
 
 BYTES_PER_TOKEN = 4
 """The estimate used until a server has counted the tokens: English and code have three to five bytes per token."""

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from palaestra.agent.replies import Reply, RequestedCall, read_reply
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.inference.engine import (
     AssistantMessage,
@@ -29,6 +28,7 @@ from palaestra.inference.ledger import Ledger
 from palaestra.inference.parsers import get_parser
 from palaestra.tools.call_text import ToolResult
 from palaestra.tools.tool import encodable
+from palaestra_slots.core.types import JSON, Message
 
 _TAGS = ("tool_call>", "think>")
 _ANSWER, _ANSWERED = "<tool_response>", "</tool_response>"

@@ -26,9 +26,9 @@ from palaestra.agent.programs import (
     PipProgram,
     mcp_file,
 )
-from palaestra.core.errors import ConfigError
-from palaestra.core.io import plugins
-from palaestra.core.types import JSON
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io import plugins
+from palaestra_slots.core.types import JSON
 
 CONTEXT_TOKENS, OUTPUT_TOKENS = 128_000, 16_000
 """The sizes that agents are told which want to know them. The run's own limits decide."""

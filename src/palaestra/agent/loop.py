@@ -18,11 +18,11 @@ from palaestra.agent.budget import Budget, Used, WallClock, estimated_tokens
 from palaestra.agent.replies import Reply, read_reply
 from palaestra.agent.result import ENDED_LOOPS, AgentResult, Turn
 from palaestra.agent.tool_calls import ToolCalls
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ContextExceeded, EngineError, InfraError
-from palaestra.core.types import JSON, Blame, Message, Outcome
 from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.errors import ContextExceeded, EngineError, InfraError
+from palaestra_slots.core.types import JSON, Blame, Message, Outcome
 
 OnTurn: TypeAlias = Callable[[Turn, list[Message]], Awaitable[None] | None]
 """Called after every turn with the turn and the messages that it added. It is not called for a turn that cancellation,

@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from palaestra.core.errors import SandboxError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.inference.engine import ChatCompletion, TextCompletion
 from palaestra.inference.ledger import Ledger
-from palaestra.sandbox.slot import Slot
+from palaestra_slots.core.errors import SandboxError
+from palaestra_slots.core.types import JSON, Message
+from palaestra_slots.sandbox.slot import Slot
 
 logger = logging.getLogger(__name__)
 

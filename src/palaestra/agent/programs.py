@@ -30,12 +30,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.file_lock import file_lock
-from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON
-from palaestra.sandbox.images.image_folders import default_folder
-from palaestra.sandbox.slot import Mount, Slot
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.file_lock import file_lock
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.images.image_folders import default_folder
+from palaestra_slots.sandbox.slot import Mount, Slot
 
 HOME = "/tmp/agent"  # noqa: S108  inside the slot, outside the workspace that is graded
 PROMPT_FILE = f"{HOME}/prompt.txt"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from palaestra.core.errors import EngineReplyError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.finish_reasons import read_finish_reason
+from palaestra_slots.core.errors import EngineReplyError
+from palaestra_slots.core.types import JSON, Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from palaestra.core.types import JSON, Blame, Message, Outcome, Usage
 from palaestra.tools.call_text import ToolCall, ToolResult
 from palaestra.tools.inner_calls import InnerCall
 from palaestra.tools.tool import ToolMistake
+from palaestra_slots.core.types import JSON, Blame, Message, Outcome, Usage
 
 
 @dataclass(init=False)

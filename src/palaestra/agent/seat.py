@@ -17,11 +17,11 @@ from palaestra.agent.loop import AgentLoop, LoopSettings, OnTurn
 from palaestra.agent.subagents import Agent, Subagents
 from palaestra.agent.tool_calls import ToolHandler, handler_runtime
 from palaestra.inference.chat_server import ChatServer, chat_server
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK, Delegation
 from palaestra.tools.inner_calls import InnerCall, InnerCalls
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRuntime
+from palaestra_slots.sandbox.slot import Slot
 
 
 class SlotPlace(Protocol):

@@ -23,10 +23,7 @@ from typing import Protocol
 from palaestra.agent.budget import Budget
 from palaestra.agent.loop import AgentLoop, OnTurn
 from palaestra.agent.result import AgentResult, Subagent
-from palaestra.core.errors import ConfigError, ContextExceeded
-from palaestra.core.types import Message, Outcome
 from palaestra.inference.chat_server import ChatServer, chat_server
-from palaestra.processes.registry import ProcessRegistry
 from palaestra.tools.builtin.delegate_task import Assignment, Delegation, SubagentReport
 from palaestra.tools.builtin.execute_code import Programs
 from palaestra.tools.human.approval import Approvals
@@ -35,6 +32,9 @@ from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.registry.toolsets import TOOLSETS, resolve_toolsets
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolMistake
+from palaestra_slots.core.errors import ConfigError, ContextExceeded
+from palaestra_slots.core.types import Message, Outcome
+from palaestra_slots.processes.registry import ProcessRegistry
 
 MAX_DEPTH = 1
 """The maximum nesting depth of sub-agents. A sub-agent at this depth has no `delegate_task`."""

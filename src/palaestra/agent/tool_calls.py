@@ -17,11 +17,11 @@ from typing import TypeAlias
 
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import ToolError
-from palaestra.core.types import JSON, Message
 from palaestra.tools.arguments import ArgumentSchema, InvalidArguments, compiled
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import CheckedCall, ToolMiddleware, ToolRuntime
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolOutcome, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.types import JSON, Message
 
 ToolHandler: TypeAlias = Callable[[str, dict[str, JSON], str | None], Awaitable[str]]
 """`await handler(name, arguments, task_id)` returns the JSON text that the model reads."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_runs
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import plural
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import plural
 
 if TYPE_CHECKING:
     from palaestra.rollouts.annotations import Judgement
@@ -66,9 +66,9 @@ def command(
     author: str | None,
     as_json: bool,
 ) -> None:
-    from palaestra.core.printable import printable
     from palaestra.rollouts.annotations import Judgement, annotation, read_annotations, write_annotations
     from palaestra.rollouts.journal.reader import find_rollout, journal_of
+    from palaestra_slots.core.printable import printable
 
     journal = journal_of(run)
     ids = [find_rollout(journal, each) for each in dict.fromkeys(rollouts)]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_runs
-from palaestra.core.exits import plural
+from palaestra_slots.core.exits import plural
 
 if TYPE_CHECKING:
-    from palaestra.core.types import JSON
     from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores
+    from palaestra_slots.core.types import JSON
 
 _SHOWN = 20
 _SHOWN_SETTINGS = 15
@@ -48,8 +48,8 @@ _SHOWN_SETTINGS = 15
     "--json", "as_json", is_flag=True, help="Print JSON with every task; further comparisons are in `others`."
 )
 def command(run: str, others: tuple[str, ...], by: str, as_json: bool) -> None:
-    from palaestra.core.errors import ConfigError
     from palaestra.rollouts.observe.compare_runs import compare, differing_settings
+    from palaestra_slots.core.errors import ConfigError
 
     runs = [_scores(each) for each in (run, *others)]
     judged = any(each.judged for each in runs) and by == "reward"

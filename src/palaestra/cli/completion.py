@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from palaestra.core.errors import ConfigError
+from palaestra_slots.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from palaestra.envs.config.command_line import CommandLine
@@ -132,7 +132,7 @@ def _named(context: click.Context) -> str | None:
 def _values(context: click.Context, flag: str, incomplete: str) -> list[CompletionItem]:
     """Return the possible values of an environment's flag. If they do not form a known list, the shell completes
     paths."""
-    from palaestra.core.config import SHORT_FORMS
+    from palaestra_slots.core.config import SHORT_FORMS
 
     if flag == "--policy":
         return _starting(incomplete, ((name, "") for name in ("oracle", "noop", "patch:", "replay:")))
@@ -149,13 +149,13 @@ def _values(context: click.Context, flag: str, incomplete: str) -> list[Completi
 
 
 def _isolations() -> Iterable[str]:
-    from palaestra.sandbox.slot import Rung
+    from palaestra_slots.sandbox.slot import Rung
 
     return ["best", *(rung.label for rung in sorted(Rung, reverse=True))]
 
 
 def _backends() -> Iterable[str]:
-    from palaestra.sandbox.backends.registry import backend_names
+    from palaestra_slots.sandbox.backends.registry import backend_names
 
     return backend_names()
 
@@ -200,10 +200,10 @@ def _line(form: Form) -> CommandLine[BaseEnvConfig, APIServerConfig]:
 def _form(context: click.Context) -> Form | None:
     """Return the environment that the command line names, or the environment of the run to resume; None if it cannot be
     loaded."""
-    from palaestra.core.errors import PalaestraError
     from palaestra.envs.config.dotenv import exported, read_keys
     from palaestra.envs.discovery import load_environment
     from palaestra.rollouts.journal.reader import open_recording
+    from palaestra_slots.core.errors import PalaestraError
 
     with contextlib.suppress(PalaestraError), exported(read_keys(Path.cwd())):
         if context.command.name == "batch":

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.core.errors import ConfigError, IsolationUnavailable
-from palaestra.core.exits import FAILED, report
-from palaestra.core.extras import extra_version
-from palaestra.core.io import plugins
-from palaestra.core.printable import printable
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Rung, RungStatus
+from palaestra_slots.core.errors import ConfigError, IsolationUnavailable
+from palaestra_slots.core.exits import FAILED, report
+from palaestra_slots.core.extras import extra_version
+from palaestra_slots.core.io import plugins
+from palaestra_slots.core.printable import printable
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Rung, RungStatus
 
 if TYPE_CHECKING:
     from palaestra.inference.server_checks import Diagnosis, DoctorCheck
-    from palaestra.sandbox.backend_check import BackendFindings
+    from palaestra_slots.sandbox.backend_check import BackendFindings
 
 _EXAMPLES = {
     "docker": "docker_image=python:3.11",
@@ -109,8 +109,8 @@ def command(
     if target is None:
         _machine(as_json)
         return
-    from palaestra.core.io.process_arguments import hide
     from palaestra.inference.server_checks import Target, diagnose
+    from palaestra_slots.core.io.process_arguments import hide
 
     hide(server["api_key"] or "")
     found = asyncio.run(diagnose(Target(target, **server)))
@@ -155,12 +155,12 @@ def _grouped(checks: Sequence[DoctorCheck]) -> list[tuple[str, str, str, str]]:
 
 def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool) -> bool:
     """Check each backend in turn and print the findings. Returns whether all of them work."""
-    from palaestra.core.config import ConfigLayer, merge
     from palaestra.envs.config.dotenv import DOTENV, read_keys
     from palaestra.envs.config.fields import HermesAgentEnvConfig
     from palaestra.envs.config.layers import read_environ, read_words
-    from palaestra.sandbox.backend_check import check_backend
-    from palaestra.sandbox.backends.registry import BUILTIN, backend_names
+    from palaestra_slots.core.config import ConfigLayer, merge
+    from palaestra_slots.sandbox.backend_check import check_backend
+    from palaestra_slots.sandbox.backends.registry import BUILTIN, backend_names
 
     fields = HermesAgentEnvConfig.model_fields
     given: dict[str, JSON] = {}
@@ -197,7 +197,7 @@ def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool)
 
 def _show_findings(findings: Sequence[BackendFindings]) -> None:
     """Print one table, then the reason and the fix for each backend that does not work."""
-    from palaestra.sandbox.backend_check import MEASURED
+    from palaestra_slots.sandbox.backend_check import MEASURED
 
     heading = ("backend", "works", "reached", "credentials", "isolation", "slots", "images", "fork running")
     rows = [(*heading, *(f"{what.replace('_', ' ')} ms" for what in MEASURED))]
@@ -225,7 +225,7 @@ def _word(fact: JSON) -> str:
 
 
 def _machine(as_json: bool) -> None:
-    from palaestra.sandbox.isolation.isolation_probe import probe
+    from palaestra_slots.sandbox.isolation.isolation_probe import probe
 
     ladder = sorted(asyncio.run(probe()), key=lambda step: -step.rung)
     facts = machine_facts()

@@ -17,11 +17,11 @@ from palaestra.cli.completion import (
     complete_settings,
 )
 from palaestra.cli.plugin_group import PluginGroup
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import plural
-from palaestra.core.io import plugins
-from palaestra.core.printable import printable
-from palaestra.core.types import JSON
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.io import plugins
+from palaestra_slots.core.printable import printable
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

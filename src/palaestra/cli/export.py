@@ -17,10 +17,10 @@ from typing import IO, TYPE_CHECKING, Protocol, cast
 import click
 
 from palaestra.cli.completion import complete_formats, complete_runs
-from palaestra.core.exits import plural
-from palaestra.core.host_path import HostPath
-from palaestra.core.io import plugins
-from palaestra.core.types import JSON
+from palaestra.envs.config.host_path import HostPath
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.io import plugins
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.rollouts.export.duplicates import Duplicates
@@ -131,14 +131,14 @@ def command(
     as_json: bool,
     **selection: JSON,
 ) -> None:
-    from palaestra.core.config import nearest
-    from palaestra.core.errors import ConfigError
-    from palaestra.core.types import Outcome
     from palaestra.rollouts.annotations import read_annotations
     from palaestra.rollouts.export.duplicates import Duplicates, duplicates_of
     from palaestra.rollouts.export.formats import exporter_named
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.regraded import read_grades
+    from palaestra_slots.core.config import nearest
+    from palaestra_slots.core.errors import ConfigError
+    from palaestra_slots.core.types import Outcome
 
     known = [outcome.value for outcome in Outcome]
     for outcome in selection["outcomes"]:
@@ -257,7 +257,7 @@ def _written(
     """Write the export. Returns the path, or None for stdout, and the report. A file is written next to its final path
     and renamed when complete; if the user `named` the path and it is a pipe or a device, the export is written into
     it."""
-    from palaestra.core.errors import ConfigError
+    from palaestra_slots.core.errors import ConfigError
 
     try:
         if str(path) == "-":
@@ -276,8 +276,8 @@ def _written(
 
 
 def _filled(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path, ExportReport]:
-    from palaestra.core.io.durable_files import private, unfinished_name
     from palaestra.rollouts.export.atropos import claim_path
+    from palaestra_slots.core.io.durable_files import private, unfinished_name
 
     unfinished = unfinished_name(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_runs
-from palaestra.core.exits import plural
+from palaestra_slots.core.exits import plural
 
 if TYPE_CHECKING:
-    from palaestra.core.types import JSON
     from palaestra.envs.run.regrade import Regraded
     from palaestra.rollouts.regraded import Grade
+    from palaestra_slots.core.types import JSON
 
 
 @click.command(
@@ -63,10 +63,10 @@ def command(
     network: bool,
     as_json: bool,
 ) -> None:
-    from palaestra.core.errors import ConfigError, DiskError
     from palaestra.envs.run.regrade import grade_run
     from palaestra.rollouts.finished_run import open_run
     from palaestra.rollouts.regraded import write_grade
+    from palaestra_slots.core.errors import ConfigError, DiskError
 
     lists = {"strict_labels": strict_labels, "graded_paths": graded_paths, "graded_programs": graded_programs}
     settings: dict[str, JSON] = {} if reward is None else {"reward": reward}

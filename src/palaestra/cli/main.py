@@ -15,8 +15,8 @@ from importlib import import_module
 import click
 
 from palaestra import __version__
-from palaestra.core.errors import ConfigError, DiskError
-from palaestra.core.exits import DONE, USAGE, Program
+from palaestra_slots.core.errors import ConfigError, DiskError
+from palaestra_slots.core.exits import DONE, USAGE, Program
 
 COMMANDS = {
     "run": "Roll out an environment.",
@@ -135,8 +135,8 @@ def cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, report failures, and return an exit code of `palaestra.core.exits`. The console script
-    calls this function."""
+    """Run the command line, report failures, and return an exit code of `palaestra_slots.core.exits`. The console
+    script calls this function."""
     with Program(sys.argv[1:] if argv is None else argv) as program:
         try:
             program.exit_code = cli.main(program.words, prog_name="palaestra", standalone_mode=False) or DONE
@@ -168,7 +168,7 @@ def _in_words(error: click.UsageError) -> str:
     """Return the message about a wrong flag or argument, with the nearest existing flag."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None:
         return f"{error.format_message().rstrip('.')}."
-    from palaestra.core.config import nearest
+    from palaestra_slots.core.config import nearest
 
     flags = [flag for each in error.ctx.command.get_params(error.ctx) for flag in each.opts]
     return f"unknown flag {error.option_name}.{nearest(error.option_name, flags)}"
@@ -183,7 +183,7 @@ _OTHER_WORDS = {
 
 
 def _unknown(word: str) -> str:
-    from palaestra.core.config import nearest  # imported here, so that only this message loads pydantic
+    from palaestra_slots.core.config import nearest  # imported here, so that only this message loads pydantic
 
     hint = f" Did you mean {_OTHER_WORDS[word]}?" if word in _OTHER_WORDS else nearest(word, COMMANDS)
     return f"there is no command {word!r}.{hint} The commands are {', '.join(COMMANDS)}"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io import plugins
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io import plugins
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_runs
-from palaestra.core.exits import FAILED, plural
+from palaestra_slots.core.exits import FAILED, plural
 
 if TYPE_CHECKING:
     from palaestra.rollouts.journal.reader import Recording
@@ -56,10 +56,10 @@ def command(
     network: bool,
     as_json: bool,
 ) -> None:
-    from palaestra.core.printable import printable
     from palaestra.envs.run.replay_run import ReplaySettings, differing, replay, replayable_form
     from palaestra.rollouts.journal.reader import Recording, journal_of
     from palaestra.rollouts.observe.console import make_console
+    from palaestra_slots.core.printable import printable
 
     recording = Recording(journal_of(run).resolve())  # absolute: the replay changes the working directory
     settings = ReplaySettings(environment, tasks, concurrency, network, isolation)
@@ -77,7 +77,7 @@ def command(
 
 
 def _lines(comparison: Comparison, recording: Recording) -> list[str]:
-    from palaestra.core.printable import one_line, printable
+    from palaestra_slots.core.printable import one_line, printable
 
     rate = "none to compare" if comparison.rate is None else f"{100 * comparison.rate:.2f} % equal"
     kinds = ", ".join(f"{kind} {count}" for kind, count in comparison.kinds.most_common())

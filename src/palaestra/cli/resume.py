@@ -11,13 +11,13 @@ import click
 
 from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings
 from palaestra.cli.run import with_old_imports
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import plural
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import plural
 
 if TYPE_CHECKING:
-    from palaestra.core.types import JSON
     from palaestra.envs.form import Form
     from palaestra.rollouts.journal.reader import Recording
+    from palaestra_slots.core.types import JSON
 
 
 @click.command(
@@ -100,12 +100,12 @@ def fork_command(
 ) -> None:
     import msgspec
 
-    from palaestra.core.printable import printable
     from palaestra.envs.run.command import run_command
     from palaestra.envs.run.fork import settings_for
     from palaestra.envs.run.replay_run import recorded_form, where_it_ran
     from palaestra.rollouts.counterfactual import fork_of
     from palaestra.rollouts.journal.reader import RUNS, open_recording
+    from palaestra_slots.core.printable import printable
 
     if any(word.partition("=")[0] == "--resume" for word in settings):
         raise ConfigError("--resume continues a run that exists: use `palaestra resume`")

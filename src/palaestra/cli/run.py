@@ -20,7 +20,7 @@ COMPAT = "--compat"
 def with_old_imports(words: Sequence[str]) -> list[str]:
     """Return the words without `--compat`. If it is among them, let scripts import names by their old module paths."""
     if COMPAT in words:
-        from palaestra.core.io import plugins
+        from palaestra_slots.core.io import plugins
 
         cast("Callable[[], None]", plugins.load(plugins.installed("palaestra.scripts")["old_modules"]))()
     return [word for word in words if word != COMPAT]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_runs
-from palaestra.core.exits import plural
-from palaestra.core.host_path import HostPath
-from palaestra.core.types import JSON
+from palaestra.envs.config.host_path import HostPath
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.rollouts.observe.status import RunStatus
@@ -47,9 +47,9 @@ _SHOWN, _SHOWN_METRICS, _SHOWN_NODES = 5, 10, 20
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch, one line per reading.")
 def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
-    from palaestra.core.errors import ConfigError
     from palaestra.rollouts.journal.reader import journal_of
     from palaestra.rollouts.observe.status import RUNNING, RunReader
+    from palaestra_slots.core.errors import ConfigError
 
     reader = RunReader(journal_of(run))
     while True:

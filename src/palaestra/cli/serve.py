@@ -9,7 +9,7 @@ import click
 
 from palaestra.cli.plugin_group import PluginGroup
 from palaestra.cli.server_options import address_options, json_option, print_url, read_token, token_file
-from palaestra.core.exits import told_to_stop
+from palaestra_slots.core.exits import told_to_stop
 
 
 class _ServeGroup(PluginGroup):
@@ -70,11 +70,11 @@ def model(
 async def _serve_model(
     host: str, port: int, tool_parser: str, device: str | None, seed: int | None, model: str, token: str | None
 ) -> None:
-    from palaestra.core.io.http_server import require_token
     from palaestra.inference.config import APIServerConfig
     from palaestra.inference.engines.transformers import TransformersEngine
     from palaestra.inference.serving.model_server import ModelServer
     from palaestra.inference.tokenizers import no_folder
+    from palaestra_slots.core.io.http_server import require_token
 
     require_token(host, token)
     if "/" not in model and not Path(model).exists():

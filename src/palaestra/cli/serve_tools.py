@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from palaestra.cli.server_options import address_options, json_option, print_url, read_token, token_file
-from palaestra.core.config import ConfigLayer, Settings, host_path, merge, nearest, old_settings
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import told_to_stop
-from palaestra.core.host_path import HostPath
-from palaestra.core.types import JSON
+from palaestra.envs.config.host_path import HostPath
+from palaestra_slots.core.config import ConfigLayer, Settings, host_path, merge, nearest, old_settings
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import told_to_stop
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.agent.detached_subagents import Delegates
-    from palaestra.sandbox.slot import Backend
     from palaestra.tools.registry.registry import ToolRegistry
     from palaestra.tools.tool import Tool, ToolSchema
+    from palaestra_slots.sandbox.slot import Backend
 
 _PREFIX = "TOOL_EXECUTOR_"
 _ON_REQUEST = frozenset({"terminal_stateful", "tmux", "web_crawl"})
@@ -117,8 +117,8 @@ async def _serve_tools(options: _ToolsOptions) -> None:
 def _tools_of(file: Path) -> list[Tool]:
     """Return the tools that a Python file creates or imports, and an instance of each subclass of `Tool`
     that it defines."""
-    from palaestra.core.user_code import call_hook, load_file
     from palaestra.tools.tool import Tool
+    from palaestra_slots.core.user_code import call_hook, load_file
 
     module = load_file(file)
     found = {id(value): value for value in vars(module).values() if isinstance(value, Tool)}
@@ -241,11 +241,11 @@ def executor(**given: JSON) -> None:
 
 async def _serve_executor(options: _ExecutorOptions, settings: ExecutorSettings) -> None:
     from palaestra.rollouts.recorded_tools.recording_policy import open_world
-    from palaestra.sandbox.isolation.isolation_probe import WARNINGS
-    from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-    from palaestra.sandbox.slot import SlotSpec
     from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
     from palaestra.tools.serving.executor_service import ExecutorService
+    from palaestra_slots.sandbox.isolation.isolation_probe import WARNINGS
+    from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+    from palaestra_slots.sandbox.slot import SlotSpec
 
     stop = told_to_stop()
     backend = _executor_backend(options, settings)
@@ -287,7 +287,7 @@ def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> 
     set, or else that of a run's settings. Raises `ConfigError`."""
     from palaestra.envs.config.fields import HermesAgentEnvConfig
     from palaestra.envs.config.layers import read_environ
-    from palaestra.sandbox.backends.registry import make_backend
+    from palaestra_slots.sandbox.backends.registry import make_backend
 
     own: dict[str, JSON] = {"isolation": options.isolation, "require_sandbox": settings.require_sandbox}
     spelled = {there: f"{_PREFIX}{name.upper()}" for name, there in _OF_NOMAD.items()}
@@ -341,10 +341,10 @@ def _delegates(settings: ExecutorSettings) -> Delegates | None:
 async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
     """Return the schemas of the tool server's tools. If a recording is made, store the schemas next to it, so that a
     replay does not contact the server."""
-    from palaestra.core.io.durable_files import replaced
     from palaestra.rollouts.recorded_tools.recording_file import recording_in
     from palaestra.tools.tool import ToolSchema
     from palaestra.tools.tool_server_client import ToolServerLink
+    from palaestra_slots.core.io.durable_files import replaced
 
     if settings.tool_server_url is None:
         return []

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from palaestra.cli.server_options import address_options, json_option, print_url, read_token, token_file
-from palaestra.core.exits import told_to_stop
-from palaestra.core.host_path import HostPath
+from palaestra.envs.config.host_path import HostPath
+from palaestra_slots.core.exits import told_to_stop
 
 
 @click.command("api")
@@ -122,9 +122,9 @@ def tinker(host: str, port: int, checkpoints: Path, model: str, token_file: Path
 async def _serve_tinker(
     model: str, checkpoints: Path, host: str, port: int, token: str | None, settings: dict[str, Any]
 ) -> None:
-    from palaestra.core.errors import ConfigError
-    from palaestra.core.extras import install_command
     from palaestra.inference.tokenizers import no_folder
+    from palaestra_slots.core.errors import ConfigError
+    from palaestra_slots.core.extras import install_command
 
     try:
         from palaestra.trainers.tinker.server import serving

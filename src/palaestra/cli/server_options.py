@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import click
 
-from palaestra.core.config import sent_secret
-from palaestra.core.errors import ConfigError
-from palaestra.core.host_path import HostPath
+from palaestra.envs.config.host_path import HostPath
+from palaestra_slots.core.config import sent_secret
+from palaestra_slots.core.errors import ConfigError
 
 C = TypeVar("C", bound=Callable[..., None])
 

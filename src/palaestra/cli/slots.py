@@ -11,11 +11,11 @@ from pathlib import Path
 
 import click
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.host_path import HostPath
-from palaestra.core.printable import printable
-from palaestra.core.types import JSON
-from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
+from palaestra.envs.config.host_path import HostPath
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.printable import printable
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.snapshots.folder import SnapshotStore, default_folder
 
 _directory = click.option(
     "--directory",
@@ -134,8 +134,8 @@ def _show_swept(found: dict[str, list[str]], *, err: bool = False) -> None:
 
 
 async def _found(directory: Path | None, store: Path | None) -> dict[str, list[JSON]]:
-    from palaestra.sandbox.local import running_servers
-    from palaestra.sandbox.service import service_client
+    from palaestra_slots.sandbox.local import running_servers
+    from palaestra_slots.sandbox.service import service_client
 
     running = [await service_client.look(path) for path in _sockets(directory)]
     workspaces = _open(store)
@@ -162,8 +162,8 @@ async def _clean(
     """Remove leftover control groups, services and half-made workspaces. `services` and `workspaces` also remove
     services to which no process is attached, and workspaces that are not in use. With `only_list`, nothing is removed.
     Returns the names by kind."""
-    from palaestra.sandbox.host_tools import find_control_groups, sweep_control_groups
-    from palaestra.sandbox.service import service_client
+    from palaestra_slots.sandbox.host_tools import find_control_groups, sweep_control_groups
+    from palaestra_slots.sandbox.service import service_client
 
     swept = sweep_control_groups(find_control_groups(), only_list)
     gone: dict[str, list[str]] = {"control groups": swept, "services": [], "workspaces": []}
@@ -185,7 +185,7 @@ async def _clean(
 
 
 def _sockets(directory: Path | None) -> list[Path]:
-    from palaestra.sandbox.service import service_client
+    from palaestra_slots.sandbox.service import service_client
 
     folder = directory or service_client.default_directory()
     return sorted(folder.glob("*.sock")) if folder.is_dir() else []

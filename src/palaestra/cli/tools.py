@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.core.host_path import HostPath
-from palaestra.core.types import JSON
+from palaestra.envs.config.host_path import HostPath
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.tools.mcp.mcp_config import MCPServerConfig
@@ -65,10 +65,10 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
 def tool_settings() -> ToolSettings:
     """Return the tool settings in environment variables and the keys in `.env`, as a run reads them. Raises
     `ConfigError`."""
-    from palaestra.core.config import merge
     from palaestra.envs.config.dotenv import DOTENV, read_keys
     from palaestra.envs.config.fields import HermesAgentEnvConfig
     from palaestra.envs.config.layers import read_environ
+    from palaestra_slots.core.config import merge
 
     told = ((DOTENV, read_keys(Path.cwd())), ("environment", os.environ))
     layers = [read_environ(variables, "env", HermesAgentEnvConfig, where) for where, variables in told]

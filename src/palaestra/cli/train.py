@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from palaestra.cli.completion import SettingsCommand, complete_settings
-from palaestra.core.errors import ConfigError
-from palaestra.core.host_path import HostPath
+from palaestra.envs.config.host_path import HostPath
+from palaestra_slots.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from palaestra.trainers.config import TrainerName, TrainingConfig
@@ -135,7 +135,6 @@ def command(
     words: tuple[str, ...],
     **given: Any,
 ) -> None:
-    from palaestra.core.exits import ended_by_second_interrupt
     from palaestra.envs.config.command_line import Answer
     from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
     from palaestra.envs.discovery import load_environment
@@ -144,6 +143,7 @@ def command(
     from palaestra.inference.config import APIServerConfig
     from palaestra.rollouts.journal.reader import RUNS
     from palaestra.trainers.config import OFF_POLICY_NATS, TrainingConfig
+    from palaestra_slots.core.exits import ended_by_second_interrupt
 
     api, served = given.pop("batches_from"), {name: given.pop(name) for name in ("batch", "most_tokens", "port")}
     settings = {name: value for name, value in given.items() if value is not None}

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from palaestra.cli.completion import complete_runs
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import FAILED, report
-from palaestra.core.host_path import HostPath
-from palaestra.core.io import plugins
+from palaestra.envs.config.host_path import HostPath
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import FAILED, report
+from palaestra_slots.core.io import plugins
 
 if TYPE_CHECKING:
     from palaestra.rollouts.observe.training_steps import StepsVerdict

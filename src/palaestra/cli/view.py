@@ -11,7 +11,7 @@ import click
 
 from palaestra.cli.annotate import author_name
 from palaestra.cli.completion import complete_runs
-from palaestra.core.host_path import HostPath
+from palaestra.envs.config.host_path import HostPath
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,9 +62,9 @@ def command(
     rollouts: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    from palaestra.core.errors import ConfigError
     from palaestra.viewer.runs import index_store, open_runs
     from palaestra.viewer.token_texts import TokenTexts
+    from palaestra_slots.core.errors import ConfigError
 
     if rollouts and html is None:
         raise ConfigError("--rollout chooses the rollouts of a file: set --html too")
@@ -103,9 +103,9 @@ def command(
 @click.option("--out", type=HostPath(dir_okay=False), help="The file to write. [default: RUN/report.html]")
 @click.option("--json", "as_json", is_flag=True, help="Print the path, the run and its state as JSON.")
 def report_command(run: str, out: Path | None, as_json: bool) -> None:
-    from palaestra.core.errors import ConfigError
     from palaestra.rollouts.finished_run import open_run
     from palaestra.viewer.page_file import write_report
+    from palaestra_slots.core.errors import ConfigError
 
     found = open_run(run)
     path = out or found.path / "report.html"
@@ -119,7 +119,7 @@ def report_command(run: str, out: Path | None, as_json: bool) -> None:
 
 def _say_which(names: Sequence[str], root: Path) -> None:
     if len(names) > 1:
-        from palaestra.core.printable import printable
+        from palaestra_slots.core.printable import printable
 
         others = f"choose another one with `palaestra view {root}/NAME --html FILE`"
         click.echo(printable(f"{root} has {len(names)} runs; the file has only {names[0]}: {others}"), err=True)
@@ -127,7 +127,7 @@ def _say_which(names: Sequence[str], root: Path) -> None:
 
 def _name_problems(runs: OpenRuns) -> None:
     """Name each run or file that cannot be shown. The page names them too."""
-    from palaestra.core.printable import one_line
+    from palaestra_slots.core.printable import one_line
 
     for name, reason in runs.problems.items():
         click.echo(f"{one_line(name, 200)} cannot be shown: {one_line(reason, 500)}", err=True)

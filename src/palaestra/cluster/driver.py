@@ -32,9 +32,6 @@ from palaestra.cluster.messages import (
 )
 from palaestra.cluster.nodes import Node, Terms, agree_on_level, greet, table, weaker
 from palaestra.cluster.placement import Placement, Room
-from palaestra.core.errors import ConfigError, InfraError, IsolationUnavailable, TaskError
-from palaestra.core.types import Blame, Task
-from palaestra.core.user_code import told
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import Alive, GroupPlaced, JournalEvent, MemoryEvent, NodeChanged
 from palaestra.rollouts.journal.journal import Journal
@@ -43,7 +40,10 @@ from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.rollout import CLEAN_UP_S
 from palaestra.rollouts.schedule import Places
 from palaestra.rollouts.spec import RunContext
-from palaestra.sandbox.slot import Rung
+from palaestra_slots.core.errors import ConfigError, InfraError, IsolationUnavailable, TaskError
+from palaestra_slots.core.types import Blame, Task
+from palaestra_slots.core.user_code import told
+from palaestra_slots.sandbox.slot import Rung
 
 logger = logging.getLogger(__name__)
 

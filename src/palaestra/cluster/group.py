@@ -20,9 +20,6 @@ import msgspec
 from palaestra.cluster.launcher import NodeLost
 from palaestra.cluster.messages import KINDS, Failure, GroupEntry, GroupWork, Packer
 from palaestra.cluster.placement import Room
-from palaestra.core.errors import ConfigError, PalaestraError, TaskError
-from palaestra.core.types import JSON, Blame, Task
-from palaestra.core.user_code import told
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import (
     AnyJournalEvent,
@@ -40,6 +37,9 @@ from palaestra.rollouts.records import CUT_OFF, Group, Trajectory
 from palaestra.rollouts.resume.state import EarlierWork, work_after
 from palaestra.rollouts.schedule import Places
 from palaestra.rollouts.spec import RunContext
+from palaestra_slots.core.errors import ConfigError, PalaestraError, TaskError
+from palaestra_slots.core.types import JSON, Blame, Task
+from palaestra_slots.core.user_code import told
 
 MOST_NODES = 6
 """A group that has lost this many nodes, with no rollout finished in between, fails: perhaps it is what kills them.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from palaestra.cluster.messages import StreamEnded, read_frame
-from palaestra.core.errors import PalaestraError
+from palaestra_slots.core.errors import PalaestraError
 
 _END_S = 20.0
 """How long a worker may take to end its slots; then it is killed, and its slot server ends them."""

@@ -27,9 +27,6 @@ from typing import TypeAlias
 
 import msgspec
 
-import palaestra
-from palaestra.core.errors import PalaestraError
-from palaestra.core.types import JSON, Task
 from palaestra.rollouts.events import (
     Alive,
     AttemptDiscarded,
@@ -46,6 +43,9 @@ from palaestra.rollouts.events import (
 )
 from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.spec import RunSettings
+from palaestra_slots.core.errors import PalaestraError
+from palaestra_slots.core.types import JSON, Task
+from palaestra_slots.core.user_code import OWN_FOLDERS
 
 LONGEST_FRAME = 1 << 30
 """The maximum size of a frame, in bytes."""
@@ -241,7 +241,7 @@ def this_process() -> Hello:
     """Return what this process says about itself."""
     return Hello(
         version=version("palaestra"),
-        build=_checksum(sorted(Path(palaestra.__file__).parent.rglob("*.py"))),
+        build=_checksum(path for folder in OWN_FOLDERS for path in sorted(folder.rglob("*.py"))),
         python=platform.python_version(),
         host=socket.gethostname(),
         pid=os.getpid(),

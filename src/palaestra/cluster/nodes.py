@@ -24,9 +24,9 @@ from palaestra.cluster.messages import (
     from_worker,
     this_process,
 )
-from palaestra.core.printable import without_middle
 from palaestra.inference.config import APIServerConfig
-from palaestra.sandbox.slot import Rung
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.sandbox.slot import Rung
 
 HELLO_S = 120.0
 """How long a worker may take to start."""

@@ -11,11 +11,11 @@ from palaestra.cluster.driver import Driver
 from palaestra.cluster.launcher import Launcher, ProcessLauncher
 from palaestra.cluster.messages import WorkerSetup
 from palaestra.cluster.nodes import Terms
-from palaestra.core.errors import ConfigError
-from palaestra.core.extras import install_command
-from palaestra.core.user_code import told
 from palaestra.envs.config.command_line import set_fields
 from palaestra.envs.run.elsewhere import ClusterRequest
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.user_code import told
 
 _FLUSH_S = 0.1
 _FLUSHES_PER_S = 50

@@ -25,8 +25,8 @@ from ray.exceptions import RayError
 
 from palaestra.cluster.launcher import COMMAND, NodeAddress, NodeLost
 from palaestra.cluster.ray_actor import NodeActor
-from palaestra.core.errors import ConfigError
-from palaestra.core.printable import without_middle
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.printable import without_middle
 
 logger = logging.getLogger(__name__)
 

@@ -46,9 +46,6 @@ from palaestra.cluster.messages import (
     to_worker,
     unpacked,
 )
-from palaestra.core.errors import ConfigError, DiskError, PalaestraError
-from palaestra.core.types import JSON
-from palaestra.core.user_code import told
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.run.evaluate import EvaluatedEnvironment
@@ -61,7 +58,10 @@ from palaestra.rollouts.limits import RunLimits
 from palaestra.rollouts.schedule import Places
 from palaestra.rollouts.spec import RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.pool import SlotPool
+from palaestra_slots.core.errors import ConfigError, DiskError, PalaestraError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.core.user_code import told
+from palaestra_slots.sandbox.pool import SlotPool
 
 logger = logging.getLogger(__name__)
 

@@ -29,22 +29,22 @@ from palaestra.contract.exec_tool import ExecTool
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.contract.scored_data import ScoredDataGroup, ScoredDataItem, grouped
 from palaestra.contract.tool_context import ToolContext
-from palaestra.core.config import setting
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.sync_bridge import called_with_sync
-from palaestra.core.types import JSON, Message
-from palaestra.core.user_code import called, run_hook, settled
 from palaestra.envs.config.build import system_prompt, tools_with
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.resume.recorded_turns import described
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import RecordedTools
-from palaestra.sandbox.pool import SlotPool
 from palaestra.tools.call_text import ToolCall, result_of
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.tool_server_client import ToolServerLink
+from palaestra_slots.core.config import setting
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.sync_bridge import called_with_sync
+from palaestra_slots.core.types import JSON, Message
+from palaestra_slots.core.user_code import called, run_hook, settled
+from palaestra_slots.sandbox.pool import SlotPool
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from palaestra.agent.budget import Budget
 from palaestra.agent.loop import AgentLoop, LoopSettings, OnTurn
 from palaestra.agent.tool_calls import ToolHandler, handler_runtime
-from palaestra.core.clock import Clock
-from palaestra.core.types import JSON
 from palaestra.inference.chat_server import ChatServer
 from palaestra.tools.runtime.runtime import ToolRuntime, tools_of_task
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.types import JSON
 
 
 async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:

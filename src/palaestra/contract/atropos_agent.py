@@ -17,12 +17,12 @@ from palaestra.agent.loop import AgentLoop, LoopSettings, OnTurn
 from palaestra.agent.result import AgentResult, AgentStep, Turn
 from palaestra.agent.subagents import SYSTEM_PROMPT, SubagentSetup
 from palaestra.agent.tool_calls import handler_runtime
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ConfigError, EngineError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.tools.call_text import ToolCall, result_of
 from palaestra.tools.registry.registry import ToolRegistry
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.errors import ConfigError, EngineError
+from palaestra_slots.core.types import JSON, Message
 
 AGENT_SYSTEM_PROMPT = (
     "You are a capable agent that solves tasks with tools. Work in small steps: look before you change something, act, "

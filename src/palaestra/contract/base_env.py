@@ -29,16 +29,16 @@ from palaestra.contract.scored_data import (
     grouped,
     row_and_backlog,
 )
-from palaestra.core.errors import ConfigError, InfraError, PalaestraError
-from palaestra.core.exits import report_failure
-from palaestra.core.io.durable_files import replaced
-from palaestra.core.sync_bridge import bridged
-from palaestra.core.types import JSON, Message
-from palaestra.core.user_code import called, is_loaded, place, settled, told
 from palaestra.envs import discovery
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
+from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError
+from palaestra_slots.core.exits import report_failure
+from palaestra_slots.core.io.durable_files import replaced
+from palaestra_slots.core.sync_bridge import bridged
+from palaestra_slots.core.types import JSON, Message
+from palaestra_slots.core.user_code import called, is_loaded, place, settled, told
 
 if TYPE_CHECKING:
     from palaestra.contract.rollout_parts import Tools

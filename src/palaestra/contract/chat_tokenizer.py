@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.templates.jinja import NAMED_TOKENS, ChatTemplate, template_of
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 _LAST_WORD = "\ufdd1continued\ufdd1 "
 """Marks where a final message that is continued ends. The space shows whether the template strips messages."""

@@ -54,10 +54,6 @@ from palaestra.contract.scored_data import (
     row_and_backlog,
     rows_of,
 )
-from palaestra.core.errors import ConfigError, InfraError, PalaestraError, TaskError
-from palaestra.core.sync_bridge import bridged
-from palaestra.core.types import JSON, Blame, Outcome, Score, Task, number, numbers
-from palaestra.core.user_code import called, place, run_hook, settled, told
 from palaestra.envs.config.build import mcp_servers
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
 from palaestra.inference.chat_server import SessionContext
@@ -73,6 +69,10 @@ from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.spec import Projection, RecordedTools
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.runtime.runtime import REFUSED_SLOTS, TASK_TOOLS, TaskTools
+from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError, TaskError
+from palaestra_slots.core.sync_bridge import bridged
+from palaestra_slots.core.types import JSON, Blame, Outcome, Score, Task, number, numbers
+from palaestra_slots.core.user_code import called, place, run_hook, settled, told
 
 logger = logging.getLogger(__name__)
 

@@ -32,10 +32,6 @@ from palaestra.contract.hermes_env import DRAW, GRADING, GROUP_TOOLS, HermesAgen
 from palaestra.contract.rollout_parts import offered_kit, tools_of
 from palaestra.contract.scored_data import Row, ScoredDataItem, checked_row, row_and_backlog
 from palaestra.contract.tool_context import ToolContext
-from palaestra.core.errors import ConfigError, PrepareError, TaskError
-from palaestra.core.sync_bridge import bridged, called_with_sync
-from palaestra.core.types import JSON, Message, Score, Task, numbers
-from palaestra.core.user_code import call_hook, called, run_hook, score_of, settled
 from palaestra.envs import cache_key
 from palaestra.envs.api.hook_commands import HookCommands
 from palaestra.envs.config.build import agent_settings, network_policy, warn_of_every_tool
@@ -45,11 +41,15 @@ from palaestra.rollouts.grading.grader import LIVE, Grading
 from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import AgentSettings
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core.errors import ConfigError, PrepareError, TaskError
+from palaestra_slots.core.sync_bridge import bridged, called_with_sync
+from palaestra_slots.core.types import JSON, Message, Score, Task, numbers
+from palaestra_slots.core.user_code import call_hook, called, run_hook, score_of, settled
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -343,9 +343,9 @@ class ContractEnvironment(CollectedEnvironment):
 def own_tasks(config: HermesAgentEnvConfig) -> AbstractContextManager[None]:
     """Return a context in which the tasks that a class names itself, outside rollouts, have slots of the run's
     backend."""
-    from palaestra.sandbox.backends.registry import make_backend
     from palaestra.tools.runtime.function_calls import ToolSession, lent_session
     from palaestra.tools.runtime.session_tasks import ToolSessionConfig
+    from palaestra_slots.sandbox.backends.registry import make_backend
 
     def make() -> ToolSession:
         policy = ToolSessionConfig(allow_network=config.allow_network, require_sandbox=config.require_sandbox)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from palaestra.core.errors import PalaestraError
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import ExecutionResult, Shell, Slot
-from palaestra.sandbox.slot_tools import SLOT_TOOLS, run_slot_tool, tool_result
 from palaestra.tools.builtin.terminal_stateful import StatefulShell
 from palaestra.tools.call_text import ToolCall, ToolResult
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core.errors import PalaestraError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import ExecutionResult, Shell, Slot
+from palaestra_slots.sandbox.slot_tools import SLOT_TOOLS, run_slot_tool, tool_result
 
 
 class ExecTool:

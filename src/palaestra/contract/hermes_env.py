@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from palaestra.contract.base_env import Attempt, BaseEnv, Item, adapted
 from palaestra.contract.scored_data import PLACEHOLDER, ScoredDataItem, ScoredRow, placeholder_tokens
-from palaestra.core.errors import ConfigError
-from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON, Message
-from palaestra.core.user_code import called, score_of
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.tools.tool import States, Tool
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.types import JSON, Message
+from palaestra_slots.core.user_code import called, score_of
 
 if TYPE_CHECKING:
     from palaestra.agent.result import AgentResult
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from palaestra.contract.tool_context import ToolContext
     from palaestra.envs.run.evaluate import EvaluatedEnvironment
     from palaestra.rollouts.rollout import Rollout, RolloutTool
-    from palaestra.sandbox.pool import SlotPool
     from palaestra.tools.registry.registry import Kit
+    from palaestra_slots.sandbox.pool import SlotPool
 
 MOST_TOOL_ERRORS = 1000
 """The maximum number of failed tool calls kept between two logs."""

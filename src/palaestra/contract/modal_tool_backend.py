@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Self
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
-from palaestra.sandbox.backends.modal import ModalBackend, ModalSandboxConfig
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot, View
+from palaestra.cloud.modal import ModalBackend, ModalSandboxConfig
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot, View
 
 
 class ModalToolBackend(SlotPool):

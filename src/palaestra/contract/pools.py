@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from palaestra.cloud.nomad import NomadBackend, NomadBackendConfig
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.sandbox.backends.docker import DockerBackend
-from palaestra.sandbox.backends.nomad import NomadBackend, NomadBackendConfig
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Backend
+from palaestra_slots.sandbox.backends.docker import DockerBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import Backend
 
 
 class DockerDirectBackend(SlotPool):

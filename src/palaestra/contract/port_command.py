@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 
 from palaestra.contract.port_script import port
-from palaestra.core.errors import ConfigError
-from palaestra.core.host_path import HostPath
+from palaestra.envs.config.host_path import HostPath
+from palaestra_slots.core.errors import ConfigError
 
 
 @click.command("port")

@@ -19,24 +19,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import palaestra
-from palaestra.core.errors import ConfigError
-from palaestra.core.io import plugins
 from palaestra.envs.discovery import CONTRACT_ROOTS
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io import plugins
+from palaestra_slots.core.user_code import OWN_PACKAGES
 
 _ELSEWHERE: Mapping[str, str] = {
     "create_tool_backend": "palaestra.contract.pools",
     "DockerDirectBackend": "palaestra.contract.pools",
-    "NomadBackendConfig": "palaestra.sandbox.backends.nomad",
+    "NomadBackendConfig": "palaestra.cloud.nomad",
     "NomadToolBackend": "palaestra.contract.pools",
-    "ToolBackend": "palaestra.sandbox.pool",
+    "ToolBackend": "palaestra_slots.sandbox.pool",
     "EvalHandlingEnum": "palaestra.envs.config.fields",
-    "ProcessSession": "palaestra.processes.session",
-    "ModalSandboxConfig": "palaestra.sandbox.backends.modal",
+    "ProcessSession": "palaestra_slots.processes.session",
+    "ModalSandboxConfig": "palaestra.cloud.modal",
     "ModalToolBackend": "palaestra.contract.modal_tool_backend",
-    "SlotState": "palaestra.sandbox.slot",
-    "FINISHED_TTL_SECONDS": "palaestra.processes.session",
-    "MAX_OUTPUT_CHARS": "palaestra.processes.session",
-    "MAX_PROCESSES": "palaestra.processes.session",
+    "SlotState": "palaestra_slots.sandbox.slot",
+    "FINISHED_TTL_SECONDS": "palaestra_slots.processes.session",
+    "MAX_OUTPUT_CHARS": "palaestra_slots.processes.session",
+    "MAX_PROCESSES": "palaestra_slots.processes.session",
     "ToolCallParser": "palaestra.inference.parsers",
     **{
         name: f"palaestra.contract.helpers.{module}"
@@ -509,10 +510,10 @@ def _defined(kind: ast.ClassDef) -> Iterator[str]:
 
 
 def _attributes(cls: type) -> Iterator[str]:
-    """Yield the attributes of a class of this package and of its instances."""
+    """Yield the attributes of a class of ours and of its instances."""
     yield from dir(cls)
     for each in cls.__mro__:
-        if each.__module__.startswith("palaestra."):
+        if each.__module__.partition(".")[0] in OWN_PACKAGES:
             for node in _classes(ast.parse(inspect.getsource(each))):
                 yield from _defined(node)
 

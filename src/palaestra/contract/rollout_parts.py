@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 from palaestra.agent.result import AgentResult
 from palaestra.contract.agent_loop import HermesAgentLoop
-from palaestra.core.types import JSON, Message
 from palaestra.envs.config.build import extra_body
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.chat_server import ChatServer
@@ -16,6 +15,7 @@ from palaestra.inference.engine import ChatCompletion, TextCompletion
 from palaestra.rollouts.rollout import CURRENT, Rollout, RolloutTool
 from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.registry.registry import Kit
+from palaestra_slots.core.types import JSON, Message
 
 Tools: TypeAlias = tuple[list[dict[str, JSON]], set[str]]
 """The tools of a rollout in the form that the hooks of class environments use: the definitions for the model, and the

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypedDict
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON, Message, number
 from palaestra.rollouts.export.chat_messages import chat_messages
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON, Message, number
 
 Row = Mapping[str, JSON]
 

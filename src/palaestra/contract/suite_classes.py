@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from palaestra.contract.base_env import own_names
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.contract.scored_data import PLACEHOLDER, placeholder_tokens
-from palaestra.core.errors import ConfigError
-from palaestra.core.io import plugins
-from palaestra.core.types import Score
 from palaestra.envs.discovery import GROUP
 from palaestra.inference.ledger.records import TokenRow
 from palaestra.rollouts.spec import Projection
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io import plugins
+from palaestra_slots.core.types import Score
 
 if TYPE_CHECKING:
     from palaestra.envs.api.listed_environment import ListedEnvironment

@@ -22,13 +22,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-from palaestra.core.errors import SlotLost, StaleLease
-from palaestra.core.io.threads import running_loop
-from palaestra.core.sync_bridge import wait_on
-from palaestra.processes.registry import ProcessRegistry, living, not_found
-from palaestra.processes.session import ProcessSession, Reply, Watch
-from palaestra.sandbox.slot import WORKSPACE, Slot
 from palaestra.tools.runtime.function_calls import DEFAULT_TASK, default_session
+from palaestra_slots.core.errors import SlotLost, StaleLease
+from palaestra_slots.core.io.threads import running_loop
+from palaestra_slots.core.sync_bridge import wait_on
+from palaestra_slots.processes.registry import ProcessRegistry, living, not_found
+from palaestra_slots.processes.session import ProcessSession, Reply, Watch
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,16 +16,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-from palaestra.core.errors import InfraError
-from palaestra.core.sync_bridge import is_bridged, wait_for_sync
-from palaestra.core.types import JSON
-from palaestra.processes.registry import ProcessRegistry
 from palaestra.rollouts.rollout import CURRENT
-from palaestra.sandbox.slot import Slot
-from palaestra.sandbox.transfer import Transferred, download_dir, upload_dir
 from palaestra.tools.files.text_files import in_full
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolOutcome
+from palaestra_slots.core.errors import InfraError
+from palaestra_slots.core.sync_bridge import is_bridged, wait_for_sync
+from palaestra_slots.core.types import JSON
+from palaestra_slots.processes.registry import ProcessRegistry
+from palaestra_slots.sandbox.slot import Slot
+from palaestra_slots.sandbox.transfer import Transferred, download_dir, upload_dir
 
 if TYPE_CHECKING:
     from palaestra.tools.runtime.function_calls import ToolSession

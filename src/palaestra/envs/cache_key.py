@@ -12,21 +12,20 @@ from pathlib import Path
 import msgspec
 from pydantic import BaseModel
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
-
-_PACKAGE = Path(__file__).parent.parent
-"""The folder of this package, whose code every key already covers."""
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.core.user_code import OWN_FOLDERS
 
 
 def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
-    """Return the digests of the files that define these functions and classes, without files of this package. Raises
+    """Return the digests of the files that define these functions and classes, without our own, which every key
+    covers already. Raises
     `TaskError` if one of the files cannot be read."""
     digests = set()
     for part in parts:
         try:
             path = Path(inspect.getsourcefile(part) or "").resolve(strict=True)
-            if not path.is_relative_to(_PACKAGE):
+            if not any(path.is_relative_to(folder) for folder in OWN_FOLDERS):
                 digests.add(hashlib.sha256(path.read_bytes()).hexdigest())
         except (OSError, TypeError) as error:
             name = getattr(part, "__qualname__", repr(part))

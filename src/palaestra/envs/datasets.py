@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from palaestra.core.config import local_path, nearest
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.extras import install_command
-from palaestra.core.types import JSON
+from palaestra_slots.core.config import local_path, nearest
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.types import JSON
 
 Row: TypeAlias = Mapping[str, JSON]
 

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import palaestra
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError
-from palaestra.core.io import plugins
-from palaestra.core.types import JSON
-from palaestra.core.user_code import load_file
 from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.form import Form
 from palaestra.inference.config import APIServerConfig, ServerBaseline
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io import plugins
+from palaestra_slots.core.types import JSON
+from palaestra_slots.core.user_code import load_file
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from palaestra.core.types import JSON
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.inference.config import APIServerConfig, ServerBaseline
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.envs.run.evaluate import EvaluatedEnvironment

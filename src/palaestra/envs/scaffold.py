@@ -6,7 +6,7 @@ import re
 from keyword import iskeyword
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError
+from palaestra_slots.core.errors import ConfigError
 
 FUNCTION = '''"""{title}: the agent repairs a function, and fresh numbers decide.
 

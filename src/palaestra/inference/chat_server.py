@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from palaestra.core.errors import ConfigError, EngineError
-from palaestra.core.types import JSON, Message, Task
-from palaestra.core.user_code import ForeignError, foreign
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion, TextCompletion
 from palaestra.inference.ledger import Ledger, Piece, SegmentReason
+from palaestra_slots.core.errors import ConfigError, EngineError
+from palaestra_slots.core.types import JSON, Message, Task
+from palaestra_slots.core.user_code import ForeignError, foreign
 
 
 @dataclass(frozen=True, slots=True)

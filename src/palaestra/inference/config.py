@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, TypeAlias
 
-from palaestra.core.config import Settings, host_path, setting
+from palaestra_slots.core.config import Settings, host_path, setting
 
 ServerType: TypeAlias = Literal["openai", "scripted", "sglang", "transformers", "trl", "vllm"]
 """The kind of server; `server_group.ENGINES` lists those that this version supports."""

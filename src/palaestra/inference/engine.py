@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from palaestra.core.types import JSON, Message
+from palaestra_slots.core.types import JSON, Message
 
 
 class Record(msgspec.Struct, kw_only=True):

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping
 from enum import StrEnum
 
-from palaestra.core.errors import EngineReplyError, ReplyWithheld
+from palaestra_slots.core.errors import EngineReplyError, ReplyWithheld
 
 logger = logging.getLogger(__name__)
 

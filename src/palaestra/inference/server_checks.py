@@ -16,10 +16,6 @@ from enum import StrEnum
 import msgspec
 from yarl import URL
 
-from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError, EngineError, EngineRefused, EngineReplyError
-from palaestra.core.retry import AT_START
-from palaestra.core.types import JSON, Message
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import TokenEngine
 from palaestra.inference.engines.openai import OpenAIEngine
@@ -33,6 +29,10 @@ from palaestra.inference.parsers import GrammarParser, get_parser, list_parsers
 from palaestra.inference.templates import ChatFormat, History, TurnRenderer
 from palaestra.inference.templates.jinja import ChatTemplate, for_template, template_of
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import ConfigError, EngineError, EngineRefused, EngineReplyError
+from palaestra_slots.core.retry import AT_START
+from palaestra_slots.core.types import JSON, Message
 
 
 class CheckState(StrEnum):

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
 
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineUnavailable
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer, ServerEngine, SessionContext
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.engine import ChatCompletion, Sampled, TextCompletion, TokenEngine
+from palaestra_slots.core.errors import ConfigError, ContextExceeded, EngineUnavailable
+from palaestra_slots.core.types import JSON, Message
 
 if TYPE_CHECKING:
     from palaestra.inference.token_exact.managed_chat import ManagedChat  # slow to import, and often not needed

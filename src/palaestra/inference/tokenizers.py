@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError
-from palaestra.core.extras import install_command
-from palaestra.core.types import JSON
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer

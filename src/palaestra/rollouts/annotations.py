@@ -19,10 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import UNREADABLE, lines_of, open_regular, writing
-from palaestra.core.types import JSON
 from palaestra.rollouts.journal.journal import encoded
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of, open_regular, writing
+from palaestra_slots.core.types import JSON
 
 ANNOTATIONS_NAME = "annotations.jsonl"
 ANNOTATION_SCHEMA = "palaestra.annotation/1"

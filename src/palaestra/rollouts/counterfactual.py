@@ -18,10 +18,6 @@ from pathlib import Path
 import msgspec
 
 from palaestra.agent.middleware import Ask, ChatCall
-from palaestra.core.errors import ConfigError, SandboxError
-from palaestra.core.exits import plural
-from palaestra.core.io.durable_files import UNREADABLE, lines_of, read_regular
-from palaestra.core.types import JSON
 from palaestra.inference.engine import ChatCompletion
 from palaestra.rollouts.events import (
     AnyJournalEvent,
@@ -40,7 +36,11 @@ from palaestra.rollouts.resume.observation_diff import classify, first_differenc
 from palaestra.rollouts.resume.recorded_turns import HARMLESS, Mismatch, RecordedTurns, exchanged
 from palaestra.rollouts.resume.state import CutOff, taken_until
 from palaestra.rollouts.workspaces import UNTOUCHED
-from palaestra.sandbox.slot import SlotSource, SlotSpec, Snapshot
+from palaestra_slots.core.errors import ConfigError, SandboxError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of, read_regular
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import SlotSource, SlotSpec, Snapshot
 
 FORK_NAME = "fork.json"
 FORK_SCHEMA = "palaestra.fork/1"

@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import GraderError, PrepareError, SlotEnded, TaskError, WorkError
-from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON, Score, Task
-from palaestra.core.user_code import checked_score, run_hook
 from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RecordedTools
-from palaestra.sandbox.slot import Slot, SlotSpec
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.tool import States
+from palaestra_slots.core.errors import GraderError, PrepareError, SlotEnded, TaskError, WorkError
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.types import JSON, Score, Task
+from palaestra_slots.core.user_code import checked_score, run_hook
+from palaestra_slots.sandbox.slot import Slot, SlotSpec
 
 MISSING = "missing_in_check"
 """The key of a score's detail with the commands of a check that failed because a network, a program or a file is

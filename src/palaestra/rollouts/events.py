@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from palaestra.core.types import JSON, Blame, Message
 from palaestra.inference.ledger import SampledTurn
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra_slots.core.types import JSON, Blame, Message
 
 JOURNAL_SCHEMA = "palaestra.journal/2"
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from palaestra.core.config import python_names
-from palaestra.core.errors import ConfigError
-from palaestra.core.extras import install_command
-from palaestra.core.io.durable_files import UNREADABLE, read_regular
-from palaestra.core.types import JSON
 from palaestra.rollouts.journal.reader import LAST, RUNS, Recording, find_run, journal_of
 from palaestra.rollouts.observe.metrics import Figures, group_size
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra_slots.core.config import python_names
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.rollouts.observe.status import RunStatus

@@ -22,12 +22,6 @@ from typing import Any
 
 import msgspec
 
-from palaestra.core.config import slot_path
-from palaestra.core.errors import ConfigError, ImageError, InfraError, PrepareError, SandboxError, TaskError
-from palaestra.core.exits import plural
-from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON, Blame, Limits, NetworkPolicy, Task
-from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.rollouts.environment import Environment, GroupCollection
 from palaestra.rollouts.events import (
     AttemptDiscarded,
@@ -49,10 +43,16 @@ from palaestra.rollouts.schedule import Places
 from palaestra.rollouts.spec import Phase, RolloutSpec, RunContext, Seeded
 from palaestra.rollouts.watchdog import Stages
 from palaestra.rollouts.workspaces import image_of
-from palaestra.sandbox.images.reference import check_image
-from palaestra.sandbox.slot import Slot, Snapshot
-from palaestra.sandbox.snapshots.cache import Put, Recipe, RunStep
 from palaestra.tools.registry.registry import Kit
+from palaestra_slots.core.config import slot_path
+from palaestra_slots.core.errors import ConfigError, ImageError, InfraError, PrepareError, SandboxError, TaskError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.types import JSON, Blame, Limits, NetworkPolicy, Task
+from palaestra_slots.core.user_code import call_hook, run_hook, told
+from palaestra_slots.sandbox.images.reference import check_image
+from palaestra_slots.sandbox.slot import Slot, Snapshot
+from palaestra_slots.sandbox.snapshots.cache import Put, Recipe, RunStep
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.errors import EngineUnavailable, PalaestraError
-from palaestra.core.exits import INTERRUPTED, TOO_MANY_FAILURES
-from palaestra.core.types import Blame, Outcome, Prices
 from palaestra.rollouts.events import GroupFinished, Handlers, RolloutEnded, RolloutKept, TokensSpent
 from palaestra.rollouts.records import Trajectory
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.errors import EngineUnavailable, PalaestraError
+from palaestra_slots.core.exits import INTERRUPTED, TOO_MANY_FAILURES
+from palaestra_slots.core.types import Blame, Outcome, Prices
 
 WINDOW = 100
 """The number of latest rollouts that the failure rate covers."""

@@ -33,20 +33,6 @@ from palaestra.agent.programs import HOME, PROMPT_FILE, AgentAssignment, AgentPr
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import AgentResult, Subagent, ToolError, Turn
 from palaestra.agent.tool_calls import MAX_PARALLEL_CALLS, ToolCalls
-from palaestra.core.clock import SystemClock
-from palaestra.core.errors import (
-    ConfigError,
-    EngineUnavailable,
-    InfraError,
-    PalaestraError,
-    SandboxError,
-    SlotEnded,
-    TaskError,
-    ToolUnavailable,
-)
-from palaestra.core.io.durable_files import private
-from palaestra.core.printable import without_middle
-from palaestra.core.types import Blame, Message, Outcome, Usage
 from palaestra.inference.chat_server import Engine, SessionContext
 from palaestra.inference.engines.openai import PROBE
 from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
@@ -56,13 +42,27 @@ from palaestra.inference.recording.request import Refusal, invalid
 from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.resume.recorded_turns import Mismatch
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.host_tools import Capture
-from palaestra.sandbox.port_forward import forwarded_port
-from palaestra.sandbox.slot import Mount, Process, Slot
 from palaestra.tools.inner_calls import InnerCalls
 from palaestra.tools.registry.build import BUILTIN_NAMES
 from palaestra.tools.serving.mcp_endpoint import McpTools
 from palaestra.tools.tool import ToolOutcome
+from palaestra_slots.core.clock import SystemClock
+from palaestra_slots.core.errors import (
+    ConfigError,
+    EngineUnavailable,
+    InfraError,
+    PalaestraError,
+    SandboxError,
+    SlotEnded,
+    TaskError,
+    ToolUnavailable,
+)
+from palaestra_slots.core.io.durable_files import private
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.types import Blame, Message, Outcome, Usage
+from palaestra_slots.sandbox.host_tools import Capture
+from palaestra_slots.sandbox.port_forward import forwarded_port
+from palaestra_slots.sandbox.slot import Mount, Process, Slot
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.types import JSON, Blame, Label, Message, Outcome, Score
 from palaestra.inference.ledger import UNTRAINED, LedgerRecord, TokenRow, record_rows, row_sizes
 from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.tools.inner_calls import InnerCall
+from palaestra_slots.core.types import JSON, Blame, Label, Message, Outcome, Score
 
 TRAJECTORY_SCHEMA = "palaestra.trajectory/1"
 GROUP_SCHEMA = "palaestra.group/1"

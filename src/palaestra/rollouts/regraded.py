@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.io.durable_files import UNREADABLE
-from palaestra.core.types import Label
 from palaestra.rollouts.annotations import append_lines, appended_lines
 from palaestra.rollouts.journal.journal import encoded
+from palaestra_slots.core.io.durable_files import UNREADABLE
+from palaestra_slots.core.types import Label
 
 GRADES_NAME = "grades.jsonl"
 GRADE_SCHEMA = "palaestra.grade/1"

@@ -21,18 +21,6 @@ from palaestra.agent.middleware import MiddlewareServer, freezing
 from palaestra.agent.result import AgentResult
 from palaestra.agent.seat import Seat
 from palaestra.agent.subagents import Agent
-from palaestra.core.errors import (
-    EngineError,
-    GraderError,
-    InfraError,
-    PalaestraError,
-    PrepareError,
-    SlotEnded,
-    TaskError,
-)
-from palaestra.core.redaction import redacted
-from palaestra.core.types import JSON, Blame, Label, Message, Outcome, Score, Task
-from palaestra.core.user_code import ForeignError, call_hook, checked_score, foreign, run_hook, told
 from palaestra.inference.chat_server import ChatServer, SessionContext, chat_server
 from palaestra.inference.finish_reasons import ending_of
 from palaestra.inference.ledger import Ledger
@@ -53,8 +41,20 @@ from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RolloutSpe
 from palaestra.rollouts.turn_log import SLOT_ENDED, RolloutCalls, TurnLog
 from palaestra.rollouts.watchdog import Stages
 from palaestra.rollouts.workspaces import RolloutWorkspace
-from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core.errors import (
+    EngineError,
+    GraderError,
+    InfraError,
+    PalaestraError,
+    PrepareError,
+    SlotEnded,
+    TaskError,
+)
+from palaestra_slots.core.redaction import redacted
+from palaestra_slots.core.types import JSON, Blame, Label, Message, Outcome, Score, Task
+from palaestra_slots.core.user_code import ForeignError, call_hook, checked_score, foreign, run_hook, told
+from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
-from palaestra.core.types import Task
-from palaestra.core.user_code import place, told
 from palaestra.rollouts.environment import MISSING, Environment
 from palaestra.rollouts.events import GroupFinished, GroupsPlanned
 from palaestra.rollouts.group import GroupRun, failed_for_the_engine, prompt_checksum
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.schedule import Numbered, Places, counted, groups_ahead, numbered, slowest_first
 from palaestra.rollouts.spec import RunContext, RunSettings
+from palaestra_slots.core.errors import ConfigError, EngineUnavailable, PalaestraError
+from palaestra_slots.core.types import Task
+from palaestra_slots.core.user_code import place, told
 
 GIVE_UP_AFTER = 3
 """The run stops when the model server has failed in every rollout of this many groups in a row."""

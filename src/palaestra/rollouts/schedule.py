@@ -16,9 +16,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
-from palaestra.core.types import Task
 from palaestra.rollouts.journal.reader import journal_of
 from palaestra.rollouts.journal.views import line_heads
+from palaestra_slots.core.types import Task
 
 WINDOW = 1024
 """The number of tasks that are read ahead and ordered. It is bounded because all these tasks are in memory, and because

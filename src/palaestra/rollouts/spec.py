@@ -13,7 +13,6 @@ from palaestra.agent.budget import Budget
 from palaestra.agent.loop import LoopSettings
 from palaestra.agent.middleware import ChatMiddleware
 from palaestra.agent.result import AgentResult
-from palaestra.core.types import JSON, Message, Prices, Task
 from palaestra.inference.chat_server import Engine
 from palaestra.inference.ledger.records import TokenRow
 from palaestra.rollouts.grading.reward import RewardRule
@@ -24,9 +23,10 @@ from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.slot import Mount, Snapshot
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.runtime.runtime import ToolMiddleware
+from palaestra_slots.core.types import JSON, Message, Prices, Task
+from palaestra_slots.sandbox.slot import Mount, Snapshot
 
 if TYPE_CHECKING:
     from palaestra.rollouts.counterfactual import Continuation

@@ -18,8 +18,6 @@ from palaestra.agent.middleware import Ask, ChatCall, MiddlewareServer
 from palaestra.agent.replies import read_reply
 from palaestra.agent.result import Turn
 from palaestra.agent.seat import Seat
-from palaestra.core.errors import SlotEnded
-from palaestra.core.types import Message, Prices
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.ledger import SampledTurn
@@ -33,6 +31,8 @@ from palaestra.rollouts.workspaces import RolloutWorkspace
 from palaestra.tools.inner_calls import InnerCall
 from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import ToolOutcome
+from palaestra_slots.core.errors import SlotEnded
+from palaestra_slots.core.types import Message, Prices
 
 SLOT_ENDED = (
     "The sandbox has ended, because its processes used up its memory or killed its first process. No further command "

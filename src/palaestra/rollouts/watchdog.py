@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 
-from palaestra.core.errors import (
+from palaestra.rollouts.events import Alive
+from palaestra_slots.core.errors import (
     EngineUnavailable,
     GraderError,
     InfraError,
@@ -21,7 +22,6 @@ from palaestra.core.errors import (
     SandboxError,
     ToolStuck,
 )
-from palaestra.rollouts.events import Alive
 
 WAITING_FOR: Mapping[str, type[InfraError]] = {
     "acquire": SandboxError,

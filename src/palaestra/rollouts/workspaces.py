@@ -21,14 +21,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 from palaestra.agent.seat import Seat
-from palaestra.core.clock import uncharged
-from palaestra.core.errors import AcquireTimeout, ConfigError, ImageError, SandboxError, SlotLost, TaskError
-from palaestra.core.io.durable_files import writing
-from palaestra.core.types import Task
 from palaestra.rollouts.limits import RunLimits
 from palaestra.rollouts.watchdog import Stages
-from palaestra.sandbox.slot import Rung, Slot, SlotSource, SlotSpec, Snapshot, View
-from palaestra.sandbox.snapshots.cache import Prepared
+from palaestra_slots.core.clock import uncharged
+from palaestra_slots.core.errors import AcquireTimeout, ConfigError, ImageError, SandboxError, SlotLost, TaskError
+from palaestra_slots.core.io.durable_files import writing
+from palaestra_slots.core.types import Task
+from palaestra_slots.sandbox.slot import Rung, Slot, SlotSource, SlotSpec, Snapshot, View
+from palaestra_slots.sandbox.snapshots.cache import Prepared
 
 logger = logging.getLogger(__name__)
 

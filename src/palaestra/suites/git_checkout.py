@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
-from palaestra.core.errors import TaskError
-from palaestra.core.io.host_process import ProcessResult, run_process
-from palaestra.suites.build_once import build_once
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.io.host_process import ProcessResult, run_process
+from palaestra_slots.images.build_once import build_once
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _REF = re.compile(r"[A-Za-z0-9][\w./+-]{0,200}")

@@ -7,7 +7,7 @@ from tempfile import TemporaryFile
 
 import click
 
-from palaestra.core.errors import ConfigError
+from palaestra_slots.core.errors import ConfigError
 
 
 def _writable(context: click.Context, parameter: click.Parameter, out: Path) -> Path:

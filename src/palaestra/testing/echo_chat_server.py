@@ -32,10 +32,10 @@ from typing import Literal, Self
 
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import told_to_stop
-from palaestra.core.io.http_server import listening
-from palaestra.core.types import JSON, Message
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import told_to_stop
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.core.types import JSON, Message
 
 MODEL = "echo"
 Reply = Callable[[Sequence[Message]], dict[str, JSON]]

@@ -15,9 +15,9 @@ from typing import Self
 
 from aiohttp import web
 
-from palaestra.core.io.http_server import listening
-from palaestra.core.types import JSON
 from palaestra.inference.engines.openai import PROBE
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.core.types import JSON
 
 
 @dataclass

@@ -14,11 +14,11 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.extras import install_command
-from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
 from palaestra.inference.tokenizers import FastTokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from palaestra.core.host_path import HostPath
+from palaestra.envs.config.host_path import HostPath
 
 
 @click.group(

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.extras import install_command
 from palaestra.inference.engines.torch_decoder import quiet_loading
 from palaestra.testing.fake_engine import train_bpe
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.extras import install_command
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

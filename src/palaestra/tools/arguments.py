@@ -28,10 +28,10 @@ from jsonschema_rs import (
     validator_for,
 )
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.tools.call_text import shortened
 from palaestra.tools.tool import ToolMistake, ToolSchema
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 _CACHED_SCHEMAS = 512
 _SHOWN_CHARS = 120

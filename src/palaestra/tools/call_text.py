@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pydantic_core import to_jsonable_python
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _BEGINS = re.compile("<tool_call>|<think>")

@@ -34,16 +34,16 @@ from typing import Any, TypeAlias, TypedDict, Unpack, overload
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.threads import in_own_thread
-from palaestra.core.types import JSON, Task
-from palaestra.core.user_code import settled
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.call_text import plain, reply_of, result_of
 from palaestra.tools.human.approval import Permit
 from palaestra.tools.tool import Tool, ToolReply, ToolResult, ToolRun, ToolSchema
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.threads import in_own_thread
+from palaestra_slots.core.types import JSON, Task
+from palaestra_slots.core.user_code import settled
+from palaestra_slots.sandbox.slot import Slot
 
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?):\s*$")
 _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")

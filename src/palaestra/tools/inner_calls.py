@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 KEPT_CHARS = 20_000
 """The maximum number of characters that are kept of one call's arguments, and of one reply."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 
 def text(description: str, first: Mapping[str, JSON] | None = None, **more: JSON) -> dict[str, JSON]:

@@ -12,10 +12,10 @@ from typing import Literal
 
 from pydantic import Field, PrivateAttr, field_validator
 
-from palaestra.core.config import Settings, host_path
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.tools.net.host_policy import HostPolicy
+from palaestra_slots.core.config import Settings, host_path
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 WEB_KEYS: Mapping[str, str] = {
     "tavily": "TAVILY_API_KEY",

@@ -17,13 +17,13 @@ from typing import Self, TypeAlias, TypeVar
 
 import msgspec
 
-from palaestra.core.types import JSON, Task
-from palaestra.core.user_code import ForeignError, foreign, settled
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.call_text import ToolCall as ToolCall
 from palaestra.tools.call_text import ToolResult as ToolResult
 from palaestra.tools.call_text import reply_of, result_of
 from palaestra.tools.human.approval import Approvals, Permit
+from palaestra_slots.core.types import JSON, Task
+from palaestra_slots.core.user_code import ForeignError, foreign, settled
+from palaestra_slots.sandbox.slot import Slot
 
 logger = logging.getLogger(__name__)
 

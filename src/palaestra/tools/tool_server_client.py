@@ -14,17 +14,6 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 from yarl import URL
 
-from palaestra.core.config import sent_secret
-from palaestra.core.errors import (
-    ConfigError,
-    ToolServerError,
-    ToolServerRefused,
-    ToolServerReplyError,
-    ToolServerUnavailable,
-)
-from palaestra.core.printable import without_middle
-from palaestra.core.redaction import redacted
-from palaestra.core.types import JSON
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import ToolCall, reply_of
 from palaestra.tools.human.approval import Permit
@@ -35,6 +24,17 @@ from palaestra.tools.serving.payloads import (
     encoded,
 )
 from palaestra.tools.tool import FunctionTool, Tool, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.config import sent_secret
+from palaestra_slots.core.errors import (
+    ConfigError,
+    ToolServerError,
+    ToolServerRefused,
+    ToolServerReplyError,
+    ToolServerUnavailable,
+)
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.redaction import redacted
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     import aiohttp

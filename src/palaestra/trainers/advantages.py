@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from palaestra.core.errors import ConfigError, TrainerError
 from palaestra.rollouts.export.token_rows import PLACEHOLDER, ExportedRow, exported_rows
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.importance import SamplerMismatch, corrected
 from palaestra.trainers.trainer import TrainedRow
+from palaestra_slots.core.errors import ConfigError, TrainerError
 
 UNSCORED, EQUAL, FAILED = "unscored_rollouts", "equal_groups", "failed_groups"
 COUNTERFACTUAL = "counterfactual_rollouts"

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import UNREADABLE, not_written, read_lines, read_regular, replaced, writing
-from palaestra.core.types import JSON
 from palaestra.rollouts.observe.training_steps import FOLDER, STEPS, read_steps
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import UNREADABLE, not_written, read_lines, read_regular, replaced, writing
+from palaestra_slots.core.types import JSON
 
 SETTINGS, STEP_GROUPS = "settings.json", "groups.jsonl"
 STATE_SCHEMA = "palaestra.training-state/1"

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from palaestra.core.config import Settings
+from palaestra_slots.core.config import Settings
 
 LossName: TypeAlias = Literal["importance_sampling", "ppo", "dapo", "cispo", "gspo"]
 

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import TypeAlias
 
-from palaestra.core.types import Task
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.types import Task
 
 Drawn: TypeAlias = tuple[int, Task]
 """The number of a group, and its task."""

@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
-from palaestra.core.types import Task
 from palaestra.trainers.config import TrainingConfig
+from palaestra_slots.core.types import Task
 
 Memory: TypeAlias = dict[str, tuple[float, float, int]]
 """For each task id the discounted sum and number of its rewards, and the number of draws before the latest one; under

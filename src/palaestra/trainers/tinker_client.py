@@ -21,10 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from palaestra.core.errors import ConfigError, EngineRefused, EngineUnavailable, TrainerError, TrainerUnavailable
-from palaestra.core.extras import install_command
-from palaestra.core.io.supervised_command import supervised
-from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.sampling import Sampling
@@ -32,6 +28,10 @@ from palaestra.inference.engines.token_engine import TokenChat
 from palaestra.trainers.busy import BusyClock
 from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.trainer import TrainedRow
+from palaestra_slots.core.errors import ConfigError, EngineRefused, EngineUnavailable, TrainerError, TrainerUnavailable
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.io.supervised_command import supervised
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     import tinker

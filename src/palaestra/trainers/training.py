@@ -21,8 +21,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError, TrainerError
-from palaestra.core.types import Task
 from palaestra.rollouts.events import MetricsLogged
 from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.observe.training_steps import EVALUATION, FOLDER, STEP, read_steps
@@ -35,6 +33,8 @@ from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.rollouts_ahead import Drawn, RolloutsAhead
 from palaestra.trainers.task_memory import choose, remember
 from palaestra.trainers.trainer import Trainer
+from palaestra_slots.core.errors import ConfigError, TrainerError
+from palaestra_slots.core.types import Task
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from palaestra.core.errors import ConfigError, DiskError, TrainerError
-from palaestra.core.extras import install_command
-from palaestra.core.types import JSON
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
@@ -40,6 +37,9 @@ from palaestra.inference.engines.transformers import TransformersEngine
 from palaestra.trainers.busy import BusyClock
 from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.trainer import TrainedRow
+from palaestra_slots.core.errors import ConfigError, DiskError, TrainerError
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from palaestra.core.types import JSON, Message
 from palaestra.rollouts.environment import WORK_BREAKS_CHECK
+from palaestra_slots.core.types import JSON, Message
 
 CUT = "$cut"
 """The key that marks a text of which a record has only the beginning (`head`) and the end."""

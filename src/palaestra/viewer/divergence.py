@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from palaestra.core.types import JSON, Message
 from palaestra.inference.ledger.records import ITEM_BYTES, SegmentRecord
 from palaestra.rollouts.records import Trajectory
 from palaestra.viewer.check_evidence import listed_tests, short
+from palaestra_slots.core.types import JSON, Message
 
 MOST = 16
 """The maximum number of rollouts that are compared."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.rollouts.observe.intervals import Cluster, share_interval
 from palaestra.rollouts.observe.metrics import PASSED
 from palaestra.viewer.run_index import RunIndex
 from palaestra.viewer.runs import OpenRuns
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 
 def forks(runs: OpenRuns, name: str, rollout_id: str) -> dict[str, JSON]:

@@ -20,9 +20,6 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import private, unfinished_name
-from palaestra.core.types import JSON
 from palaestra.rollouts.annotations import ANNOTATIONS_NAME, append_lines
 from palaestra.rollouts.events import AnyJournalEvent, GroupEnded, GroupStarted, RolloutEnded, RunEnded, RunStarted
 from palaestra.rollouts.export.atropos import encode_line
@@ -33,6 +30,9 @@ from palaestra.rollouts.journal.reader import JOURNAL_NAME
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.regraded import GRADES_NAME
 from palaestra.viewer.run_index import RunIndex
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import private, unfinished_name
+from palaestra_slots.core.types import JSON
 
 IMPORTS = "imports"
 """The folder of the journals' folders, below the folder of the indexes."""

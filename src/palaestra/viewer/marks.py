@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.rollouts.annotations import ANNOTATIONS_NAME, VERDICTS, Judgement, Judgements, read_annotations
 from palaestra.rollouts.observe.intervals import mean_interval
 from palaestra.rollouts.regraded import GRADES_NAME, Grade, read_grades
 from palaestra.viewer.run_index import RunIndex
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 
 class Marks:

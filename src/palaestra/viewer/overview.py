@@ -9,14 +9,14 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from palaestra.core.exits import plural
-from palaestra.core.types import JSON
 from palaestra.rollouts.finished_run import last_metrics
 from palaestra.rollouts.observe.failures import Cause, Failures
 from palaestra.rollouts.observe.metrics import BY_OFFICIAL, group_size, pass_metrics
 from palaestra.rollouts.observe.verdicts import VerdictCounts
 from palaestra.viewer.imported import COMMAND
 from palaestra.viewer.run_index import RESUMED, RolloutEvidence, RunIndex, evidence
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import JSON
 
 _IN_TABLE = re.compile(r"/(pass@\d+|mean_reward|pass_rate|scored|planned|tasks|attempts|unscored|tasks_not_run)(/|$)")
 _MOST_CATEGORIES = 200

@@ -19,9 +19,6 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError, DiskError
-from palaestra.core.io.durable_files import not_written, replaced
-from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.journal.reader import JOURNAL_NAME
 from palaestra.viewer.divergence import MOST, siblings
@@ -31,6 +28,9 @@ from palaestra.viewer.rollout_record import Names, rollout_record, token_record
 from palaestra.viewer.run_index import RunIndex
 from palaestra.viewer.runs import OpenRuns
 from palaestra.viewer.summary import run_details, run_summary
+from palaestra_slots.core.errors import ConfigError, DiskError
+from palaestra_slots.core.io.durable_files import not_written, replaced
+from palaestra_slots.core.types import JSON
 
 LONG_CHARS = 50_000
 """The number of characters above which a text is cut in a file."""

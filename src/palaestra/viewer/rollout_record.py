@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Outcome
 from palaestra.inference.ledger import LedgerRecord, TokenRow, verify_ledger
 from palaestra.inference.ledger.records import ITEM_BYTES, packed, unpacked_ids
 from palaestra.rollouts.environment import MISSING
@@ -26,6 +24,8 @@ from palaestra.viewer.check_evidence import CUT, check_facts, nonzero_exits, sho
 from palaestra.viewer.divergence import Call, calls_of, differing_call
 from palaestra.viewer.imported import ImportedIndex
 from palaestra.viewer.run_index import RunIndex, number_of
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Outcome
 
 LONG_CHARS = 20_000
 _HEAD_CHARS, _TAIL_CHARS = 12_000, 4_000

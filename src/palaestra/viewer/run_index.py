@@ -23,9 +23,6 @@ from typing import IO, NamedTuple, TypeVar
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import UNREADABLE, lines_of, open_regular
-from palaestra.core.types import JSON
 from palaestra.rollouts.events import AttemptDiscarded, GroupStarted, RolloutEnded, RunStarted, TurnTaken
 from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.rollouts.journal.journal import check_config, check_schema
@@ -33,6 +30,9 @@ from palaestra.rollouts.journal.views import GroupView, LineView, RolloutView
 from palaestra.rollouts.records import CUT_OFF, Trajectory
 from palaestra.viewer.check_evidence import breaks, exit_code
 from palaestra.viewer.search_texts import Wanted
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of, open_regular
+from palaestra_slots.core.types import JSON
 
 _FORMAT = "7"
 _TAIL_BYTES = 4096

@@ -17,9 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.config import cache_folder
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import UNREADABLE, read_regular
 from palaestra.rollouts.counterfactual import FORK_NAME
 from palaestra.rollouts.imports.files import READABLE, sources_below
 from palaestra.rollouts.journal.reader import BATCHES, JOURNAL_NAME, RUNS, find_run, list_runs
@@ -27,6 +24,9 @@ from palaestra.viewer.imported import IMPORTS, ImportedIndex
 from palaestra.viewer.marks import Marks
 from palaestra.viewer.run_index import RunIndex
 from palaestra.viewer.summary import run_state
+from palaestra_slots.core.config import cache_folder
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular
 
 MOST = 200
 """The maximum number of runs that a viewer shows; the latest come first."""

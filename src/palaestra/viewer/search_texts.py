@@ -13,10 +13,10 @@ from typing import TypeVar
 
 import msgspec
 
-from palaestra.core.io.durable_files import UNREADABLE
-from palaestra.core.types import JSON
 from palaestra.rollouts.export.chat_messages import ChatMessage, chat_message, part_text
 from palaestra.rollouts.imports.source import objects_of
+from palaestra_slots.core.io.durable_files import UNREADABLE
+from palaestra_slots.core.types import JSON
 
 _AROUND_CHARS = 80
 _T = TypeVar("_T")

@@ -42,11 +42,6 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from palaestra.core.errors import ConfigError, PalaestraError
-from palaestra.core.io.durable_files import UNREADABLE
-from palaestra.core.io.http_server import Handler, invite_body, is_loopback, listening, refusal
-from palaestra.core.printable import one_line
-from palaestra.core.types import JSON
 from palaestra.rollouts.annotations import Annotation, annotation, write_annotations
 from palaestra.viewer.divergence import MOST, siblings
 from palaestra.viewer.forks import fork_of, forks, origin_of
@@ -56,6 +51,11 @@ from palaestra.viewer.rollout_record import Names, rollout_record, text_at, toke
 from palaestra.viewer.run_index import Condition
 from palaestra.viewer.runs import OpenRuns
 from palaestra.viewer.summary import compared, run_details, run_summary
+from palaestra_slots.core.errors import ConfigError, PalaestraError
+from palaestra_slots.core.io.durable_files import UNREADABLE
+from palaestra_slots.core.io.http_server import Handler, invite_body, is_loopback, listening, refusal
+from palaestra_slots.core.printable import one_line
+from palaestra_slots.core.types import JSON
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "

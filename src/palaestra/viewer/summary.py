@@ -10,8 +10,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from palaestra.core.config import is_secret
-from palaestra.core.types import JSON
 from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores, TaskScores, compare
 from palaestra.rollouts.observe.intervals import Interval, mean_interval
 from palaestra.rollouts.observe.metrics import group_size, pass_metrics
@@ -21,6 +19,8 @@ from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.viewer.imported import COMMAND
 from palaestra.viewer.run_index import NODE, ROLLOUTS_ON, RunIndex
+from palaestra_slots.core.config import is_secret
+from palaestra_slots.core.types import JSON
 
 
 def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:

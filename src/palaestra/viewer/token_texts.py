@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError
 from palaestra.rollouts.journal.origin import made_here
 from palaestra.viewer.rollout_record import Names
 from palaestra.viewer.runs import OpenRuns
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from palaestra.inference.tokenizers import FastTokenizer

@@ -14,9 +14,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io import http_server
-from palaestra.core.io.http_server import is_loopback, listening, refusal
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Deliver
 from palaestra.doors.gateway.platforms.openai_api import OpenAIServer
@@ -28,13 +25,16 @@ from palaestra.inference.tokenizers import Tokenizer
 from palaestra.rollouts.observe.prometheus import serving_metrics
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.status_file import StatusFile
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor
 from palaestra.tools.serving.executor_service import ExecutorService
 from palaestra.tools.serving.http_common import application
 from palaestra.tools.serving.tool_server import ToolServer
 from palaestra.trainers.atropos.trajectory_server import serving
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io import http_server
+from palaestra_slots.core.io.http_server import is_loopback, listening, refusal
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 
 
 async def _ok(body: bytes) -> dict[str, int]:

@@ -14,8 +14,8 @@ import pytest
 from acp import schema
 
 from doors.chat.chat_process import environment
-from palaestra.core.types import JSON, Message
 from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
+from palaestra_slots.core.types import JSON, Message
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from acp import schema
 
-from palaestra.core.errors import ConfigError
 from palaestra.doors.acp.editor_servers import editor_servers
+from palaestra_slots.core.errors import ConfigError
 
 
 def stdio(name: str = "files", command: str = "/bin/files", *args: str) -> schema.McpServerStdio:

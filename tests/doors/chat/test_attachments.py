@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.http_server import listening
-from palaestra.core.types import JSON
 from palaestra.doors.chat.attachments import (
     MAX_IMAGE_BYTES,
     MAX_PAGE_CHARS,
@@ -31,6 +28,9 @@ from palaestra.doors.chat.turn_events import TurnEnded
 from palaestra.inference.config import APIServerConfig
 from palaestra.testing.echo_chat_server import EchoChatServer
 from palaestra.tools.registry.registry import ToolRegistry
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.core.types import JSON
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from palaestra.core.errors import ContextExceeded, EngineError
-from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.conversation import Conversation, People
 from palaestra.doors.chat.one_shot import list_conversations
 from palaestra.doors.chat.service import ChatService, ChatSettings
@@ -21,6 +19,8 @@ from palaestra.doors.chat.store import ConversationStore
 from palaestra.doors.chat.turn_events import Event, Notice, TurnEnded
 from palaestra.inference.config import APIServerConfig
 from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
+from palaestra_slots.core.errors import ContextExceeded, EngineError
+from palaestra_slots.core.types import JSON, Message
 
 WINDOW = 3000
 COMMAND = "head -c 30000 /dev/zero | tr '\\0' y"

@@ -14,9 +14,6 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.http_server import listening
-from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import NEW_SANDBOX, Conversation, People
 from palaestra.doors.chat.conversation_files import COPIED_SANDBOX
 from palaestra.doors.chat.service import ChatService, ChatSettings
@@ -30,6 +27,9 @@ from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.testing.echo_chat_server import EchoChatServer
 from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.core.types import JSON
 
 SETTINGS = ChatSettings(toolsets=("terminal", "file", "session_search", "clarify"))
 

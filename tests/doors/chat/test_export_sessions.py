@@ -15,7 +15,6 @@ import pytest
 
 import palaestra
 from palaestra import Task, environment
-from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.conversation import Conversation
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
@@ -29,6 +28,7 @@ from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.export.formats import exporter_named
 from palaestra.testing.echo_chat_server import EchoChatServer
 from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
+from palaestra_slots.core.types import JSON, Message
 
 SETTINGS = ChatSettings(toolsets=("terminal",), system_prompt=None)
 KEY = "sk-" + "abcdefgh" * 3

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import Conversation, People
 from palaestra.doors.chat.hooks import Hook, read_hooks
 from palaestra.doors.chat.service import ChatService, ChatSettings
@@ -20,12 +18,14 @@ from palaestra.doors.chat.store import ConversationStore
 from palaestra.doors.chat.turn_events import ToolEnded, TurnEnded
 from palaestra.doors.chat.workdir import CONFIGURES_CHAT, GIVES_KEYS, WorkFolder
 from palaestra.inference.config import APIServerConfig
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import SlotSpec
 from palaestra.testing.echo_chat_server import EchoChatServer
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import SlotSpec
 
 
 @dataclass

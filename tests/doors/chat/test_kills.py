@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import Message
 from palaestra.doors.chat.history import UNKNOWN
 from palaestra.doors.chat.store import ConversationStore
 from palaestra.testing.echo_chat_server import EchoChatServer
+from palaestra_slots.core.types import Message
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from doors.chat.chat_process import environment
-from palaestra.core.types import JSON
 from palaestra.testing.echo_chat_server import EchoChatServer
+from palaestra_slots.core.types import JSON
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,6 @@ import pytest
 
 import palaestra
 from palaestra import Run, Task, environment
-from palaestra.core.types import JSON
 from palaestra.doors.batch.prompts import batch
 from palaestra.doors.chat.conversation import Conversation
 from palaestra.doors.chat.service import ChatService, ChatSettings
@@ -26,6 +25,7 @@ from palaestra.inference.ledger import LedgerRecord, TokenRow, record_rows
 from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.testing.echo_chat_server import EchoChatServer
 from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
+from palaestra_slots.core.types import JSON
 
 pytestmark = pytest.mark.slots
 

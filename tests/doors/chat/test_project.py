@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import Conversation, People
 from palaestra.doors.chat.permissions import Mode, rule_of
 from palaestra.doors.chat.project import Project, command_description, command_message
@@ -21,6 +19,8 @@ from palaestra.tools.builtin.terminal import TERMINAL
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 from palaestra.tools.runtime.runtime import CheckedCall
 from palaestra.tools.tool import ToolRun
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 
 def skill(folder: Path, name: str, text: str = "steps") -> None:

@@ -16,11 +16,11 @@ import pexpect
 import pytest
 
 from doors.chat.chat_process import environment
-from palaestra.core.io.threads import LoopThread
-from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.store import ConversationStore
 from palaestra.doors.chat.terminal.renderers import diff_lines
 from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
+from palaestra_slots.core.io.threads import LoopThread
+from palaestra_slots.core.types import JSON, Message
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,10 @@ import pytest
 from doors.chat.chat_process import environment
 from doors.chat.test_terminal import CTRL_C, PROMPT, finish, messages, seen, terminal
 from model_logprobs import own_logprobs
-from palaestra.core.types import JSON
 from palaestra.doors.chat.store import ConversationStore
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.tiny_model import make_tiny
+from palaestra_slots.core.types import JSON
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import Conversation
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
 from palaestra.doors.chat.turn_events import TurnEnded
 from palaestra.inference.config import APIServerConfig
 from palaestra.testing.echo_chat_server import EchoChatServer
+from palaestra_slots.core.types import JSON
 
 pytestmark = pytest.mark.slots
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import SandboxError
 from palaestra.doors.chat import workdir
 from palaestra.doors.chat.config import ChatConfig, prompt
 from palaestra.doors.chat.workdir import WorkFolder
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra_slots.core.errors import SandboxError
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Slot, SlotSpec
 
 pytestmark = pytest.mark.slots
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from doors.e2b.http_client import Api, Box
-from palaestra.core.io.threads import LoopThread
-from palaestra.core.types import Network
 from palaestra.doors.e2b.api_keys import ApiKey, ApiKeys
 from palaestra.doors.e2b.server import RunningE2B, running_server
+from palaestra_slots.core.io.threads import LoopThread
+from palaestra_slots.core.types import Network
 
 FIRST, SECOND = "e2b_first_key", "e2b_second_key"
 

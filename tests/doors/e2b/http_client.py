@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 _HEAD = struct.Struct("!BI")
 

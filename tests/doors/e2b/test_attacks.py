@@ -10,8 +10,8 @@ import pytest
 
 from doors.e2b.conftest import FIRST, a_server
 from doors.e2b.http_client import Api, Box
-from palaestra.core.types import Limits
 from palaestra.doors.e2b.api_keys import ApiKey
+from palaestra_slots.core.types import Limits
 
 pytestmark = pytest.mark.slots
 

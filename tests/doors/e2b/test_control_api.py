@@ -10,9 +10,9 @@ import pytest
 
 from doors.e2b.conftest import FIRST, a_server
 from doors.e2b.http_client import Api, Box
-from palaestra.core.types import Network
 from palaestra.doors.e2b.api_keys import ApiKey
 from palaestra.doors.e2b.server import RunningE2B
+from palaestra_slots.core.types import Network
 
 pytestmark = pytest.mark.slots
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError, SlotLost
-from palaestra.core.types import AllowList, Network
 from palaestra.doors.e2b.api_keys import ApiKey, ApiKeys, own_key, read_keys
 from palaestra.doors.e2b.endings import Endings
 from palaestra.doors.e2b.requests import NewSandbox, read_body
 from palaestra.doors.e2b.templates import absolute
 from palaestra.doors.e2b.wire_errors import ApiError, api_error, rpc_error
+from palaestra_slots.core.errors import ConfigError, SlotLost
+from palaestra_slots.core.types import AllowList, Network
 
 
 def test_keys_are_read_with_their_limits(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from palaestra.core.types import JSON
 from palaestra.doors.e2b.processes import HostedProcess, OutputFollower, ProcessRequest, ProcessTable
 from palaestra.doors.e2b.wire_errors import RpcError
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Slot
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import Slot
 
 pytestmark = pytest.mark.slots
 PAUSED = RpcError("unavailable", "it was paused")

@@ -12,9 +12,9 @@ import pytest
 
 from doors.e2b.conftest import FIRST, SECOND, a_server
 from doors.e2b.http_client import Api
-from palaestra.core.types import JSON
 from palaestra.doors.e2b.api_keys import ApiKey
-from palaestra.suites.images.dockerfile import ImageConfig
+from palaestra_slots.core.types import JSON
+from palaestra_slots.images.dockerfile import ImageConfig
 
 pytestmark = pytest.mark.slots
 KEYS = (ApiKey("first", FIRST), ApiKey("second", SECOND))

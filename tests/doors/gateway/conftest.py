@@ -11,8 +11,6 @@ from datetime import datetime
 from pathlib import Path
 
 from doors.gateway.echo_model import EchoModel
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.types import JSON
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
 from palaestra.doors.gateway.config import GatewayConfig
@@ -21,6 +19,8 @@ from palaestra.doors.gateway.platform import Incoming, Platform
 from palaestra.doors.gateway.platforms.loopback import Loopback
 from palaestra.doors.gateway.service import Gateway
 from palaestra.inference.config import APIServerConfig
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.types import JSON
 
 OPEN = {"platforms": {"loopback": {"allowed_users": ["*"]}}}
 """A configuration that takes messages of everybody."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from palaestra.core.io.http_server import listening
+from palaestra_slots.core.io.http_server import listening
 
 
 class EchoModel:

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import WSMsgType, web
 
-from palaestra.core.io.http_server import listening
+from palaestra_slots.core.io.http_server import listening
 
 _ARGUMENTS = {
     "auth.test": set(),

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from palaestra.core.io.http_server import listening
+from palaestra_slots.core.io.http_server import listening
 
 _PARAMETERS = {
     "getMe": set(),

@@ -6,11 +6,11 @@ import pytest
 
 from doors.gateway.conftest import OPEN, MovedClock, a_gateway, until
 from doors.gateway.echo_model import EchoModel
-from palaestra.core.errors import ConfigError, PlatformUnavailable
 from palaestra.doors.gateway.assembly import assembled
 from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.platform import Attachment
 from palaestra.doors.gateway.platforms.loopback import Loopback
+from palaestra_slots.core.errors import ConfigError, PlatformUnavailable
 
 
 class FastClock(MovedClock):

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.plugins import installed
 from palaestra.doors.gateway.assembly import _chat_settings, assembled
 from palaestra.doors.gateway.command import EXAMPLE
 from palaestra.doors.gateway.config import GatewayConfig, PlatformConfig, read_config
 from palaestra.doors.gateway.platforms.registry import GROUP, PLATFORMS, make_platform
 from palaestra.tools.registry.build import build_tool_registry
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.plugins import installed
 
 PAGE = Path(__file__).parents[3] / "docs/gateway.md"
 

@@ -4,10 +4,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from palaestra.core.errors import ConfigError
 from palaestra.doors.gateway.command import command
 from palaestra.doors.gateway.mailbox import Mailbox
 from palaestra.doors.gateway.platforms.devices import KnownDevice, known_devices, remember
+from palaestra_slots.core.errors import ConfigError
 
 ANNA = KnownDevice("@anna:hs", "PHONE", "abcdefghij", name="Anna's phone")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from doors.gateway.conftest import Scene, a_gateway
 from doors.gateway.echo_model import EchoModel
-from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.service import ChatSettings
 from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
+from palaestra_slots.core.types import JSON, Message
 
 WINDOW = 3000
 

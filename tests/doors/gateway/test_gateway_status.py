@@ -7,12 +7,12 @@ import pytest
 from click.testing import CliRunner
 
 from doors.gateway.conftest import OPEN, a_gateway, until
-from palaestra.core.errors import PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.command import command
 from palaestra.doors.gateway.observe import gateway_status
 from palaestra.doors.gateway.observe.gateway_status import read_status, status_lines
 from palaestra.doors.gateway.observe.metrics_page import serving_status
 from palaestra.doors.gateway.platforms.loopback import Loopback
+from palaestra_slots.core.errors import PlatformRefused, PlatformUnavailable
 
 
 class Failing(Loopback):

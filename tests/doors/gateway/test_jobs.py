@@ -10,12 +10,12 @@ import openai
 import pytest
 
 from doors.gateway.conftest import OPEN, MovedClock, a_gateway, until
-from palaestra.core.types import Prices
 from palaestra.doors.chat.service import ChatSettings
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.mailbox import Mailbox
 from palaestra.doors.gateway.platforms.openai_api import OpenAIServer
 from palaestra.tools.registry.build import build_tool_registry
+from palaestra_slots.core.types import Prices
 
 TOOLS = ChatSettings(toolsets=["cronjob"])
 HOME = {"allowed_users": ["*"], "home_channel": {"chat_id": "home", "chat_type": "group"}}

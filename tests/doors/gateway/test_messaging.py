@@ -7,9 +7,9 @@ import uuid
 import pytest
 
 from doors.gateway.conftest import OPEN, a_gateway, until
-from palaestra.core.errors import ConfigError
 from palaestra.doors.chat.service import ChatSettings
 from palaestra.tools.registry.build import build_tool_registry
+from palaestra_slots.core.errors import ConfigError
 
 TOOLS = ChatSettings(toolsets=["messaging"])
 HOME = {"allowed_users": ["*"], "home_channel": {"chat_id": "home", "chat_type": "group"}}

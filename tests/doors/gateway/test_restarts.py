@@ -25,9 +25,9 @@ from aiohttp import web
 from doors.gateway.conftest import until
 from doors.gateway.echo_model import EchoModel
 from doors.gateway.synapse import Account, needed, synapse
-from palaestra.core.io.http_server import listening
 from palaestra.doors.gateway.assembly import service_name
-from palaestra.sandbox.service import service_client
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.sandbox.service import service_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.slots, pytest.mark.timeout(600)]
 

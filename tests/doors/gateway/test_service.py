@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from doors.gateway.conftest import OPEN, MovedClock, a_gateway, until
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import Prices
 from palaestra.doors.chat.service import ChatSettings
 from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.mailbox import CODES_PER_MINUTE
@@ -18,6 +16,8 @@ from palaestra.doors.gateway.service import Gateway
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.build import build_tool_registry
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import Prices
 
 HOST_WRITER = str(Path(__file__).parents[2] / "tools" / "mcp" / "host_writer.py")
 """A real MCP server whose tools write files on the host."""
@@ -507,7 +507,7 @@ def test_the_end_of_a_background_process_is_reported_to_its_chat(tmp_path):
 def test_what_a_platform_refuses_is_kept_and_reported_to_the_home_channel(tmp_path):
     class Refusing(Loopback):
         async def send_text(self, address: ChatAddress, text, *, key, answers=None):
-            from palaestra.core.errors import PlatformRefused
+            from palaestra_slots.core.errors import PlatformRefused
 
             if address.chat_id == "gone":
                 raise PlatformRefused("the chat does not exist")

@@ -3,9 +3,9 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from palaestra.core.errors import ConfigError
 from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.session_reset import SessionResetPolicy
+from palaestra_slots.core.errors import ConfigError
 
 NOON = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 HOUR = 3600.0

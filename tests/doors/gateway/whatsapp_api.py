@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.io.http_server import listening
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.io.http_server import listening
 
 TOKEN, SECRET, VERIFY = "EAAG-token", "app secret", "a word"
 NUMBER, ANNA = "106540352242922", "16505551234"

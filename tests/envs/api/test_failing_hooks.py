@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.types import JSON, Blame
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.types import JSON, Blame
 
 pytestmark = pytest.mark.slots
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError
 from palaestra.envs.cheats.proof import BANK, cheats_named, check_environment
 from palaestra.envs.config.build import make_pool
 from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
 from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
+from palaestra_slots.core.errors import ConfigError
 from suites.swe.published import BASE, TESTS, Source
 
 ROOT = Path(__file__).parents[3]

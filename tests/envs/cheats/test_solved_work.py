@@ -342,7 +342,7 @@ def test_an_attack_that_could_not_decide_is_not_called_closed(
 
 LABELLED = """
 from palaestra import Score, Task, environment
-from palaestra.core.types import Label
+from palaestra_slots.core.types import Label
 
 @environment(toolsets=["terminal"])
 def labelled():

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from palaestra.core.errors import ConfigError
 from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.config.fields import EvalHandlingEnum, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ENGINES
 from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
+from palaestra_slots.core.errors import ConfigError
 
 
 class ToyConfig(HermesAgentEnvConfig):

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.dotenv import read_keys, read_variables
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.config.layers import read_environ
 from palaestra.inference.config import APIServerConfig
+from palaestra_slots.core.errors import ConfigError
 
 
 def parsed(*argv: str, environ: dict[str, str], dotenv: dict[str, str]) -> Parsed:
@@ -306,8 +306,9 @@ def test_a_foreign_folder_configures_no_command(
 @pytest.mark.slow
 def test_children_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
     """Python puts the current folder on the path of `python -m`, unless it is told not to."""
-    source = Path(__file__).parents[3] / "src"
-    text = "\n".join(path.read_text() for path in source.rglob("*.py"))
+    root = Path(__file__).parents[3]
+    folders = (root / "src", *root.glob("packages/*/src"))
+    text = "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     assert not re.findall(r'sys\.executable,\s*"-[mc]"', text)
     (tmp_path / "pip").mkdir()
     (tmp_path / "pip/__main__.py").write_text("open('started', 'w').close()\n")

@@ -6,15 +6,15 @@ import os
 import pytest
 
 from palaestra.agent.budget import Budget
-from palaestra.core.config import ConfigLayer, merge
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Prices
 from palaestra.envs.config.build import agent_settings
 from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
 from palaestra.envs.run.run import are_elsewhere, concurrency
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.core.config import ConfigLayer, merge
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Prices
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 
 CONTRACT = {
     "group_size": 4,

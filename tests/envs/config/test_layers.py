@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError
 from palaestra.envs.config.layers import read_environ, read_file
 from palaestra.inference.config import APIServerConfig
+from palaestra_slots.core.errors import ConfigError
 
 
 def written(folder: Path, text: str) -> Path:

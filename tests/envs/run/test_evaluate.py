@@ -10,11 +10,11 @@ import pytest
 
 from envs import scripts
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import Outcome
 from palaestra.envs.config.fields import HeldOutConfig
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.suites.endless_terminals.endless_terminals import EndlessEnvironment, EndlessTerminalsEnvConfig
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import Outcome
 
 pytestmark = pytest.mark.slots
 
@@ -150,7 +150,7 @@ def test_it_does_not_go_on_with_other_tasks(command: str, lines_env: str, capsys
 
 LISTED = """
 from palaestra import Score
-from palaestra.core.config import setting
+from palaestra_slots.core.config import setting
 from palaestra.envs.api.listed_environment import ListedEnvironment
 from palaestra.envs.config.fields import ListedEnvConfig
 

@@ -16,9 +16,6 @@ from talking import Talk, trainer
 from palaestra import HermesAgentBaseEnv
 from palaestra.agent.result import AgentResult
 from palaestra.contract.tool_context import ToolContext
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import INTERRUPTED, read_failure
-from palaestra.core.types import JSON, Outcome
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.discovery import form_of
@@ -37,6 +34,9 @@ from palaestra.rollouts.runner import Totals
 from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 from palaestra.trainers.atropos.trajectory_server import serving
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import INTERRUPTED, read_failure
+from palaestra_slots.core.types import JSON, Outcome
 
 
 class Naming(HermesAgentBaseEnv):

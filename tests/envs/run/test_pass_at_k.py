@@ -6,11 +6,11 @@ from itertools import combinations
 
 import pytest
 
-from palaestra.core.types import Blame, Outcome
 from palaestra.envs.run.evaluate import in_short
 from palaestra.envs.run.pass_at_k import figures, sample
 from palaestra.rollouts.observe.metrics import pass_at_k
 from palaestra.rollouts.records import Trajectory
+from palaestra_slots.core.types import Blame, Outcome
 
 
 @pytest.mark.parametrize(("n", "passed", "k"), [(5, 0, 2), (5, 2, 1), (5, 2, 3), (6, 3, 2), (4, 4, 4), (1, 1, 1)])

@@ -9,8 +9,8 @@ import pytest
 
 from envs.scripts import groups_file
 from palaestra.cli.main import main
-from palaestra.core.types import JSON
 from palaestra.rollouts.journal.reader import Recording
+from palaestra_slots.core.types import JSON
 
 pytestmark = pytest.mark.slots
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from bug_fixing import FIX, fix_calc
 
-from palaestra.core.types import JSON, Blame
 from palaestra.envs.run.rollout_function import RolloutFunction, Scored, Unscored
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_slots.core.types import JSON, Blame
 
 pytestmark = pytest.mark.slots
 

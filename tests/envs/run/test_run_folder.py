@@ -9,8 +9,8 @@ import pytest
 
 from palaestra import open_run
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError
 from palaestra.envs.run.run_folder import claim_folder
+from palaestra_slots.core.errors import ConfigError
 
 
 def test_runs_that_begin_in_the_same_second_have_a_folder_each(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaestra.core.errors import EngineUnavailable
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.batcher import Batcher
 from palaestra.inference.engines.sampling import Sampling
+from palaestra_slots.core.errors import EngineUnavailable
 
 PATIENCE_S = 20.0
 

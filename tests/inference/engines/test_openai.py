@@ -12,7 +12,12 @@ from typing import TypeVar
 import pytest
 
 from manual_clock import ManualClock
-from palaestra.core.errors import (
+from palaestra.inference.chat_server import SessionContext
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engine import ChatCompletion
+from palaestra.inference.engines.openai import OpenAIEngine, parse_base_url
+from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_slots.core.errors import (
     ConfigError,
     ContextExceeded,
     EngineRefused,
@@ -20,12 +25,7 @@ from palaestra.core.errors import (
     EngineUnavailable,
     ReplyWithheld,
 )
-from palaestra.core.types import JSON, Message
-from palaestra.inference.chat_server import SessionContext
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engine import ChatCompletion
-from palaestra.inference.engines.openai import OpenAIEngine, parse_base_url
-from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_slots.core.types import JSON, Message
 
 T = TypeVar("T")
 EVENTS = {"Content-Type": "text/event-stream"}

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from palaestra import AgentResult, HermesAgentLoop
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.types import JSON, Message, Outcome, Solution, Task, ToolStep
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.scripted import ScriptedEngine
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.types import JSON, Message, Outcome, Solution, Task, ToolStep
 
 TOOLS = {
     "terminal": {"command": {"type": "string"}},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from palaestra.core.errors import EngineRefused
-from palaestra.core.types import JSON
 from palaestra.inference.engines.sampling import Sampling
+from palaestra_slots.core.errors import EngineRefused
+from palaestra_slots.core.types import JSON
 
 
 def test_nothing_said_means_the_model_as_it_is() -> None:

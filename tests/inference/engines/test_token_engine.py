@@ -11,15 +11,6 @@ from typing import TypeVar
 import pytest
 
 from manual_clock import ManualClock
-from palaestra.core.errors import (
-    ConfigError,
-    ContextExceeded,
-    EngineError,
-    EngineRefused,
-    EngineReplyError,
-    EngineUnavailable,
-)
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
@@ -31,6 +22,15 @@ from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer
 from palaestra.testing.fake_engine import ToyEngine, toy_logprob, toy_tokenizer
+from palaestra_slots.core.errors import (
+    ConfigError,
+    ContextExceeded,
+    EngineError,
+    EngineRefused,
+    EngineReplyError,
+    EngineUnavailable,
+)
+from palaestra_slots.core.types import JSON, Message
 
 T = TypeVar("T")
 TOKENIZER = toy_tokenizer(["hello there world, the answer is 42"] * 3)

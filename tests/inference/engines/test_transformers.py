@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 
 from palaestra.contract.agent_loop import HermesAgentLoop
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
-from palaestra.core.types import JSON
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
@@ -26,6 +24,8 @@ from palaestra.inference.server_checks import CheckState, Target, diagnose
 from palaestra.inference.server_group import ServerGroup
 from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.testing.tiny_model import make_tiny
+from palaestra_slots.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
+from palaestra_slots.core.types import JSON
 
 pytestmark = [
     pytest.mark.torch,

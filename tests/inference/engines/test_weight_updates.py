@@ -15,11 +15,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from palaestra.core.errors import EngineRefused
-from palaestra.core.io.http_server import listening
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.token_engine import SGLangEngine, VLLMEngine
 from palaestra.testing.fake_engine import toy_tokenizer
+from palaestra_slots.core.errors import EngineRefused
+from palaestra_slots.core.io.http_server import listening
 
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):

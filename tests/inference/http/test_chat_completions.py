@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.core.errors import EngineReplyError
-from palaestra.core.types import JSON
 from palaestra.inference.engine import AssistantMessage, ChatCompletion
 from palaestra.inference.http.chat_completions import decode_completion, plainer_history
 from palaestra.inference.http.transport import encode_json
 from palaestra.testing.fake_chat_server import completion
+from palaestra_slots.core.errors import EngineReplyError
+from palaestra_slots.core.types import JSON
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),

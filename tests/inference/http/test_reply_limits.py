@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import pytest
 
 from manual_clock import ManualClock
-from palaestra.core.errors import ContextExceeded, EngineRefused
-from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.http.reply_limits import AllowedLimit, largest_limit, wants_newer_name
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_slots.core.errors import ContextExceeded, EngineRefused
+from palaestra_slots.core.types import JSON
 
 VLLM = (
     "'max_tokens' or 'max_completion_tokens' is too large: 4096. This model's maximum context length is 8192 tokens "

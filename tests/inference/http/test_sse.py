@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manual_clock import ManualClock
-from palaestra.core.errors import EngineReplyError, EngineUnavailable
-from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.http.sse import Delta, events
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_slots.core.errors import EngineReplyError, EngineUnavailable
+from palaestra_slots.core.types import JSON
 
 DONE = b"data: [DONE]\n\n"
 

@@ -10,11 +10,11 @@ import pytest
 from yarl import URL
 
 from manual_clock import ManualClock
-from palaestra.core.errors import ContextExceeded, EngineRefused, EngineUnavailable
-from palaestra.core.retry import RetryPolicy
-from palaestra.core.types import JSON
 from palaestra.inference.http.transport import Transport
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer
+from palaestra_slots.core.errors import ContextExceeded, EngineRefused, EngineUnavailable
+from palaestra_slots.core.retry import RetryPolicy
+from palaestra_slots.core.types import JSON
 
 OK = FakeAnswer({"ok": True})
 

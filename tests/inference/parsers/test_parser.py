@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from inference.parsers.corpus import TOOLS
-from palaestra.core.errors import ConfigError
 from palaestra.inference.engine import ToolCallMessage
 from palaestra.inference.parsers import (
     BrokenCall,
@@ -24,6 +23,7 @@ from palaestra.inference.parsers import (
     register_parser,
     registry,
 )
+from palaestra_slots.core.errors import ConfigError
 
 ONE = '<tool_call>\n{"name": "run", "arguments": {"command":"ls"}}\n</tool_call>'
 BAD = "<tool_call>\n{'name': 'run', 'arguments': {}}\n</tool_call>"

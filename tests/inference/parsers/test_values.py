@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.core.types import JSON
 from palaestra.inference.parsers.formats.llama import keyword_arguments
 from palaestra.inference.parsers.parser import BrokenReason, Malformed
 from palaestra.inference.parsers.scan import ArgumentTypes, decode, decode_members, decode_object, typed
+from palaestra_slots.core.types import JSON
 
 literals = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from palaestra.core.types import JSON
 from palaestra.inference.ledger import verify_ledger
 from palaestra.inference.recording import Conversations, RecordingEndpoint, RolloutAddress
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
+from palaestra_slots.core.types import JSON
 
 TOKENIZER = toy_tokenizer(["hello there world, what is in the file? the answer is 42 <tool_call> {} bash"] * 5)
 FORMAT = ChatFormat(TOKENIZER)

@@ -7,11 +7,11 @@ import asyncio
 import aiohttp
 import pytest
 
-from palaestra.core.retry import RetryPolicy
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import PROBE, OpenAIEngine
 from palaestra.inference.recording import Conversations, RecordingEndpoint
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer
+from palaestra_slots.core.retry import RetryPolicy
 
 ERROR = {"error": {"message": "CUDA error"}}
 FAILS, READY = FakeAnswer(ERROR, status=500), None

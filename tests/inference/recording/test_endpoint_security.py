@@ -17,9 +17,6 @@ from hypothesis import strategies as st
 
 import palaestra.inference.recording.endpoint as endpoint_module
 from inference.recording.generated_client import FORMAT, TOKENIZER
-from palaestra.core.errors import ContextExceeded
-from palaestra.core.io import http_server
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion
 from palaestra.inference.ledger import verify_ledger
@@ -29,6 +26,9 @@ from palaestra.inference.recording.dialects.responses import ResponsesDialect
 from palaestra.inference.recording.request import Dialect
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.testing.fake_engine import ToyEngine
+from palaestra_slots.core.errors import ContextExceeded
+from palaestra_slots.core.io import http_server
+from palaestra_slots.core.types import JSON, Message
 
 CHAT: JSON = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 PATHS = ("v1/chat/completions", "v1/responses", "v1/messages", "v1/completions")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import aiohttp
 import pytest
 
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, TextChoice, TextCompletion
 from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint
+from palaestra_slots.core.types import JSON, Message
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 RUNS: JSON = {"temperature": 1.0, "top_k": 20}

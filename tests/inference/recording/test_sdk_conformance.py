@@ -12,8 +12,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from palaestra.core.errors import ContextExceeded, EngineRefused, EngineUnavailable
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import (
     AssistantMessage,
@@ -27,6 +25,8 @@ from palaestra.inference.engine import (
 )
 from palaestra.inference.http.sse import Delta
 from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
+from palaestra_slots.core.errors import ContextExceeded, EngineRefused, EngineUnavailable
+from palaestra_slots.core.types import JSON, Message
 
 WEATHER = {
     "type": "object",

@@ -9,11 +9,11 @@ import aiohttp
 import pytest
 
 import palaestra.inference.recording.endpoint as endpoint_module
-from palaestra.core.types import JSON
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion
 from palaestra.inference.http.sse import Delta
 from palaestra.inference.recording import Conversations, RecordingEndpoint
+from palaestra_slots.core.types import JSON
 
 
 class Paced(ChatServer):

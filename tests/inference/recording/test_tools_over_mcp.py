@@ -14,7 +14,6 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp_types._v2026_07_28 import CallToolResult, DiscoverResult, ListToolsResult
 
 from inference.recording.generated_client import FORMAT, TOKENIZER
-from palaestra.core.types import JSON
 from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.testing.fake_engine import ToyEngine
@@ -23,6 +22,7 @@ from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.serving.mcp_endpoint import McpTools
 from palaestra.tools.tool import ToolMistake, ToolOutcome
+from palaestra_slots.core.types import JSON
 
 
 @tool

@@ -16,8 +16,6 @@ import aiohttp
 import pytest
 
 from manual_clock import ManualClock
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
-from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
@@ -27,6 +25,8 @@ from palaestra.inference.serving.model_server import ModelServer
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.tiny_model import make_tiny, save_tokenizer, train_tokenizer
+from palaestra_slots.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
+from palaestra_slots.core.types import JSON
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="needs the extra 'train': make test-torch"

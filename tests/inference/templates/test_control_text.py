@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, normalizers
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.ledger import verify_ledger
 from palaestra.inference.templates import ChatFormat, History
 from palaestra.inference.templates.control_text import ControlText
@@ -23,6 +21,8 @@ from palaestra.inference.templates.jinja import MARK
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.inference.tokenizers import FastTokenizer
 from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer, train_bpe
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from datetime import datetime
 
 import pytest
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.templates import ChatTemplate
 from palaestra.inference.templates.jinja import WrittenOnce, template_of
 from palaestra.testing.fake_engine import CHATML, toy_tokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 HI: list[Message] = [{"role": "user", "content": "<é> & 'x'"}]
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from palaestra.core.types import Message
 from palaestra.inference.templates.jinja import ChatTemplate
 from palaestra.inference.templates.outlines import Blank, BlankRecording, Opaque, Outlines, traced
+from palaestra_slots.core.types import Message
 
 CALLING: Message = {
     "role": "assistant",

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.templates import ChatFormat, History, TurnRenderer, TurnStep
 from palaestra.inference.templates.probe import step_kinds
 from palaestra.testing.fake_engine import CHATML, toy_tokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 USER: Message = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"path": {}}}}}

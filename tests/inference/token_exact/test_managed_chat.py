@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from manual_clock import ManualClock
 from palaestra.contract.agent_loop import HermesAgentLoop
-from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
-from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.engine import ChatCompletion, Sampled
 from palaestra.inference.ledger import verify_ledger
 from palaestra.inference.templates import ChatFormat, ChatTemplate
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.testing.fake_engine import CHATML, ToyEngine, toy_logprob, toy_tokenizer
+from palaestra_slots.core.errors import ConfigError, EngineReplyError, EngineUnavailable
+from palaestra_slots.core.types import JSON, Message, Outcome
 
 TOKENIZER = toy_tokenizer(["hello there world, what is in the file? the answer is 42 <tool_call> {} terminal"] * 5)
 FORMAT = ChatFormat(TOKENIZER)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.inference.engine import AssistantMessage
 from palaestra.inference.parsers import ToolCallParser
 from palaestra.inference.token_exact.replies import ReplyReader, split_thinking
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from palaestra.core.types import JSON, Outcome
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra_slots.core.types import JSON, Outcome
 
 
 @pytest.fixture(scope="session")

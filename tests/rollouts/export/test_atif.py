@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from recorded import MALFORMED, META, TOOL, TWO_CALLS, call, groups, histories, reply, result, rollout, sky, turns
 
-from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.atif import AtifExporter, AtifStep, AtifToolCall, Content, Document, Extra, atif_document
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.types import JSON, Message
 
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/gif;base64,R0lGOD"}}

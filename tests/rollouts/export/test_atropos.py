@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaestra.core.errors import DiskError
-from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.export.atropos import GroupsFile, claim_path, encode_line, group_line
 from palaestra.rollouts.records import Group, TokenRow, ToolErrorRecord, TurnRecord
+from palaestra_slots.core.errors import DiskError
+from palaestra_slots.core.types import Blame, Outcome
 
 ENGINE_ROW = TokenRow(tokens=[5, 6, 7], masks=[-100, 6, 7], logprobs=[1.0, -0.5, -0.25], source="engine")
 

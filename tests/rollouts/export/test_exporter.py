@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from palaestra.core.errors import ConfigError
 from palaestra.rollouts.export.formats import FORMATS, exporter_named
 from palaestra.rollouts.export.openai import OpenAIExporter
+from palaestra_slots.core.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", FORMATS)

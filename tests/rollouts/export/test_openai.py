@@ -8,11 +8,11 @@ import json
 from hypothesis import given
 from recorded import MALFORMED, META, TOOL, call, histories, reply, rollout
 
-from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.exporter import ExportReport
 from palaestra.rollouts.export.openai import MALFORMED as MALFORMED_ARGUMENTS
 from palaestra.rollouts.export.openai import OpenAIExporter
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.types import JSON, Message
 
 WIRE = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from recorded import MALFORMED, META, TOOL, TWO_CALLS, call, histories, reply, result, rollout
 
-from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.chat_messages import MessageCall, chat_messages
 from palaestra.rollouts.export.openai import OpenAIExporter
 from palaestra.rollouts.export.sharegpt import Unfit, alternating
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.types import JSON, Message
 
 FOLLOWS = {"": {"system", "human"}, "system": {"human"}, "human": {"gpt"}, "gpt": {"human", "tool"}, "tool": {"gpt"}}
 USER: Message = {"role": "user", "content": "go"}

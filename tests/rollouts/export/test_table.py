@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from recorded import META, broken, rollout, sky
 
-from palaestra.core.types import Label, Outcome
 from palaestra.rollouts.export.table import MarkdownExporter, TableExporter
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.types import Label, Outcome
 
 ALL = replace(META, everything=True)
 

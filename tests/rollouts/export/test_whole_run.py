@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from toy import Sums, changed, services
 
-from palaestra.core.types import JSON
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import ManagedChat
@@ -22,6 +21,7 @@ from palaestra.rollouts.export.token_rows import RowsExporter
 from palaestra.rollouts.journal.reader import Recording, open_recording
 from palaestra.rollouts.runner import Runner
 from palaestra.testing.fake_engine import ToyEngine, toy_logprob, toy_tokenizer
+from palaestra_slots.core.types import JSON
 
 pytest.importorskip("tokenizers", reason="needs the extra 'tokens'")
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from faults.injected import kill_slot
-from palaestra.core.types import Blame, Score, Task
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import Alive, Handlers
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.records import Trajectory
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import Kit
+from palaestra_slots.core.types import Blame, Score, Task
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import Slot
 from programs import nap
 from rollouts.toy import changed, services
 

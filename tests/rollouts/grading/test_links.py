@@ -10,8 +10,8 @@ import pytest
 
 from envs.scripts import groups_file, need_level
 from palaestra.cli.main import main
-from palaestra.core.types import Task
 from palaestra.rollouts.grading.links import NamedFiles
+from palaestra_slots.core.types import Task
 
 LINKED = """
 from palaestra import Task, environment

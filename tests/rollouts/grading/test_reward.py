@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import Label, Score
 from palaestra.rollouts.grading.reward import LABELS, RewardRule, decide, how_to_see, parts
+from palaestra_slots.core.types import Label, Score
 
 FORGED = Label("falsified_test_passed", "test_add passes although it was falsified", certain=True)
 EDITED = Label("tests_edited", "tests/test_add.py")

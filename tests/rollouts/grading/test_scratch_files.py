@@ -15,8 +15,8 @@ from palaestra.cli.main import main
 from palaestra.rollouts.finished_run import open_run
 from palaestra.rollouts.grading.grader import _has_no_scratch
 from palaestra.rollouts.grading.tampering import CARRIED, SCRATCH
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 
 SCRIPT = """
 from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig

@@ -12,7 +12,7 @@ from envs.scripts import groups_file, need_level
 from palaestra.cli.main import main
 from palaestra.rollouts.finished_run import open_run
 from palaestra.rollouts.grading.tampering import Rule
-from palaestra.sandbox.slot import Change
+from palaestra_slots.sandbox.slot import Change
 
 ENV = """
 from palaestra import Task, environment

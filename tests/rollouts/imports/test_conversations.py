@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from recorded import META, TWO_CALLS, groups, histories, rollout, turns
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message, Outcome
 from palaestra.rollouts.export.atif import AtifExporter, atif_document
 from palaestra.rollouts.export.atropos import AtroposExporter
 from palaestra.rollouts.export.chat_messages import chat_messages
@@ -25,6 +23,8 @@ from palaestra.rollouts.imports.conversations import messages_of
 from palaestra.rollouts.imports.files import open_source, sources_below
 from palaestra.rollouts.imports.source import Imported
 from palaestra.rollouts.records import Trajectory
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message, Outcome
 
 EVERYTHING = ExportMeta(run_id="run-1", env="weather", model="m", everything=True, placeholders=True)
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from recorded import META, TWO_CALLS, groups, rollout, turns
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Blame, Label, Outcome
 from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.export.inspect_log import InspectExporter
 from palaestra.rollouts.imports.files import open_source
 from palaestra.rollouts.imports.source import Imported
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Blame, Label, Outcome
 
 SUMS = Path(__file__).parent / "logs/sums.eval"
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import Label, Outcome
 from palaestra.rollouts.events import GroupEnded, GroupStarted, RolloutEnded, RunStarted, TurnTaken
 from palaestra.rollouts.journal.journal import Journal, plain, read_journal, without_secrets
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.resume.state import read_finished, repair
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import Label, Outcome
 
 
 def trajectory(group: int, index: int, text: str = "hi") -> Trajectory:

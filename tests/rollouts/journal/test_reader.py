@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from recorded import broken, sky, write_run
 
-from palaestra.core.errors import ConfigError
 from palaestra.rollouts.journal.reader import Recording, open_recording
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.errors import ConfigError
 
 
 def bare(number: int) -> Group:

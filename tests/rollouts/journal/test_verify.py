@@ -15,8 +15,6 @@ from toy import Sums, changed, services
 from manual_clock import ManualClock
 from palaestra.agent.result import AgentResult
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Blame, Outcome
 from palaestra.inference.chat_server import ChatServer, Engine, SessionContext
 from palaestra.inference.ledger import LedgerRecord, record_rows
 from palaestra.inference.templates import ChatFormat
@@ -32,6 +30,8 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import Projection
 from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Blame, Outcome
 
 TOKENIZER = toy_tokenizer(
     ['What is 1 + 1? <tool_call> {"name": "add", "arguments": {"a": 1, "b": 1}} The sum is 2'] * 5

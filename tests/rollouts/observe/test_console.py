@@ -7,7 +7,6 @@ import sys
 import pytest
 from toy import tell
 
-from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.events import GroupFinished, GroupsPlanned, Note, RolloutEnded, TurnTaken
 from palaestra.rollouts.observe.console import (
     Console,
@@ -18,6 +17,7 @@ from palaestra.rollouts.observe.console import (
     make_console,
 )
 from palaestra.rollouts.records import Beside, Group, Trajectory
+from palaestra_slots.core.types import Blame, Outcome
 
 
 class HandClock:

@@ -3,11 +3,11 @@ from contextlib import closing
 
 import pytest
 
-from palaestra.core.types import Blame, Outcome
 from palaestra.envs.run.report_metrics import MetricsFile
 from palaestra.rollouts.observe.intervals import mean_interval
 from palaestra.rollouts.observe.metrics import Figures, quantile, summarise
 from palaestra.rollouts.records import Beside, Group, ToolErrorRecord, Trajectory, TurnRecord
+from palaestra_slots.core.types import Blame, Outcome
 
 
 class FixedClock:

@@ -12,8 +12,6 @@ import pytest
 from recorded import broken, rollout, sky, write_run
 from toy import Sums, services, until_cancelled
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import Blame, Outcome
 from palaestra.rollouts.events import JOURNAL_SCHEMA, Alive, AttemptDiscarded, GroupStarted, RolloutEnded, RunResumed
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.observe.intervals import mean_interval
@@ -23,6 +21,8 @@ from palaestra.rollouts.observe.status_file import LONGEST_LISTED, StatusFile, r
 from palaestra.rollouts.records import Beside, Group
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import Blame, Outcome
 
 
 def test_an_ended_run(tmp_path: Path) -> None:

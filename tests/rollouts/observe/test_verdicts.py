@@ -1,8 +1,8 @@
 """The lines about official verdicts in a run's summary and report."""
 
-from palaestra.core.types import JSON, Outcome
 from palaestra.rollouts.observe.verdicts import VerdictCounts, labels_line, official_words
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra_slots.core.types import JSON, Outcome
 
 
 def group(number: int, reward: float, official: float | None, **detail: JSON) -> Group:

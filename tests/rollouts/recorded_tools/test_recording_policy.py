@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError, ToolUnavailable
-from palaestra.core.types import JSON, Blame
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME, Reader
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld, open_world, world_of_run
 from palaestra.rollouts.spec import RecordedTools
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.errors import ConfigError, ToolUnavailable
+from palaestra_slots.core.types import JSON, Blame
+from palaestra_slots.sandbox.slot import Slot
 
 _TEXT = {"type": "string"}
 

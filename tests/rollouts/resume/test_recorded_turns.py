@@ -16,8 +16,6 @@ from toy import ADD, Sums, changed, services, sum_task
 from crash.by_prompt import ByPrompt
 from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import EngineUnavailable
-from palaestra.core.types import JSON, Blame, Message, Prices, Task, ToolStep
 from palaestra.inference.chat_server import ChatServer, SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion
@@ -48,6 +46,8 @@ from palaestra.rollouts.spec import AgentSettings, RunContext
 from palaestra.testing.fake_engine import toy_tokenizer
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
+from palaestra_slots.core.errors import EngineUnavailable
+from palaestra_slots.core.types import JSON, Blame, Message, Prices, Task, ToolStep
 
 STEPS = 4
 ROLLOUTS, TURNS = 4, STEPS + 1

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import pytest
 
 from envs.scripts import need_level
-from palaestra.core.types import Limits
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Mount, Rung, SlotSpec, Snapshot
+from palaestra_slots.core.types import Limits
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Mount, Rung, SlotSpec, Snapshot
 
 FILES = {
     "task.txt": b"five steps\n",

@@ -24,16 +24,16 @@ import pytest
 
 from envs.scripts import groups_file
 from palaestra.cli.main import main as palaestra
-from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
-from palaestra.core.types import Limits
-from palaestra.sandbox.backends.docker import LABEL, ContainerOptions, DockerBackend
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.backends.owner import process_name, this_host
-from palaestra.sandbox.backends.remote import run_command
-from palaestra.sandbox.backends.singularity import SingularityBackend
-from palaestra.sandbox.backends.ssh import SSHBackend
-from palaestra.sandbox.slot import Backend, Rung, Slot, SlotSpec
-from palaestra.testing.backend_conformance import BackendConformance
+from palaestra_slots.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
+from palaestra_slots.core.types import Limits
+from palaestra_slots.sandbox.backends.docker import LABEL, ContainerOptions, DockerBackend
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.backends.owner import process_name, this_host
+from palaestra_slots.sandbox.backends.remote import run_command
+from palaestra_slots.sandbox.backends.singularity import SingularityBackend
+from palaestra_slots.sandbox.backends.ssh import SSHBackend
+from palaestra_slots.sandbox.slot import Backend, Rung, Slot, SlotSpec
+from palaestra_slots.testing.backend_conformance import BackendConformance
 from sandbox.containers import Docker, docker
 from sandbox.python_image import make_python_root
 

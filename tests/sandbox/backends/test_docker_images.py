@@ -13,11 +13,16 @@ from pathlib import Path
 import pytest
 
 from palaestra.contract.pools import DockerDirectBackend
-from palaestra.core.errors import ConfigError, ImageError, SandboxError
-from palaestra.core.types import Blame
-from palaestra.sandbox.backends.docker import ContainerOptions, DockerBackend, build_docker_image, docker_image_exists
-from palaestra.sandbox.creation_gate import CreationGate
-from palaestra.sandbox.slot import Rung, SlotSpec
+from palaestra_slots.core.errors import ConfigError, ImageError, SandboxError
+from palaestra_slots.core.types import Blame
+from palaestra_slots.sandbox.backends.docker import (
+    ContainerOptions,
+    DockerBackend,
+    build_docker_image,
+    docker_image_exists,
+)
+from palaestra_slots.sandbox.creation_gate import CreationGate
+from palaestra_slots.sandbox.slot import Rung, SlotSpec
 from sandbox.containers import Docker, docker
 from sandbox.python_image import make_python_root
 

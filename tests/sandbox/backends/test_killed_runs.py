@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(300), pyt
 MOMENTS, NAP = 6, nap()
 PROGRAM = """
 import asyncio
-from palaestra.sandbox.backends.{module} import {backend}
-from palaestra.sandbox.slot import SlotSpec
+from palaestra_slots.sandbox.backends.{module} import {backend}
+from palaestra_slots.sandbox.slot import SlotSpec
 
 async def main():
     async with {backend}({arguments}) as backend:

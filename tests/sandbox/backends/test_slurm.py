@@ -19,13 +19,13 @@ from typing import ClassVar
 
 import pytest
 
-from palaestra.core.errors import ConfigError
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.sandbox.backends.registry import make_backend
-from palaestra.sandbox.backends.remote import run_command
-from palaestra.sandbox.backends.slurm import SlurmBackend
-from palaestra.sandbox.slot import Backend, Slot, SlotSpec
-from palaestra.testing.backend_conformance import BackendConformance
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.sandbox.backends.registry import make_backend
+from palaestra_slots.sandbox.backends.remote import run_command
+from palaestra_slots.sandbox.backends.slurm import SlurmBackend
+from palaestra_slots.sandbox.slot import Backend, Slot, SlotSpec
+from palaestra_slots.testing.backend_conformance import BackendConformance
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "squeue", "scontrol")
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]

@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.backends.registry import make_backend
-from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
-from palaestra.sandbox.backends.spread import SpreadBackend, parse_names
-from palaestra.sandbox.creation_gate import CreationGate
-from palaestra.sandbox.slot import Backend, GroupAddress, Rung, SlotSpec
-from palaestra.sandbox.slot_usage import slot_usage
-from palaestra.testing.backend_conformance import BackendConformance
+from palaestra_slots.core.errors import ConfigError, SandboxError
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.backends.registry import make_backend
+from palaestra_slots.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
+from palaestra_slots.sandbox.backends.spread import SpreadBackend, parse_names
+from palaestra_slots.sandbox.creation_gate import CreationGate
+from palaestra_slots.sandbox.slot import Backend, GroupAddress, Rung, SlotSpec
+from palaestra_slots.sandbox.slot_usage import slot_usage
+from palaestra_slots.testing.backend_conformance import BackendConformance
 
 pytestmark = [pytest.mark.slots, pytest.mark.xdist_group("backends")]
 

@@ -7,7 +7,7 @@ import pytest
 
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.pool import SlotPool
 
 InPool = Callable[[Callable[[SlotPool], Awaitable[None]]], None]
 

@@ -8,9 +8,6 @@ import inspect
 
 import pytest
 
-from palaestra.core.errors import GraderError, SlotLost
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import ExecutionResult, FileInfo
 from palaestra.suites.endless_terminals.checks.all_checks import AnyCheck, faults, first_fault
 from palaestra.suites.endless_terminals.checks.data_checks import Csv, Ini, Json, JsonLines, Toml, Yaml
 from palaestra.suites.endless_terminals.checks.file_checks import (
@@ -24,6 +21,9 @@ from palaestra.suites.endless_terminals.checks.file_checks import (
     SymbolicLink,
 )
 from palaestra.suites.endless_terminals.checks.program_checks import Archive, Case, Git, Running, Runs, Serves, SqlQuery
+from palaestra_slots.core.errors import GraderError, SlotLost
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import ExecutionResult, FileInfo
 
 SETUP = r"""
 printf 'one  \ntwo\r\n\n' > text; printf 'a\n' > exact; printf ' b\n\na\n' > lines; printf '\377\376' > binary

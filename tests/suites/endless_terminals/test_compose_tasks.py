@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from palaestra.core.errors import ConfigError, TaskError
 from palaestra.suites.endless_terminals.compose_tasks import AREAS, FAMILIES, HIGHEST_LEVEL, TaskSelection, generate
 from palaestra.suites.endless_terminals.generated_task import GeneratedTask, from_row, read_tasks, to_line
 from palaestra.suites.endless_terminals.random_stream import Stream
+from palaestra_slots.core.errors import ConfigError, TaskError
 
 COUNT = len(FAMILIES)
 DIGEST = "6eefc786d395cdd395ab05652129fc589b60652773c9e6b48d4090c8769916cb"

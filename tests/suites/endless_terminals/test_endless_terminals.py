@@ -13,15 +13,11 @@ import msgspec
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError, PrepareError, TaskError
-from palaestra.core.types import Network, Task
 from palaestra.envs.cheats.proof import BANK, check_environment, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
 from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.records import Trajectory
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Mount, SlotSpec
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
 from palaestra.suites.endless_terminals.endless_terminals import (
     EndlessEnvironment,
@@ -36,8 +32,12 @@ from palaestra.suites.endless_terminals.task_folders import (
     read_task,
     score_folder,
 )
-from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.toolchain.toolchain import DEPENDENCIES_DIR, DependencyCache, Toolchain, interpreter
+from palaestra_slots.core.errors import ConfigError, PrepareError, TaskError
+from palaestra_slots.core.types import Network, Task
+from palaestra_slots.images.dockerfile import ImageRecipe
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import Mount, SlotSpec
 from suites.endless_terminals.built import DESCRIBED, FINAL, INITIAL, checked
 
 ENVIRONMENT = str(Path(__file__).parents[3] / "environments" / "endless_terminals_env.py")

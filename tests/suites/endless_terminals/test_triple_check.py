@@ -7,14 +7,14 @@ import asyncio
 import msgspec
 import pytest
 
-from palaestra.core.errors import TaskError
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import SlotSpec
 from palaestra.suites.endless_terminals.build_terminal import build
 from palaestra.suites.endless_terminals.checks.file_checks import Absent, Exists, Lines
 from palaestra.suites.endless_terminals.compose_tasks import FAMILIES, TaskSelection, generate
 from palaestra.suites.endless_terminals.generated_task import GeneratedTask
 from palaestra.suites.endless_terminals.triple_check import prove
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import SlotSpec
 
 pytestmark = pytest.mark.slots
 

@@ -6,9 +6,9 @@ import pytest
 
 from palaestra.grading import run_tests
 from palaestra.rollouts.grading.reward import decide
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 from palaestra.suites.grading.hidden_tests import TestVerdicts
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Rung, Slot, SlotSpec
 
 pytestmark = pytest.mark.slots
 

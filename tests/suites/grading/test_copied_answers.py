@@ -11,10 +11,10 @@ from importlib import resources
 import pytest
 import yaml
 
-from palaestra.core.types import Label
 from palaestra.suites import hermes_swe
 from palaestra.suites.grading.copied_answers import copied_answers
 from palaestra.suites.hermes_swe.programming_task import ProgrammingTask, parse_row
+from palaestra_slots.core.types import Label
 from suites import hard_coded, honest_variety
 
 TESTS = """

@@ -4,8 +4,8 @@ import pytest
 
 from palaestra.grading import run_tests
 from palaestra.rollouts.grading.reward import decide
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Rung, Slot, SlotSpec
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Rung, Slot, SlotSpec
 
 pytestmark = pytest.mark.slots
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
 from palaestra.suites.grading.harness import Status
 from palaestra.suites.grading.log_parsers import PARSERS, _published, has_run, parser
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON
 
 P, F, S = Status.PASSED, Status.FAILED, Status.SKIPPED
 

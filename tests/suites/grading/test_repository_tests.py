@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from palaestra.core.errors import GraderError
 from palaestra.suites.grading.harness import Status, TestRun, alarms_in, read_records, reads_of_tests
 from palaestra.suites.grading.repository_tests import run_files
+from palaestra_slots.core.errors import GraderError
 from suites.bench import F2P, FILES, P2P, REPO, Bench, RunBench
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow]

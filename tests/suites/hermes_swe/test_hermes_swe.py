@@ -14,13 +14,13 @@ from palaestra.cli.main import main
 from palaestra.envs.cheats.proof import BANK, check_environment
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec
 from palaestra.suites.grading.falsified import control
 from palaestra.suites.grading.harness import TestRun
 from palaestra.suites.grading.hidden_tests import errors_of, run_suite
 from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnvConfig
 from palaestra.suites.hermes_swe.programming_task import make_suite
 from palaestra.suites.toolchain.toolchain import interpreter
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot, SlotSpec
 
 pytestmark = pytest.mark.slots
 

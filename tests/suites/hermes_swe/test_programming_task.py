@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from palaestra.core.errors import TaskError
 from palaestra.envs.datasets import Row
 from palaestra.suites.hermes_swe.programming_task import make_suite, parse_row
+from palaestra_slots.core.errors import TaskError
 
 ROW: Row = {
     "task_id": "Python/0",

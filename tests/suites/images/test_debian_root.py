@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError, ImageError
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.images.image_store import ImageStore
-from palaestra.sandbox.slot import SlotSpec
-from palaestra.suites.images.debian_root import make_root, roots
+from palaestra_slots.core.errors import ConfigError, ImageError
+from palaestra_slots.images.debian_root import make_root, roots
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.images.image_store import ImageStore
+from palaestra_slots.sandbox.slot import SlotSpec
 
 TOOL = shutil.which("mmdebstrap") or shutil.which("debootstrap")
 

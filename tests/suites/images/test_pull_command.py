@@ -12,13 +12,13 @@ import pytest
 
 from image_registry import PROGRAM, Registry, layer, running_registry
 from palaestra.cli.main import main
-from palaestra.core.errors import ImageError, TaskError
-from palaestra.suites.images.dockerfile import ImageRecipe
-from palaestra.suites.images.image_builder import ImageBuilder
-from palaestra.suites.images.task_images import TaskImages
-from palaestra.suites.images.task_root import FROM, TaskRoots
 from palaestra.suites.swe.row_image import RowImages
 from palaestra.suites.swe.swe_row import parse_row
+from palaestra_slots.core.errors import ImageError, TaskError
+from palaestra_slots.images.dockerfile import ImageRecipe
+from palaestra_slots.images.image_builder import ImageBuilder
+from palaestra_slots.images.task_images import TaskImages
+from palaestra_slots.images.task_root import FROM, TaskRoots
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs the Debian package docker-registry")
 

@@ -28,13 +28,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.types import JSON, Task, ToolStep
 from palaestra.envs.cheats.proof import first_tasks, parse_settings, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.run.run import opened
 from palaestra.inference.server_group import ServerGroup
 from palaestra.suites.swe import unified_diff
+from palaestra_slots.core.types import JSON, Task, ToolStep
 from suites.honest_work import VariantPolicy
 from suites.swe.diffs import applied
 

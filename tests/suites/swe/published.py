@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
@@ -19,6 +18,7 @@ from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group
 from palaestra.suites.swe.swe_smith_oracle import SweEnvironment, SweSmithOracleEnvConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.types import JSON
 
 Files = Mapping[str, str | bytes | None]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import PrepareError
-from palaestra.core.types import JSON, Label
 from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.baseline import PreparedRow, check_row
 from palaestra.suites.swe.swe_row import parse_row
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.errors import PrepareError
+from palaestra_slots.core.types import JSON, Label
 from suites.swe.published import BASE, Source, roll_out
 
 ROW: dict[str, JSON] = {

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import JSON, Blame
 from palaestra.rollouts.records import Trajectory
 from palaestra.suites.swe.swe_smith_oracle import Shown, SweEnvironment
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.types import JSON, Blame
 from suites.swe.published import BUGGY, F2P, P2P, RIGHT, TESTS, Files, Source, WithoutBaseline, roll_out
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import JSON, ToolStep
 from palaestra.envs.cheats.proof import first_tasks, parse_settings, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.discovery import load_environment
@@ -19,6 +18,7 @@ from palaestra.envs.run.run import opened
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.records import Trajectory
 from palaestra.suites.swe.languages import LANGUAGES
+from palaestra_slots.core.types import JSON, ToolStep
 from suites.honest_work import VariantPolicy
 from suites.swe.published import Source
 

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Change, ExecutionResult
 from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.grading.log_parsers import counted
 from palaestra.suites.swe import unified_diff
@@ -21,6 +18,9 @@ from palaestra.suites.swe.languages import LANGUAGES
 from palaestra.suites.swe.protected import SETTINGS_CHANGED, TESTS_EDITED, protected
 from palaestra.suites.swe.swe_row import SweRow, TestNames, parse_row
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Change, ExecutionResult
 from suites.swe.published import Source, roll_out
 
 FIX = unified_diff.between("calc.go", "bug\n", "fix\n")

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import Task
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import SlotSpec
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.swe_row import parse_row
 from palaestra.suites.swe.swe_smith_oracle import (
@@ -21,6 +18,9 @@ from palaestra.suites.swe.swe_smith_oracle import (
 )
 from palaestra.suites.toolchain.interpreters import this_interpreter
 from palaestra.suites.toolchain.toolchain import Toolchain
+from palaestra_slots.core.types import Task
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import SlotSpec
 from suites.swe.test_swe_row import BENCH
 
 pytestmark = pytest.mark.slots

@@ -1,6 +1,5 @@
 import pytest
 
-from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.protected import (
     MODULE_SHADOWED,
@@ -11,6 +10,7 @@ from palaestra.suites.swe.protected import (
     protected,
 )
 from palaestra.suites.swe.swe_row import SweRow, parse_row
+from palaestra_slots.sandbox.slot import Change
 
 REPO = "/workspace/repo"
 PRISTINE = (

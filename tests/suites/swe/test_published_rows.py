@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON, Blame
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.swe.swe_row import parse_row
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON, Blame
 from suites.swe.published import BASE, BUGGY, F2P, P2P, RIGHT, TESTS, Source, git, roll_out
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import JSON
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
@@ -28,6 +27,7 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
 from palaestra.suites.swe.swe_smith_oracle import SweEnvironment, SweSmithOracleEnvConfig
+from palaestra_slots.core.types import JSON
 from suites.hard_coded import REPOSITORIES
 from suites.honest_variety import LINKS
 from suites.swe.diffs import applied, undoing

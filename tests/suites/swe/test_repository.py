@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.swe_row import SweRow, parse_row
+from palaestra_slots.core.errors import ConfigError, PrepareError, TaskError
 
 Prepare = Callable[[Path, Path], None]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.suites.images.debian_root import make_root
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.images.debian_root import make_root
 from suites.swe.published import BASE, TESTS, Source, roll_out
 
 pytestmark = [pytest.mark.network, pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(900)]

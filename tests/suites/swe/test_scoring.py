@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from palaestra.sandbox.slot import View
 from palaestra.suites.grading.repository_tests import run_files
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.protected import protected
 from palaestra.suites.swe.swe_row import RowVerdict, SweRow, parse_row
 from palaestra.suites.swe.workspace import patch_of, start_history
+from palaestra_slots.sandbox.slot import View
 from suites.bench import F2P, FILES, P2P, REPO, Bench, RunBench
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow]

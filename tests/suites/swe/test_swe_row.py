@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.types import JSON
 from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.row_tests import excuses, meant
 from palaestra.suites.swe.swe_row import RowKind, SweRow, load_rows, parse_row
 from palaestra.suites.toolchain.toolchain import Install
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.types import JSON
 
 BUG = unified_diff.between("pkg/a.py", "def f(x):\n    return x + 1\n", "def f(x):\n    return x - 1\n")
 TESTS = unified_diff.between("tests/test_a.py", "\n", "\ndef test_f():\n    pass\n")

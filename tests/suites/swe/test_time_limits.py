@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import PrepareError
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import ExecutionResult
 from palaestra.suites.grading.harness import FailedTest, Status, TestRun
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.baseline import PreparedRow, check_row
 from palaestra.suites.swe.command_tests import read_command
 from palaestra.suites.swe.swe_row import SweRow, parse_row
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.errors import PrepareError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import ExecutionResult
 from suites.swe.published import Source, WithoutBaseline, roll_out
 
 ROW: dict[str, JSON] = {

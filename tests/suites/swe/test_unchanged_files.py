@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import Task, ToolStep
-from palaestra.sandbox.slot import View
 from palaestra.suites.swe.protected import protected
 from palaestra.suites.swe.swe_row import SweRow, parse_row
 from palaestra.suites.swe.swe_smith_oracle import SweEnvironment
 from palaestra.suites.swe.workspace import start_history
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.types import Task, ToolStep
+from palaestra_slots.sandbox.slot import View
 from suites.bench import F2P, FILES, P2P, REPO, Bench, RunBench
 from suites.swe.published import BASE, Source, roll_out
 

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from palaestra.core.types import JSON
 from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.row_tests import meant
 from palaestra.suites.swe.swe_row import SweRow, TestNames, parse_row
+from palaestra_slots.core.types import JSON
 
 
 def verified(repo: str, failing: list[str], passing: list[str], *tests: str) -> SweRow:

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import ToolStep
-from palaestra.sandbox.local.local_slot import MAX_STDIN_BYTES
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.repository import RepositoryCache, TreeFile, TreeFiles
 from palaestra.suites.swe.solution_steps import solution_steps
@@ -23,6 +20,9 @@ from palaestra.suites.swe.workspace import (
     unpack,
     work_paths,
 )
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import ToolStep
+from palaestra_slots.sandbox.local.local_slot import MAX_STDIN_BYTES
 from suites.bench import FILES, REPO, Bench, RunBench
 
 CLEAN = FILES["pkg/calc.py"].replace("return a - b", "return a + b")

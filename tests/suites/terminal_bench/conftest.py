@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import Message, ToolStep
 from palaestra.envs.cheats.cheat import Cheat
 from palaestra.envs.cheats.proof import CheatPolicy, policy_runs
 from palaestra.envs.config.build import make_pool
@@ -21,6 +20,7 @@ from palaestra.suites.terminal_bench.import_tasks import try_tasks as try_all
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.types import Message, ToolStep
 from suites.terminal_bench.mini import HARBOR
 
 collect_ignore = ["tasks"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import Blame
 from palaestra.suites.terminal_bench.verifier_files import HARNESS_DIR
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.types import Blame
 from suites.terminal_bench.conftest import played_all
 from suites.terminal_bench.ledger import TOML, make_steps
 from suites.terminal_bench.mini import HARBOR, copied

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import Limits
-from palaestra.suites.images.dockerfile import ImageRecipe
-from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import compose, harbor_task
 from palaestra.suites.terminal_bench.compose_values import env_file, interpolated, seconds, size_bytes
 from palaestra.suites.terminal_bench.import_tasks import Finding, command, read_tasks
 from palaestra.suites.terminal_bench.service import Condition, HealthCheck, Restart, Service
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import Limits
+from palaestra_slots.images.dockerfile import ImageRecipe
+from palaestra_slots.images.task_files import Unsupported
 from suites.terminal_bench.shop import COMPOSE, TOML, make_shop
 
 OWN = ImageRecipe(Path("environment"), docker_image="own:1")

@@ -15,10 +15,10 @@ import pyarrow.parquet as parquet
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.find_tasks import load_tasks
 from palaestra.suites.terminal_bench.import_tasks import read_tasks
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.images.task_files import read_text
 from suites.terminal_bench.mini import HARBOR, LEGACY, TASKS, copied
 
 

@@ -20,9 +20,9 @@ from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnviron
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.terminal_bench.verifier import VerifierVerdict
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from roots import make_root
 from suites.terminal_bench.conftest import Try, played_all
 from suites.terminal_bench.mini import HARBOR, TASKS, copied
-from suites.terminal_bench.roots import make_root
 
 pytestmark = [pytest.mark.slots, pytest.mark.timeout(300)]
 

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ImageError, TaskError
-from palaestra.suites.images.dockerfile import ImageRecipe
-from palaestra.suites.images.image_builder import ImageBuilder, content_key, read_config
 from palaestra.suites.terminal_bench import harbor_task, terminal_bench_1
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.errors import ImageError, TaskError
+from palaestra_slots.images.dockerfile import ImageRecipe
+from palaestra_slots.images.image_builder import ImageBuilder, content_key, read_config
+from roots import make_root
 from sandbox.containers import Docker, docker, own_bridge
 from suites.endless_terminals.built import checked
 from suites.terminal_bench.conftest import Try
 from suites.terminal_bench.mini import HARBOR, LEGACY, TASKS, copied
-from suites.terminal_bench.roots import make_root
 
 BASE = "palaestra-tests/base:1"
 GOOD = "as-a-user,greeting,partial,word-counts,hello"

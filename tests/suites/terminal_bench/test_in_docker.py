@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from palaestra.suites.terminal_bench.import_tasks import Finding
+from roots import make_root
 from sandbox.containers import docker
 from sandbox.python_image import make_python_root
 from suites.terminal_bench.conftest import Try
 from suites.terminal_bench.mini import TASKS
-from suites.terminal_bench.roots import make_root
 from suites.terminal_bench.shop import make_shop
 
 pytestmark = [

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import palaestra
-from palaestra.core.errors import ConfigError, TaskError
 from palaestra.envs.discovery import load_environment
 from palaestra.suites.terminal_bench.named_tasks import Folders, _Named, named_folders
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
+from palaestra_slots.core.errors import ConfigError, TaskError
 from suites.terminal_bench.mini import HARBOR
 from suites.test_git_checkout import git
 

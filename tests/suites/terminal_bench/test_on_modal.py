@@ -9,10 +9,10 @@ import modal
 import pytest
 
 from palaestra.suites.terminal_bench.import_tasks import Finding
+from roots import make_root
 from stand_ins.fake_modal import FakeModal
 from suites.terminal_bench.conftest import Try
 from suites.terminal_bench.mini import TASKS
-from suites.terminal_bench.roots import make_root
 
 # `test_every_task_that_an_image_can_have` tries these, and five more, with slots of this machine.
 NAMES = "as-a-user,partial,settings,word-counts,in-an-archive"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from palaestra.core.errors import GraderError
-from palaestra.sandbox.slot import Change
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
 from palaestra.suites.terminal_bench.verifier_files import ALWAYS_HIDDEN, hidden_paths
+from palaestra_slots.core.errors import GraderError
+from palaestra_slots.sandbox.slot import Change
 
 
 @pytest.mark.parametrize(

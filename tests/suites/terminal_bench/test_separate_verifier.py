@@ -11,11 +11,11 @@ from typing import cast
 import pytest
 
 from palaestra.rollouts.records import Trajectory
-from palaestra.sandbox.slot import FileInfo, Slot
 from palaestra.suites.terminal_bench import harbor_task, separate_verifier
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.terminal_task import Artifact, TerminalTask
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.sandbox.slot import FileInfo, Slot
 from suites.terminal_bench.conftest import Try, played_all
 from suites.terminal_bench.mini import HARBOR, copied, written
 

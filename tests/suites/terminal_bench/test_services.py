@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from palaestra.core.types import Blame
 from palaestra.envs.cheats.proof import policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
@@ -23,6 +22,7 @@ from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.types import Blame
 from programs import killed_after, until
 from sandbox.backends.test_local_lifetime import assert_gone
 from sandbox.processes import descendants

@@ -6,9 +6,9 @@ import base64
 import re
 from pathlib import Path
 
-from palaestra.core.types import ToolStep
 from palaestra.suites.terminal_bench import harbor_task, terminal_bench_1
 from palaestra.suites.terminal_bench.task_environment import solution_steps
+from palaestra_slots.core.types import ToolStep
 from suites.terminal_bench.mini import HARBOR, LEGACY, copied
 
 

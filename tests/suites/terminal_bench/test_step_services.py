@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from palaestra.core.errors import PrepareError
-from palaestra.core.types import Blame
 from palaestra.envs.cheats.proof import policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import SlotSpec
-from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.service import HealthCheck
 from palaestra.suites.terminal_bench.service_group import wait_healthy
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.errors import PrepareError
+from palaestra_slots.core.types import Blame
+from palaestra_slots.images.slot_commands import check_execute
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import SlotSpec
 from programs import killed_after, until
 from sandbox.backends.test_local_lifetime import assert_gone
 from sandbox.processes import descendants

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from palaestra import Session
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.types import Blame, Label, Score, ToolStep
 from palaestra.envs.cheats.proof import check_environment
 from palaestra.inference.engines.scripted import Policy
-from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import harbor_task
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short, official_rewards
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.types import Blame, Label, Score, ToolStep
+from palaestra_slots.images.task_files import Unsupported
 from sandbox.processes import share_memory_with_inits
 from suites.terminal_bench.conftest import StepScripts, Try, played, played_all
 from suites.terminal_bench.mini import HARBOR, copied, written

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import AllowList, Network
-from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import harbor_task, terminal_bench_1
 from palaestra.suites.terminal_bench.find_tasks import load_tasks, read_folder
 from palaestra.suites.terminal_bench.terminal_task import Format, TaskMetadata
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import AllowList, Network
+from palaestra_slots.images.task_files import Unsupported
 from suites.terminal_bench.mini import HARBOR, LEGACY, copied
 
 MINUTE = 60.0

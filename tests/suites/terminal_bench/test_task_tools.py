@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import ToolStep
 from palaestra.envs.cheats.proof import policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
 from palaestra.rollouts.records import Trajectory
-from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import harbor_task
 from palaestra.suites.terminal_bench.terminal_task import TaskServer
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import ToolStep
+from palaestra_slots.images.task_files import Unsupported
 from suites.terminal_bench.mini import written
 
 TOML = """\

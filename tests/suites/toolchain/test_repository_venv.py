@@ -2,13 +2,13 @@
 
 import pytest
 
-from palaestra.core.types import Network
-from palaestra.sandbox.slot import SlotSpec
 from palaestra.suites.grading.harness import Status
 from palaestra.suites.grading.repository_tests import run_files
 from palaestra.suites.toolchain.interpreters import this_interpreter
 from palaestra.suites.toolchain.repository_venv import VENV_DIR, RepositoryVenv, venv_toolchain
 from palaestra.suites.toolchain.toolchain import Install
+from palaestra_slots.core.types import Network
+from palaestra_slots.sandbox.slot import SlotSpec
 from suites.bench import REPO, Bench, RunBench
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.network]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from envs.scripts import need_level
-from palaestra.core.errors import PrepareError, TaskError
-from palaestra.sandbox.slot import Mount
 from palaestra.suites.toolchain.toolchain import DependencyCache, Install, Toolchain, interpreter
+from palaestra_slots.core.errors import PrepareError, TaskError
+from palaestra_slots.sandbox.slot import Mount
 from suites.bench import Bench, RunBench
 
 

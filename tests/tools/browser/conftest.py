@@ -9,13 +9,13 @@ from typing import TypeAlias
 
 import pytest
 
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.browser import chromium
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import States
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 from .site import Site
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ToolUnavailable
 from palaestra.tools.browser import chromium
 from palaestra.tools.browser.shared_browser import SharedBrowser, new_home
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import States
+from palaestra_slots.core.errors import ToolUnavailable
 
 from .conftest import Visiting, Visitor
 

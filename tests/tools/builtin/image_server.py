@@ -8,7 +8,7 @@ import zlib
 
 from aiohttp import web
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 
 def png(width: int, height: int, colour: tuple[int, int, int]) -> bytes:

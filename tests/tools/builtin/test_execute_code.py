@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import IsolationUnavailable, SlotLost
-from palaestra.core.types import JSON
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Rung, SlotSpec
 from palaestra.tools.builtin.execute_code import FOLDER, MAX_CALLS
 from palaestra.tools.decorator import tool
 from palaestra.tools.inner_calls import InnerCalls
 from palaestra.tools.programs.host_channel import BrokenChannel, ProgramChannel
+from palaestra_slots.core.errors import IsolationUnavailable, SlotLost
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Rung, SlotSpec
 
 from ..conftest import AtDesk, Desk
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from palaestra.core.types import JSON
 from palaestra.tools.builtin.file_tools import MAX_CONTENT_CHARS, MAX_LINE_CHARS, numbered
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk

@@ -12,10 +12,10 @@ import pytest
 from aiohttp import web
 
 from palaestra import ToolSession, ToolSettings, open_world
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.io.http_server import listening
-from palaestra.core.io.threads import LoopThread
-from palaestra.core.types import JSON
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.core.io.threads import LoopThread
+from palaestra_slots.core.types import JSON
 from tools.builtin.image_server import png
 
 pytestmark = pytest.mark.slots

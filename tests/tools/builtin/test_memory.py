@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from palaestra.contract.agent_loop import HermesAgentLoop
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, FunctionCall, ToolCallMessage
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.clarify import User
 from palaestra.tools.builtin.memory import MAX_CHARS, Notes
 from palaestra.tools.builtin.session_search import PastSession, Sessions
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 
 async def no_slot() -> Slot:

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 
 async def no_slot() -> Slot:

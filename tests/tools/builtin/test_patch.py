@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.tools.conftest import Desk
 
-from palaestra.core.types import JSON, Limits
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import SlotSpec
+from palaestra_slots.core.types import JSON, Limits
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import SlotSpec
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from palaestra.processes.registry import ProcessRegistry
-from palaestra.processes.session import MAX_PROCESSES
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.processes.registry import ProcessRegistry
+from palaestra_slots.processes.session import MAX_PROCESSES
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk

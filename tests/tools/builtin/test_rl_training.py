@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import palaestra
-from palaestra.core.types import JSON
 from palaestra.testing.echo_chat_server import EchoChatServer
 from palaestra.tools.builtin.rl_training import rl_tools
 from palaestra.tools.registry.build import build_tool_registry
@@ -23,6 +22,7 @@ from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.training.training_process import TrainingProcess, trainings
+from palaestra_slots.core.types import JSON
 
 PROGRAM = Path(__file__).parents[2] / "trainers" / "training" / "tabular.py"
 SLOW = "--sampling-s=0.05"

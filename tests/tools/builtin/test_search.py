@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Rung
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Rung
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.skills import MAX_BYTES, Skills
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 
 async def no_slot() -> Slot:

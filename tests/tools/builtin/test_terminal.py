@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from palaestra.core.types import JSON
 from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES, MAX_KEPT_BYTES, MAX_OUTPUT_CHARS, clamp_timeout, cut
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk

@@ -12,7 +12,7 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 if TYPE_CHECKING:
     from tests.tools.conftest import AtDesk, Desk
 
-    from palaestra.core.types import JSON
+    from palaestra_slots.core.types import JSON
 
 pytestmark = pytest.mark.slots
 

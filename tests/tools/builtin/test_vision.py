@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from palaestra.core.errors import IsolationUnavailable, ToolUnavailable
-from palaestra.core.types import JSON
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Slot, SlotSpec
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.registry.build import build_tool_registry, unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
+from palaestra_slots.core.errors import IsolationUnavailable, ToolUnavailable
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Slot, SlotSpec
 
 from .image_server import SeeingServer, png
 

@@ -10,12 +10,12 @@ import pytest
 from aiohttp import web
 
 from palaestra.contract.tool_context import ToolContext
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import RunConditions, build_tool_registry, unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.settings import ToolSettings
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 from tools.web.site import DOCUMENTS, KEY, Site, firecrawl, pages, searxng
 
 

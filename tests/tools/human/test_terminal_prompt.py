@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from palaestra.core.errors import ConfigError
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 from palaestra.tools.human.terminal_prompt import TerminalPerson
+from palaestra_slots.core.errors import ConfigError
 
 REQUEST = ApprovalRequest("rm -rf build", ["deletes whole directories"], "t1")
 
@@ -217,7 +217,7 @@ def test_without_a_terminal_nobody_can_be_asked() -> None:
 SCRIPT = """
 import json
 from palaestra import ToolSession
-from palaestra.core.errors import IsolationUnavailable
+from palaestra_slots.core.errors import IsolationUnavailable
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.builtin.clarify import User
 from palaestra.tools.human.terminal_prompt import TerminalPerson

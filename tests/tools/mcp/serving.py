@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core import redaction
-from palaestra.core.errors import ToolServerRefused, ToolServerUnavailable
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core import redaction
+from palaestra_slots.core.errors import ToolServerRefused, ToolServerUnavailable
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 from programs import killed_after
 from tools.mcp.serving import command, http_server, living
 
@@ -213,7 +213,7 @@ def test_the_leash_ends_a_server_when_we_are_killed() -> None:
         "start_new_session=True, stdin=-3, stdout=-3, stderr=-3); print(os.getpid(), c.pid",
     )
     ours = (
-        "import subprocess, sys, time; from palaestra.core.io.supervised_command import supervised; "
+        "import subprocess, sys, time; from palaestra_slots.core.io.supervised_command import supervised; "
         f"subprocess.Popen(supervised(sys.executable, '-S', '-c', {parent!r})); "
         "time.sleep(600)"
     )

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import Conversation, People
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
@@ -26,6 +24,8 @@ from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
 

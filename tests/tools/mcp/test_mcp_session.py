@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from palaestra import ToolSession, ToolSessionConfig
-from palaestra.core.errors import ConfigError, InfraError, IsolationUnavailable, ToolServerUnavailable
-from palaestra.core.types import JSON
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
+from palaestra_slots.core.errors import ConfigError, InfraError, IsolationUnavailable, ToolServerUnavailable
+from palaestra_slots.core.types import JSON
 from tools.mcp.serving import command, http_server, living
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, checked_names, configured, hand_over, read_servers
 from palaestra.tools.mcp.mcp_server import tool_names
 from palaestra.tools.mcp.run_servers import MCPServers
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 
 def test_names_are_what_model_servers_take_and_differ() -> None:

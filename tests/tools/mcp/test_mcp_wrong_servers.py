@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core.types import JSON
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
 

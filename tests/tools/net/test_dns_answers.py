@@ -126,9 +126,9 @@ def trap(address):
 for address in (*special, *special_six):
     trap(address)
 
-from palaestra.sandbox.slotd.network import proxy, tunnel
-from palaestra.sandbox.slotd.network.allowlist import parse
-from palaestra.sandbox.slotd.network.forward import HEAD_BYTES, Forwarder
+from palaestra_slots.sandbox.slotd.network import proxy, tunnel
+from palaestra_slots.sandbox.slotd.network.allowlist import parse
+from palaestra_slots.sandbox.slotd.network.forward import HEAD_BYTES, Forwarder
 from palaestra.tools.net.host_policy import AddressPolicy, HostPolicy
 from palaestra.tools.web.fetch import PageUnreadable, fetch, screen
 

@@ -7,10 +7,10 @@ import socket
 
 import pytest
 
-from palaestra.core.errors import ConfigError
-from palaestra.sandbox.slotd.network import allowlist, tunnel
 from palaestra.tools.net.host_policy import AddressPolicy, HostPolicy, PrivateAddress
 from palaestra.tools.settings import ToolSettings
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.sandbox.slotd.network import allowlist, tunnel
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import socket
 import pytest
 
 from manual_clock import ManualClock
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.retry import RetryPolicy
-from palaestra.core.types import JSON, Blame
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer
 from palaestra.tools.net.json_client import JsonServer, rows, text
 from palaestra.tools.tool import ToolMistake
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.retry import RetryPolicy
+from palaestra_slots.core.types import JSON, Blame
 
 OK = FakeAnswer({"ok": True})
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from palaestra.core.types import JSON
 from palaestra.tools.patching.fuzzy_match import STRATEGIES, Ambiguous, NoMatch, replace
+from palaestra_slots.core.types import JSON
 
 CODE = """\
 class Cart:

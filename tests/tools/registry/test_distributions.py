@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from palaestra.core.errors import ConfigError
 from palaestra.tools.registry.distributions import (
     DISTRIBUTIONS,
     get_distribution,
@@ -17,6 +16,7 @@ from palaestra.tools.registry.distributions import (
     validate_distribution,
 )
 from palaestra.tools.registry.toolsets import TOOLSETS
+from palaestra_slots.core.errors import ConfigError
 
 
 def test_there_are_the_seventeen_of_the_contract_and_they_name_toolsets() -> None:

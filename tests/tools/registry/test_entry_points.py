@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from palaestra import tool
-from palaestra.core.errors import ConfigError
 from palaestra.tools.registry.build import GROUP, Installed, build_tool_registry, load
+from palaestra_slots.core.errors import ConfigError
 
 MODULE = '''
 from palaestra import tool

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 
 import pytest
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import compiled
 from palaestra.tools.registry.build import BUILTIN_NAMES, build_tool_registry, builtin_tools, get_tool_definitions
 from palaestra.tools.registry.registry import ToolRegistry, schema_hash
 from palaestra.tools.registry.toolsets import TOOLSETS
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import FunctionTool, Tool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 
 async def echo(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:

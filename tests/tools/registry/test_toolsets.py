@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from palaestra.core.errors import ConfigError
 from palaestra.tools.registry.build import builtin_tools
 from palaestra.tools.registry.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, Toolset, resolve_toolsets
+from palaestra_slots.core.errors import ConfigError
 
 TERMINAL = ["terminal", "process"]
 FILE = ["read_file", "write_file", "patch", "search_files"]

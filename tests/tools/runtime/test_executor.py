@@ -7,21 +7,21 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 
-from palaestra.core.errors import AcquireTimeout, ConfigError, IsolationUnavailable, SandboxError, StaleLease
-from palaestra.core.types import JSON, Network
-from palaestra.sandbox.artifacts import (
-    ArtifactArchiveRequestPayload,
-    ArtifactListRequestPayload,
-    ArtifactReadRequestPayload,
-)
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.call_text import result_of
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.tool import FunctionTool, ToolCall, ToolReply, ToolResult, ToolRun, ToolSchema
+from palaestra_slots.core.errors import AcquireTimeout, ConfigError, IsolationUnavailable, SandboxError, StaleLease
+from palaestra_slots.core.types import JSON, Network
+from palaestra_slots.sandbox.artifacts import (
+    ArtifactArchiveRequestPayload,
+    ArtifactListRequestPayload,
+    ArtifactReadRequestPayload,
+)
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
 
 
 class NamedSlot:

@@ -15,10 +15,10 @@ import pytest
 
 from palaestra import HermesAgentLoop, get_tool_definitions
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, StaleLease, TaskError
-from palaestra.core.types import JSON
 from palaestra.tools.runtime.function_calls import ToolSession, use_session
 from palaestra.tools.runtime.session_tasks import ToolSessionConfig
+from palaestra_slots.core.errors import ConfigError, IsolationUnavailable, SandboxError, StaleLease, TaskError
+from palaestra_slots.core.types import JSON
 from programs import nap
 
 pytestmark = pytest.mark.slots

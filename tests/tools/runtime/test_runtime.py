@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from palaestra.core.errors import SlotLost
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import builtin_tools
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolRuntime
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolOutcome, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.errors import SlotLost
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 
 async def no_slot() -> Slot:

@@ -17,16 +17,16 @@ import pytest
 
 from palaestra import process_registry, use_session
 from palaestra.contract.sync_process_registry import SharedProcesses
-from palaestra.core.errors import ConfigError, IsolationUnavailable
-from palaestra.core.sync_bridge import bridged
-from palaestra.core.types import JSON
-from palaestra.processes.notifications import MAX_NOTIFICATIONS, Notifications
-from palaestra.processes.registry import ProcessRegistry
-from palaestra.processes.session import Watch
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Rung
 from palaestra.tools.runtime.function_calls import ToolSession, cleanup_vm, handle_function_call
 from palaestra.tools.runtime.session_tasks import ToolSessionConfig
+from palaestra_slots.core.errors import ConfigError, IsolationUnavailable
+from palaestra_slots.core.sync_bridge import bridged
+from palaestra_slots.core.types import JSON
+from palaestra_slots.processes.notifications import MAX_NOTIFICATIONS, Notifications
+from palaestra_slots.processes.registry import ProcessRegistry
+from palaestra_slots.processes.session import Watch
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Rung
 
 from ..conftest import AtDesk, Desk
 
@@ -216,9 +216,9 @@ HOLDER = """
     import sys, time
     from pathlib import Path
     from palaestra import ToolSession, ToolSessionConfig, handle_function_call, process_registry, use_session
-    from palaestra.processes.session import Watch
-    from palaestra.sandbox.backends.local import LocalBackend
-    from palaestra.sandbox.slot import Rung
+    from palaestra_slots.processes.session import Watch
+    from palaestra_slots.sandbox.backends.local import LocalBackend
+    from palaestra_slots.sandbox.slot import Rung
 
     folder, path = Path(sys.argv[1]), Path(sys.argv[2])
     backend = LocalBackend(rung=Rung.USERNS, service="tools", service_directory=folder)

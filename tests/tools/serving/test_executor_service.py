@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from palaestra.core.errors import IsolationUnavailable
-from palaestra.core.types import JSON
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.executor import ToolExecutor
 from palaestra.tools.serving.executor_service import ExecutorService
+from palaestra_slots.core.errors import IsolationUnavailable
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import Slot
 from tools.serving.asking import Client
 from tools.serving.held_clock import HeldClock
 

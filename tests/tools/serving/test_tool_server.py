@@ -9,15 +9,6 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from palaestra.core.errors import (
-    ToolServerError,
-    ToolServerRefused,
-    ToolServerReplyError,
-    ToolServerUnavailable,
-)
-from palaestra.core.io.http_server import listening
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.call_text import ToolCall, ToolResult
 from palaestra.tools.decorator import tool
 from palaestra.tools.registry.registry import ToolRegistry
@@ -25,6 +16,15 @@ from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.serving.tool_server import ToolServer
 from palaestra.tools.tool import ToolMistake, ToolRun, ToolSchema
 from palaestra.tools.tool_server_client import elsewhere
+from palaestra_slots.core.errors import (
+    ToolServerError,
+    ToolServerRefused,
+    ToolServerReplyError,
+    ToolServerUnavailable,
+)
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 from tools.serving.asking import Client
 from tools.serving.held_clock import HeldClock
 

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from aiohttp import web
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 KEY = "the-key"
 DOCUMENTS: tuple[tuple[str, str, str], ...] = (

@@ -11,12 +11,12 @@ import pytest
 from aiohttp import web
 
 from palaestra import ToolSession, ToolSettings, open_world
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.builtin.web_crawl import web_crawl_tool
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 from .site import Site
 

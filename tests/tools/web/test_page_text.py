@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.web.extract_article import LARGE_CHARS, read_article
 from palaestra.tools.web.fetch import MAX_BYTES, Fetched, PageUnreadable, fetch
 from palaestra.tools.web.page_text import Fetcher, as_text
 from palaestra.tools.web.providers import WebPage
+from palaestra_slots.core.errors import ConfigError
 
 from .site import ARTICLE, Site, pages
 

@@ -9,11 +9,11 @@ import re
 import pytest
 from aiohttp import web
 
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.types import JSON
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import ToolMistake
 from palaestra.tools.web.providers import choose_reader, choose_searcher, reader, searcher
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.types import JSON
 
 from .site import DOCUMENTS, KEY, PROVIDERS, Site
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from palaestra.core.types import JSON
 from palaestra.trainers.atropos.connection import FeedSettings
 from palaestra.trainers.atropos.feed import Feed, feeding
 from palaestra.trainers.atropos.groups import Deliveries
+from palaestra_slots.core.types import JSON
 
 SETTINGS = FeedSettings(name="words", group_size=2, max_token_length=32, poll_s=0.01, heartbeat_s=0.01)
 

@@ -7,7 +7,7 @@ from typing import Self
 
 import aiohttp
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 
 def trainer(**changed: JSON) -> dict[str, JSON]:

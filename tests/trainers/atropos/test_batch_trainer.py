@@ -14,7 +14,6 @@ import pytest
 from tabular import REPLIES, REWARDS, TabularTrainer
 
 from palaestra import ConfigError, TrainingConfig
-from palaestra.core.errors import TrainerError, TrainerRefused
 from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.trainers.atropos import batch_trainer
 from palaestra.trainers.atropos.batch_trainer import BatchTrainer, scored_batch
@@ -22,6 +21,7 @@ from palaestra.trainers.atropos.connection import TrajectoryClient
 from palaestra.trainers.atropos.trajectory_server import serving
 from palaestra.trainers.atropos.wire import RequestRefusal, ScoredData, read_scored
 from palaestra.trainers.trainer import TrainedRow
+from palaestra_slots.core.errors import TrainerError, TrainerRefused
 
 STEPS = 6
 

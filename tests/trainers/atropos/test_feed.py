@@ -14,10 +14,10 @@ from aiohttp import web
 from feeds import Said, fed, marks
 from talking import Talk, environment, group, trainer
 
-from palaestra.core.errors import TrainerRefused, TrainerUnavailable
 from palaestra.trainers.atropos.connection import FeedSettings
 from palaestra.trainers.atropos.exchange import Exchange
 from palaestra.trainers.atropos.trajectory_server import TrajectoryServer, serving
+from palaestra_slots.core.errors import TrainerRefused, TrainerUnavailable
 
 IMPATIENT = FeedSettings(name="words", group_size=2, max_token_length=32, poll_s=0.01, patience_s=0.05)
 

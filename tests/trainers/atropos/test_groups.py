@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError, DiskError
 from palaestra.trainers.atropos.groups import Deliveries
+from palaestra_slots.core.errors import ConfigError, DiskError
 
 HEAD = '{"schema":"palaestra.deliveries/1"}\n'
 

@@ -14,10 +14,10 @@ import pytest
 from talking import Talk, environment, group, trainer
 
 from manual_clock import ManualClock
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.trainers.atropos.exchange import SILENT_S
 from palaestra.trainers.atropos.trajectory_server import serving
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 
 def talk(scenario: Callable[[Talk], Awaitable[None]], **settings: JSON) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.threads import LoopThread
 from palaestra.testing.tiny_model import make_tiny
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.threads import LoopThread
 from programs import killed_after
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from palaestra.core.errors import ImageError
-from palaestra.core.io.threads import run_blocking
-from palaestra.sandbox.backends import docker
+from palaestra_slots.core.errors import ImageError
+from palaestra_slots.core.io.threads import run_blocking
+from palaestra_slots.sandbox.backends import docker
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Self
 
 from palaestra.agent.result import SequenceData
 from palaestra.contract.scored_data import placeholder_tokens
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import ChatCompletion, TextCompletion
+from palaestra_slots.core.types import JSON, Message
 
 
 class DummyManagedServer(ChatServer):

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from palaestra.core.types import JSON, Message
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.server_group import ServerGroup
+from palaestra_slots.core.types import JSON, Message
 
 logger = logging.getLogger(__name__)
 

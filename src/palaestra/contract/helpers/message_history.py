@@ -8,7 +8,7 @@ from typing import Any
 
 from palaestra.contract.helpers.training_tokens import tokenize_for_trainer
 from palaestra.contract.scored_data import ScoredDataGroup
-from palaestra.core.types import JSON, Message
+from palaestra_slots.core.types import JSON, Message
 
 logger = logging.getLogger(__name__)
 

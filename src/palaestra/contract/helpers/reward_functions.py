@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

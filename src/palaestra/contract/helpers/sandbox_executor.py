@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from palaestra.core.errors import InfraError
-from palaestra.core.types import JSON
-from palaestra.sandbox.pool import USUAL_TIMEOUT_S
-from palaestra.sandbox.slot import ExecutionResult, Shell, Slot
-from palaestra.sandbox.slot_tools import run_slot_tool, tool_result
+from palaestra_slots.core.errors import InfraError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.pool import USUAL_TIMEOUT_S
+from palaestra_slots.sandbox.slot import ExecutionResult, Shell, Slot
+from palaestra_slots.sandbox.slot_tools import run_slot_tool, tool_result
 
 
 class SandboxExecutor:

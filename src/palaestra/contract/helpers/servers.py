@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, TypeAlias
 
 from palaestra.agent.result import SequenceData
-from palaestra.core.types import JSON
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.token_exact.managed_chat import ManagedChat
+from palaestra_slots.core.types import JSON
 
 APIServer: TypeAlias = ServerEngine
 OpenAIServer: TypeAlias = OpenAIEngine

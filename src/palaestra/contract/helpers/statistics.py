@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from palaestra.contract.base_env import BaseEnv
-from palaestra.core.config import setting
-from palaestra.core.errors import ConfigError
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.inference.config import APIServerConfig, ServerBaseline
+from palaestra_slots.core.config import setting
+from palaestra_slots.core.errors import ConfigError
 
 
 class TeacherDistillationConfig(BaseEnvConfig):

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from palaestra.core.types import JSON
 from palaestra.inference.parsers import ParsedOutput
+from palaestra_slots.core.types import JSON
 
 ParseResult: TypeAlias = ParsedOutput
 """What `parse` of a parser returns; it unpacks into the content and the calls."""

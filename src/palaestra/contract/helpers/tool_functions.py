@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from palaestra.core.types import JSON
 from palaestra.tools.runtime.function_calls import (
     default_session,
     handle_function_call,
     handle_function_call_async,
 )
+from palaestra_slots.core.types import JSON
 
 
 def terminal_tool(

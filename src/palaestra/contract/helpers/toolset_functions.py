@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.tools.registry.toolsets import ALIASES, resolve_toolsets
 from palaestra.tools.registry.toolsets import TOOLSETS as _TOOLSETS
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 TOOLSETS: Mapping[str, Mapping[str, JSON]] = MappingProxyType(
     {

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from palaestra.contract.chat_tokenizer import chat_tokenizer
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import plain_messages
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 UNMASKED_ROLES = ["assistant", "agent"]
 """The roles whose messages a trainer trains on."""

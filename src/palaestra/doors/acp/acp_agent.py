@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from palaestra import __version__
-from palaestra.core.errors import ConfigError, ContextExceeded, PalaestraError
-from palaestra.core.types import JSON
 from palaestra.doors.acp.config_options import MODE, config_options, known_models, set_option
 from palaestra.doors.acp.editor_session import COMMANDS, EditorSession
 from palaestra.doors.chat.attachments import checked_image, with_pages
@@ -26,6 +24,8 @@ from palaestra.doors.chat.permissions import ABOUT, Mode
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.turn_events import INTERRUPTED, NATURAL
 from palaestra.doors.chat.workdir import WorkFolder
+from palaestra_slots.core.errors import ConfigError, ContextExceeded, PalaestraError
+from palaestra_slots.core.types import JSON
 
 try:
     import acp

@@ -26,7 +26,7 @@ back (--write ask|yes|no). The settings and sessions are the same as in palaestr
 def command(words: tuple[str, ...]) -> None:
     import asyncio
 
-    from palaestra.core.errors import ConfigError
+    from palaestra_slots.core.errors import ConfigError
 
     own, rest = own_flags(words)
     if own:

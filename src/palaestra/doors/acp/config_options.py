@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from palaestra.core.errors import ConfigError
 from palaestra.doors.chat.conversation import Conversation
 from palaestra.doors.chat.permissions import ABOUT, Mode
 from palaestra.doors.chat.service import ChatService
+from palaestra_slots.core.errors import ConfigError
 
 try:
     from acp import schema

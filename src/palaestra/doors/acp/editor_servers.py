@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, configured
 from palaestra.tools.mcp.run_servers import MCPServers
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 try:
     from acp import schema

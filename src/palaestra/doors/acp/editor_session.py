@@ -7,10 +7,6 @@ import json
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from typing import Any
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import plural
-from palaestra.core.printable import escaped, quoted
-from palaestra.core.types import JSON, Message
 from palaestra.doors.acp.editor_servers import editor_servers, opened_servers
 from palaestra.doors.chat.config import project
 from palaestra.doors.chat.conversation import Conversation, People
@@ -28,6 +24,10 @@ from palaestra.doors.chat.turn_events import (
 from palaestra.tools.builtin.session_search import message_text
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 from palaestra.tools.mcp.run_servers import MCPServers
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import escaped, quoted
+from palaestra_slots.core.types import JSON, Message
 
 try:
     import acp

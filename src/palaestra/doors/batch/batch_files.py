@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from palaestra.core.io.durable_files import replaced, writing
-from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.export.batch import batch_line, samples
 from palaestra.rollouts.export.duplicates import REPEATED, duplicates_of
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, discarded
 from palaestra.rollouts.export.sharegpt import Unfit
 from palaestra.rollouts.journal.reader import Recording
+from palaestra_slots.core.io.durable_files import replaced, writing
+from palaestra_slots.core.types import JSON
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import click
 
 from palaestra.cli.completion import SettingsCommand, complete_settings
-from palaestra.core.errors import ConfigError
+from palaestra_slots.core.errors import ConfigError
 
 SETTINGS = {
     "--dataset-file": "--env.dataset_name",
@@ -168,7 +168,7 @@ def _dashed(written: str) -> str:
 def _kept_stdin(folder: Path) -> str:
     """Store the rows of stdin in `folder`, so that the batch can be resumed, and return the path. Raises
     `DiskError`."""
-    from palaestra.core.io.durable_files import replaced, writing
+    from palaestra_slots.core.io.durable_files import replaced, writing
 
     rows = sys.stdin.buffer.read()
     path = folder / f"stdin-{hashlib.sha256(rows).hexdigest()[:12]}.jsonl"

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from jsonschema_rs import ValidationError
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.printable import one_line
-from palaestra.core.types import JSON
 from palaestra.tools.arguments import schema_check
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.printable import one_line
+from palaestra_slots.core.types import JSON
 
 NOT_JSON = "the last reply is not JSON"
 

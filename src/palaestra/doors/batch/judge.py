@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from palaestra.core.config import cache_folder
-from palaestra.core.errors import GraderError
-from palaestra.core.io.durable_files import replaced, writing
-from palaestra.core.printable import one_line, without_middle
-from palaestra.core.types import JSON, Message
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.export.chat_messages import chat_messages
+from palaestra_slots.core.config import cache_folder
+from palaestra_slots.core.errors import GraderError
+from palaestra_slots.core.io.durable_files import replaced, writing
+from palaestra_slots.core.printable import one_line, without_middle
+from palaestra_slots.core.types import JSON, Message
 
 _TEMPERATURES = (0.0, 0.5, 1.0)
 """The temperatures of the requests for one verdict: at 0, an unusable reply would come again."""

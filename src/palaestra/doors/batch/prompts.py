@@ -17,9 +17,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
-from palaestra.core.config import host_path, local_path, setting
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.types import JSON, Message, Outcome, Score, Task
 from palaestra.doors.batch.batch_files import write_batch_files
 from palaestra.doors.batch.json_schema import JsonSchema
 from palaestra.doors.batch.judge import Judge
@@ -38,9 +35,12 @@ from palaestra.rollouts.export.exporter import DISCARDED
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import AgentSettings
-from palaestra.sandbox.images.reference import is_image_name, is_path
-from palaestra.sandbox.slot import WORKSPACE
 from palaestra.tools.registry.registry import Kit
+from palaestra_slots.core.config import host_path, local_path, setting
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.types import JSON, Message, Outcome, Score, Task
+from palaestra_slots.sandbox.images.reference import is_image_name, is_path
+from palaestra_slots.sandbox.slot import WORKSPACE
 
 Requirement = Literal["reasoning", "natural", "known_tools", "tool_calls"]
 

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.extras import install_command
-from palaestra.core.types import JSON, Message
 from palaestra.tools.builtin.vision import Image, image_type
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.web.fetch import MAX_BYTES, PageUnreadable, fetch
 from palaestra.tools.web.page_text import HTML, as_text
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.types import JSON, Message
 
 MAX_TEXT_BYTES, MAX_IMAGE_BYTES = 256 << 10, 20 << 20
 MAX_PAGES, MAX_PAGE_CHARS = 5, 100_000

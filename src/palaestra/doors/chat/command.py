@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.core.errors import ConfigError
+from palaestra_slots.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from palaestra.doors.chat.config import ChatOptions

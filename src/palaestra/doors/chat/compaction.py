@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from palaestra.agent.budget import BYTES_PER_TOKEN, estimated_tokens
-from palaestra.core.errors import ContextExceeded
-from palaestra.core.types import Message
 from palaestra.doors.chat.store import HistoryEntry, StoredTurn, shortened
 from palaestra.tools.builtin.session_search import message_text
+from palaestra_slots.core.errors import ContextExceeded
+from palaestra_slots.core.types import Message
 
 FULL_SHARE = 0.8
 """The share of the window at which a conversation is compacted: the rest is for the next reply and tool results."""

@@ -17,9 +17,6 @@ from typing import Literal
 from pydantic import ValidationError
 
 from palaestra.agent.budget import Budget
-from palaestra.core.config import host_path, setting
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Limits, Network
 from palaestra.doors.chat.folders import settings_file, state_folder
 from palaestra.doors.chat.hooks import read_hooks
 from palaestra.doors.chat.permissions import Mode
@@ -31,7 +28,10 @@ from palaestra.envs.config.build import extra_body, make_pool, mcp_servers, pric
 from palaestra.envs.config.command_line import Answer, CommandLine
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
-from palaestra.sandbox.slot import SlotSpec
+from palaestra_slots.core.config import host_path, setting
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Limits, Network
+from palaestra_slots.sandbox.slot import SlotSpec
 
 
 class ChatConfig(HermesAgentEnvConfig):

@@ -15,9 +15,6 @@ from palaestra.agent.loop import AgentLoop
 from palaestra.agent.replies import Reply, read_reply
 from palaestra.agent.result import AgentResult
 from palaestra.agent.seat import Seat
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineError, EngineReplyError
-from palaestra.core.exits import plural
-from palaestra.core.types import JSON, Message, Outcome, Usage
 from palaestra.doors.chat.compaction import (
     FULL_SHARE,
     SUMMARIZE,
@@ -33,6 +30,9 @@ from palaestra.doors.chat.service import ChatSettings
 from palaestra.doors.chat.store import ConversationStore, StoredTurn
 from palaestra.doors.chat.turn_events import Notice
 from palaestra.inference.ledger import SegmentReason
+from palaestra_slots.core.errors import ConfigError, ContextExceeded, EngineError, EngineReplyError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import JSON, Message, Outcome, Usage
 
 _TRIES = 3
 """The maximum number of compactions in a row that do not lead to a reply."""

@@ -35,9 +35,6 @@ from palaestra.agent.budget import Budget
 from palaestra.agent.loop import LoopSettings
 from palaestra.agent.result import AgentResult
 from palaestra.agent.seat import Seat
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError, InfraError, PalaestraError, SandboxError, ToolServerError
-from palaestra.core.types import JSON
 from palaestra.doors.chat.context_window import ContextWindow
 from palaestra.doors.chat.conversation_files import Checkpoints, ConversationSlots, Undone
 from palaestra.doors.chat.conversation_notices import ConversationNotices
@@ -49,7 +46,6 @@ from palaestra.doors.chat.store import ConversationRecord, ConversationStore, St
 from palaestra.doors.chat.tool_hooks import HookContext, around_calls, unless_allowed
 from palaestra.doors.chat.turn import RunningTurn
 from palaestra.doors.chat.turn_events import Event, Notice, TextDelta
-from palaestra.processes.session import ProcessSession
 from palaestra.tools.builtin.clarify import Ask as Answer
 from palaestra.tools.builtin.clarify import User
 from palaestra.tools.builtin.memory import Notes
@@ -59,6 +55,10 @@ from palaestra.tools.human.approval import Ask as Approve
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import Tool, ToolOutcome
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError, SandboxError, ToolServerError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.processes.session import ProcessSession
 
 NEW_SANDBOX = "The sandbox is new: the earlier one is gone with its processes and all files that were not copied out."
 ENDED_PROCESSES = "The user undid messages, so the files of that time were restored, and all processes were ended."

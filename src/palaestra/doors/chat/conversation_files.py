@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import cast
 
 from palaestra.agent.seat import Seat
-from palaestra.core.errors import SandboxError
-from palaestra.core.exits import plural
-from palaestra.core.types import JSON
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.turn import WatchedSlot
 from palaestra.doors.chat.turn_events import Event
 from palaestra.doors.chat.workdir import FolderChange, WorkFolder
-from palaestra.sandbox.slot import Slot, Snapshot
+from palaestra_slots.core.errors import SandboxError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot, Snapshot
 
 MANY_LAYERS = 32
 """The number of layers from which on a restored slot copies its topmost layer, so that undoing for hours adds none."""

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.store import ConversationRecord, ConversationStore, StoredTurn
 from palaestra.doors.chat.turn_events import INTERRUPTED, NATURAL, Notice, TurnEnded
+from palaestra_slots.core.types import JSON, Message
 
 UNKNOWN = (
     "Outcome unknown: the program that ran this call ended before the call returned. It may have run in whole or in "

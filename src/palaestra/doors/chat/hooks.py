@@ -24,10 +24,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_server import TOOLSET_PREFIX
 from palaestra.tools.tool import Tool
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 BEFORE, AFTER = "PreToolUse", "PostToolUse"
 FILE_NAME = "hooks.json"

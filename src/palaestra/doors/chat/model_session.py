@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from palaestra.agent.middleware import Ask, ChatCall
-from palaestra.core.errors import ContextExceeded, EngineError
-from palaestra.core.types import JSON, Message, Usage
 from palaestra.doors.chat.attachments import has_images, without_images
 from palaestra.doors.chat.history import ChatHistory
 from palaestra.doors.chat.service import ChatService
@@ -17,6 +15,8 @@ from palaestra.doors.chat.turn_events import Notice
 from palaestra.inference.chat_server import ChatServer, SessionContext
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.server_group import Server, ServerGroup
+from palaestra_slots.core.errors import ContextExceeded, EngineError
+from palaestra_slots.core.types import JSON, Message, Usage
 
 
 class ModelSession:

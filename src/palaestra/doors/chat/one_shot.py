@@ -15,9 +15,6 @@ from dataclasses import dataclass
 
 import click
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import DONE, FAILED
-from palaestra.core.exits import INTERRUPTED as EXIT_INTERRUPTED
 from palaestra.doors.chat.attachments import missing_files, with_files, with_pages
 from palaestra.doors.chat.config import ChatOptions, chat_service, open_store
 from palaestra.doors.chat.conversation import Conversation, People
@@ -35,6 +32,9 @@ from palaestra.doors.chat.turn_events import (
 )
 from palaestra.doors.chat.workdir import FolderChange, WorkFolder
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import DONE, FAILED
+from palaestra_slots.core.exits import INTERRUPTED as EXIT_INTERRUPTED
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.tools.builtin.skills import VIEW, Skill, Skills
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 AGENTS_FILES = ("AGENTS.md", "CLAUDE.md")
 """Files with instructions for agents. The first of them that exists in a folder is used."""

@@ -26,8 +26,6 @@ from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
 from palaestra.agent.budget import Budget
-from palaestra.core.errors import ConfigError, EngineError, SandboxError
-from palaestra.core.types import JSON, Prices
 from palaestra.doors.chat.hooks import Hooks
 from palaestra.doors.chat.store import ConversationStore
 from palaestra.inference.chat_server import ServerEngine
@@ -36,15 +34,17 @@ from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.token_engine import TokenServer
 from palaestra.inference.http.chat_completions import listed_models
 from palaestra.inference.server_group import Server, ServerGroup
-from palaestra.processes.notifications import Notifications
-from palaestra.processes.registry import ProcessRegistry
-from palaestra.processes.session import ProcessSession
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import Tool
+from palaestra_slots.core.errors import ConfigError, EngineError, SandboxError
+from palaestra_slots.core.types import JSON, Prices
+from palaestra_slots.processes.notifications import Notifications
+from palaestra_slots.processes.registry import ProcessRegistry
+from palaestra_slots.processes.session import ProcessSession
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot
 
 logger = logging.getLogger(__name__)
 

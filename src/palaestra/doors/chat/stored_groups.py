@@ -17,11 +17,11 @@ from contextlib import contextmanager
 
 import msgspec
 
-from palaestra.core.redaction import redacted
-from palaestra.core.types import JSON, Message, Outcome
 from palaestra.doors.chat.store import ConversationRecord, ConversationStore
 from palaestra.inference.ledger import LedgerRecord, SegmentReason
 from palaestra.rollouts.records import Group, Trajectory, TurnRecord
+from palaestra_slots.core.redaction import redacted
+from palaestra_slots.core.types import JSON, Message, Outcome
 
 NO_CONSENT = "its user has not consented (palaestra chat --consent yes)"
 SECRET = "tokens of a conversation with a secret"  # noqa: S105 - a reason, not a secret

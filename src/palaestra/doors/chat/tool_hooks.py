@@ -13,12 +13,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaestra.core.types import JSON
 from palaestra.doors.chat.hooks import AFTER, BEFORE, Hook, HookAnswer, Hooks, input_for, run_hook
 from palaestra.doors.chat.turn_events import Notice
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest, Approvals, Ask, Permit
 from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolMiddleware, ToolRuntime
 from palaestra.tools.tool import ToolMistake, ToolOutcome, ToolReply
+from palaestra_slots.core.types import JSON
 
 _allowed: ContextVar[bool] = ContextVar("allowed_by_hook", default=False)
 """Whether a hook, or the person whom a hook asked, has allowed the current call. Each inner call begins with False."""

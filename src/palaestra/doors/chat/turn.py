@@ -20,9 +20,6 @@ from palaestra.agent.replies import read_reply
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.agent.seat import Seat
 from palaestra.agent.tool_calls import NOT_FINISHED
-from palaestra.core.errors import EngineError, PalaestraError
-from palaestra.core.exits import plural
-from palaestra.core.types import JSON, Message, Outcome, Usage
 from palaestra.doors.chat.context_window import ContextWindow
 from palaestra.doors.chat.history import ChatHistory, preview
 from palaestra.doors.chat.model_session import ModelSession
@@ -42,9 +39,12 @@ from palaestra.doors.chat.turn_events import (
 )
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.http.sse import Delta
-from palaestra.sandbox.slot import ExecutionResult, Slot
 from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import ToolOutcome
+from palaestra_slots.core.errors import EngineError, PalaestraError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import JSON, Message, Outcome, Usage
+from palaestra_slots.sandbox.slot import ExecutionResult, Slot
 
 STOPPED = "Interrupted by the user while it ran. It was stopped, and may have run in part."
 NOT_REACHED = "Not run: the user interrupted the turn before this call began."

@@ -22,11 +22,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
-from palaestra.core.errors import ConfigError, SandboxError
-from palaestra.core.printable import without_middle
 from palaestra.doors.chat.folders import settings_file
 from palaestra.envs.config.dotenv import DOTENV
-from palaestra.sandbox.slot import WORKSPACE, Slot
+from palaestra_slots.core.errors import ConfigError, SandboxError
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot
 
 MAX_KEPT_BYTES = 256 << 20
 """The maximum total size of the earlier contents that are kept so that written changes can be taken back."""

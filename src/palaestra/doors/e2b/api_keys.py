@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError
+from palaestra_slots.core.errors import ConfigError
 
 DEFAULT_SANDBOXES, DEFAULT_KEPT = 256, 256
 _LIMITS = ("sandboxes", "kept")

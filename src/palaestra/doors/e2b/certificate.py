@@ -13,8 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.host_process import check_process
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.host_process import check_process
 
 _DAYS = 365
 _RENEW_S = 30 * 86400

@@ -15,16 +15,16 @@ from urllib.parse import urlsplit
 import click
 
 from palaestra.cli.server_options import address_options, json_option, print_url
-from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import told_to_stop
-from palaestra.core.host_path import HostPath
-from palaestra.core.types import JSON, Limits, Network
 from palaestra.doors.e2b.api_keys import ApiKeys, own_key, read_keys
-from palaestra.sandbox.sandbox import size_in_bytes
-from palaestra.suites.images.debian_root import ROOTS, roots
-from palaestra.suites.images.dockerfile import ImageConfig
-from palaestra.suites.images.image_builder import known_config
+from palaestra.envs.config.host_path import HostPath
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import told_to_stop
+from palaestra_slots.core.types import JSON, Limits, Network
+from palaestra_slots.images.debian_root import ROOTS, roots
+from palaestra_slots.images.dockerfile import ImageConfig
+from palaestra_slots.images.image_builder import known_config
+from palaestra_slots.sandbox.sandbox import size_in_bytes
 
 HOST, PORT, TLS_PORT = "127.0.0.1", 3000, 3443
 _DOMAIN = "e2b.localhost"
@@ -180,7 +180,7 @@ def _images(options: Options) -> Mapping[str, tuple[str | None, ImageConfig]]:
 async def _serve(options: Options) -> None:
     from palaestra.doors.e2b import certificate
     from palaestra.doors.e2b.server import ServerAddress, running_server
-    from palaestra.sandbox.isolation.isolation_probe import WARNINGS
+    from palaestra_slots.sandbox.isolation.isolation_probe import WARNINGS
 
     stop, keys = told_to_stop(), options.read_keys()
     tls = None

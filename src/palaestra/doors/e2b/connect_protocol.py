@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from palaestra.core.types import JSON
 from palaestra.doors.e2b.wire_errors import RpcError
+from palaestra_slots.core.types import JSON
 
 MOST_MESSAGE_BYTES = 4 << 20
 MESSAGE_S = 60.0

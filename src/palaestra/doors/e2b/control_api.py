@@ -16,7 +16,6 @@ from urllib.parse import parse_qsl, unquote
 
 from aiohttp import web
 
-from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.doors.e2b.api_keys import ApiKey
 from palaestra.doors.e2b.envd import ENVD_VERSION
 from palaestra.doors.e2b.requests import (
@@ -37,6 +36,7 @@ from palaestra.doors.e2b.sandboxes import HostedSandbox, Sandboxes, SandboxState
 from palaestra.doors.e2b.template_api import TemplateApi
 from palaestra.doors.e2b.templates import Template
 from palaestra.doors.e2b.wire_errors import ApiError
+from palaestra_slots.core.types import JSON, AllowList, Limits, Network
 
 MOST_BODY_BYTES = 1 << 20
 _MOST_ON_PAGE = 100

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Self
 
-from palaestra.core.io.durable_files import replaced
+from palaestra_slots.core.io.durable_files import replaced
 
 MOST = 20_000
 _KILLED = "the server that ran it was killed or crashed, and it ended with that server"

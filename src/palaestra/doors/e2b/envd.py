@@ -13,9 +13,6 @@ from contextlib import suppress
 
 from aiohttp import web
 
-from palaestra.core.errors import PalaestraError
-from palaestra.core.io.http_server import invite_body
-from palaestra.core.types import JSON
 from palaestra.doors.e2b import filesystem_service, process_service
 from palaestra.doors.e2b.call_limits import MOST_CALLS, OpenCalls
 from palaestra.doors.e2b.connect_protocol import check_codec, envelope, read_stream, read_unary, timeout_of
@@ -23,7 +20,10 @@ from palaestra.doors.e2b.file_transfer import FileTransfer, is_signed
 from palaestra.doors.e2b.sandbox_users import SandboxUser, name_in_header, user_of
 from palaestra.doors.e2b.sandboxes import HostedSandbox, Sandboxes, resumed
 from palaestra.doors.e2b.wire_errors import ApiError, NotRunning, RpcError, api_error, rpc_error
-from palaestra.sandbox.slot import Slot
+from palaestra_slots.core.errors import PalaestraError
+from palaestra_slots.core.io.http_server import invite_body
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 ENVD_PORT = 49983
 ENVD_VERSION = "0.6.4"

@@ -25,11 +25,11 @@ from typing import IO
 
 from aiohttp import BodyPartReader, web
 
-from palaestra.core.types import JSON
 from palaestra.doors.e2b.call_limits import Lanes
 from palaestra.doors.e2b.filesystem_service import path_of
 from palaestra.doors.e2b.sandbox_users import SandboxUser
 from palaestra.doors.e2b.wire_errors import ApiError
+from palaestra_slots.core.types import JSON
 
 IN_MEMORY_BYTES = 8 << 20
 MOST_UPLOAD_BYTES = 1 << 30

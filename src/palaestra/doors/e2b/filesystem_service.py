@@ -11,14 +11,14 @@ import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 
-from palaestra.core.types import JSON
 from palaestra.doors.e2b.connect_protocol import flag_field, number_field, text_field
 from palaestra.doors.e2b.sandbox_users import SandboxUser
 from palaestra.doors.e2b.sandboxes import HostedSandbox
 from palaestra.doors.e2b.templates import DEFAULT_USER, absolute
 from palaestra.doors.e2b.watchers import DirectoryWatcher, Event, walk
 from palaestra.doors.e2b.wire_errors import RpcError
-from palaestra.sandbox.slot import FileInfo, Slot
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import FileInfo, Slot
 
 _MOST_DEPTH, _MOST_LINKS = 64, 10
 _MOVE_S = 60.0

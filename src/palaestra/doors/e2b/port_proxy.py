@@ -12,7 +12,7 @@ import io
 from aiohttp import web
 
 from palaestra.doors.e2b.wire_errors import ApiError
-from palaestra.sandbox.slot import Slot
+from palaestra_slots.sandbox.slot import Slot
 
 MOST_BYTES = 4 << 20
 _ANSWER_S = 60.0

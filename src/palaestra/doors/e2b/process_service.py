@@ -13,14 +13,14 @@ import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
-from palaestra.core.types import JSON
 from palaestra.doors.e2b.connect_protocol import flag_field, number_field, object_field, text_field
 from palaestra.doors.e2b.processes import HostedProcess, OutputFollower, ProcessRequest
 from palaestra.doors.e2b.sandbox_users import SandboxUser
 from palaestra.doors.e2b.sandboxes import HostedSandbox
 from palaestra.doors.e2b.templates import absolute
 from palaestra.doors.e2b.wire_errors import ApiError, RpcError
-from palaestra.sandbox.slot import Slot, TerminalSize, is_variable
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot, TerminalSize, is_variable
 
 _MOST_ARGUMENTS, _MOST_ARGUMENT_BYTES = 4096, 1 << 20
 _SIGNALS = {"SIGNAL_SIGTERM": 15, "SIGNAL_SIGKILL": 9, 15: 15, 9: 9}

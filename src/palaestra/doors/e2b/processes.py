@@ -13,11 +13,11 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.errors import PalaestraError
-from palaestra.core.types import JSON
 from palaestra.doors.e2b.wire_errors import ApiError, RpcError
-from palaestra.sandbox.slot import Process, Slot, TerminalSize
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.errors import PalaestraError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Process, Slot, TerminalSize
 
 MOST_FOLLOWERS = 16
 FOLLOWER_S = 60.0

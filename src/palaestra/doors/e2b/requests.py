@@ -14,11 +14,11 @@ from typing import Annotated, TypeVar
 from aiohttp import web
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from palaestra.core.io.http_server import invite_body
-from palaestra.core.types import JSON, AllowList, Network
 from palaestra.doors.e2b.api_keys import ApiKey
 from palaestra.doors.e2b.wire_errors import ApiError
-from palaestra.sandbox.slot import is_variable
+from palaestra_slots.core.io.http_server import invite_body
+from palaestra_slots.core.types import JSON, AllowList, Network
+from palaestra_slots.sandbox.slot import is_variable
 
 _BODY_S = 60.0
 LONGEST_S = 24 * 3600

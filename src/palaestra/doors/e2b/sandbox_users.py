@@ -9,12 +9,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from palaestra.core.errors import PrepareError
 from palaestra.doors.e2b.sandboxes import HostedSandbox
 from palaestra.doors.e2b.templates import DEFAULT_USER
 from palaestra.doors.e2b.wire_errors import RpcError
-from palaestra.sandbox.slot import Slot
-from palaestra.suites.images.as_user import UserSlot, as_user, home_of
+from palaestra_slots.core.errors import PrepareError
+from palaestra_slots.images.as_user import UserSlot, as_user, home_of
+from palaestra_slots.sandbox.slot import Slot
 
 _NAME = re.compile(r"[a-z_][a-z0-9_-]{0,31}|[0-9]{1,5}")
 _ROOTS = (DEFAULT_USER, "root", "0")

@@ -20,9 +20,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.errors import InfraError, PalaestraError, SandboxError, SlotLost
-from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.doors.e2b.api_keys import ApiKey
 from palaestra.doors.e2b.endings import Endings
 from palaestra.doors.e2b.processes import ProcessRequest, ProcessTable
@@ -30,8 +27,11 @@ from palaestra.doors.e2b.requests import NewSandbox
 from palaestra.doors.e2b.templates import Template, Templates, spec_of
 from palaestra.doors.e2b.watchers import Watchers
 from palaestra.doors.e2b.wire_errors import ApiError, NotRunning, api_error, not_found
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Slot, Snapshot
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.errors import InfraError, PalaestraError, SandboxError, SlotLost
+from palaestra_slots.core.types import JSON, AllowList, Limits, Network
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import Slot, Snapshot
 
 _log = logging.getLogger(__name__)
 

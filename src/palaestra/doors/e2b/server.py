@@ -21,9 +21,6 @@ from pathlib import Path
 
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError, PalaestraError
-from palaestra.core.io.http_server import listening
-from palaestra.core.types import Limits, Network
 from palaestra.doors.e2b.api_keys import ApiKey, ApiKeys
 from palaestra.doors.e2b.call_limits import MOST_CALLS, OpenCalls
 from palaestra.doors.e2b.control_api import MOST_BODY_BYTES, ControlApi
@@ -37,9 +34,12 @@ from palaestra.doors.e2b.template_api import UPLOADS, TemplateApi
 from palaestra.doors.e2b.template_builds import TemplateBuilds
 from palaestra.doors.e2b.templates import Templates
 from palaestra.doors.e2b.wire_errors import ApiError, api_error
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.suites.images.dockerfile import ImageConfig
+from palaestra_slots.core.errors import ConfigError, PalaestraError
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.core.types import Limits, Network
+from palaestra_slots.images.dockerfile import ImageConfig
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 
 logger = logging.getLogger(__name__)
 

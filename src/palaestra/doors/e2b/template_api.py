@@ -10,14 +10,14 @@ from pathlib import Path
 from aiohttp import web
 from pydantic import Field
 
-from palaestra.core.io.http_server import invite_body
-from palaestra.core.types import JSON, Limits
 from palaestra.doors.e2b.call_limits import Lanes
 from palaestra.doors.e2b.envd import ENVD_VERSION
 from palaestra.doors.e2b.requests import ControlCall, Handle, _Body, cpu_count, moment, read_body
 from palaestra.doors.e2b.template_builds import MOST_ARCHIVE_BYTES, MOST_STEPS, Build, TemplateBuilds
 from palaestra.doors.e2b.templates import Template, Templates
 from palaestra.doors.e2b.wire_errors import ApiError
+from palaestra_slots.core.io.http_server import invite_body
+from palaestra_slots.core.types import JSON, Limits
 
 UPLOADS = "/template-files/"
 """The start of the paths to which the files of templates are sent, with a token in place of a key."""

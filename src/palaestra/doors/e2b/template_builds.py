@@ -21,17 +21,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.errors import AcquireTimeout, PalaestraError, PrepareError
-from palaestra.core.io.durable_files import replaced
-from palaestra.core.types import JSON, Network
 from palaestra.doors.e2b.api_keys import ApiKey
 from palaestra.doors.e2b.templates import BASE, DEFAULT_USER, Template, Templates, absolute, spec_of
 from palaestra.doors.e2b.wire_errors import FULL, ApiError
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Slot, is_variable
-from palaestra.suites.images.as_user import as_user, home_of, is_root
-from palaestra.suites.images.dockerfile import ImageConfig
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.errors import AcquireTimeout, PalaestraError, PrepareError
+from palaestra_slots.core.io.durable_files import replaced
+from palaestra_slots.core.types import JSON, Network
+from palaestra_slots.images.as_user import as_user, home_of, is_root
+from palaestra_slots.images.dockerfile import ImageConfig
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import Slot, is_variable
 
 MOST_STEPS, MOST_ARCHIVE_BYTES, MOST_LOG_LINES = 200, 256 << 20, 5000
 _MOST_BUILDS, _MOST_LINKS, _MOST_KEPT_BYTES = 200, 1000, 1 << 30  # of one key; its older ones are dropped

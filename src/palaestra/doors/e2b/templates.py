@@ -18,14 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from palaestra.core.errors import PrepareError
 from palaestra.doors.e2b.api_keys import ApiKey
 from palaestra.doors.e2b.wire_errors import ApiError
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.server_backend import host_path
-from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, Snapshot
-from palaestra.suites.images.as_user import is_root
-from palaestra.suites.images.dockerfile import ImageConfig
+from palaestra_slots.core.errors import PrepareError
+from palaestra_slots.images.as_user import is_root
+from palaestra_slots.images.dockerfile import ImageConfig
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.server_backend import host_path
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot, SlotSpec, Snapshot
 
 DEFAULT_USER = "user"
 BASE = "base"

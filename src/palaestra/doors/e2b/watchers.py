@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.errors import PalaestraError
 from palaestra.doors.e2b.wire_errors import RpcError
-from palaestra.sandbox.slot import FileInfo, Slot
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.errors import PalaestraError
+from palaestra_slots.sandbox.slot import FileInfo, Slot
 
 MOST_WATCHERS, MOST_ENTRIES, MOST_EVENTS = 32, 10_000, 10_000
 _EVERY_S = 0.1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 
-from palaestra.core.errors import AcquireTimeout, ConfigError, PalaestraError, SlotLost, StaleLease
+from palaestra_slots.core.errors import AcquireTimeout, ConfigError, PalaestraError, SlotLost, StaleLease
 
 NOT_FOUND_TEXT = "was not found"
 """The SDK reads from these words in a 502 that the sandbox does not run; without them, it reports a network problem."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from palaestra.core.clock import Clock
 from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.mailbox import Mailbox
 from palaestra.doors.gateway.platform import Incoming
+from palaestra_slots.core.clock import Clock
 
 
 class Access:

@@ -21,9 +21,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
-from palaestra.core.clock import SystemClock
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import Network, Prices
 from palaestra.doors.chat.config import named_models
 from palaestra.doors.chat.service import SYSTEM_PROMPT, ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
@@ -32,11 +29,14 @@ from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.mailbox import Mailbox
 from palaestra.doors.gateway.platforms.registry import make_platform
 from palaestra.doors.gateway.service import Gateway
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.server_backend import levels
-from palaestra.sandbox.service.service_client import default_directory
-from palaestra.sandbox.slot import SlotSpec
+from palaestra_slots.core.clock import SystemClock
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import Network, Prices
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.server_backend import levels
+from palaestra_slots.sandbox.service.service_client import default_directory
+from palaestra_slots.sandbox.slot import SlotSpec
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ conversation of the same session begins with it.
 
 from __future__ import annotations
 
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import Conversation
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.gateway.config import GatewayConfig
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 DEFAULT = "default"
 _CHOSEN = ("model", "toolsets")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import told_to_stop
-from palaestra.core.host_path import HostPath
+from palaestra.envs.config.host_path import HostPath
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import told_to_stop
 
 if TYPE_CHECKING:
     from palaestra.doors.gateway.mailbox import Mailbox
@@ -83,7 +83,7 @@ platforms:
 @click.option("--model", help="The model's name, in place of the configured one.")
 @click.pass_context
 def command(context: click.Context, home: Path, config: Path | None, base_url: str | None, model: str | None) -> None:
-    from palaestra.core.config import local_path
+    from palaestra_slots.core.config import local_path
 
     context.obj = local_path(home)
     if context.invoked_subcommand is None:

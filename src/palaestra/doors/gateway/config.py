@@ -10,13 +10,13 @@ from typing import Literal
 import yaml
 from pydantic import Field
 
-from palaestra.core.config import Settings, host_path, local_path, sent_secret, setting
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.doors.gateway.platform import ChatAddress, ChatType
 from palaestra.doors.gateway.session_reset import SessionResetPolicy
 from palaestra.inference.config import APIServerConfig
 from palaestra.tools.settings import ToolSettings
+from palaestra_slots.core.config import Settings, host_path, local_path, sent_secret, setting
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 CONFIG_NAME = "gateway.yaml"
 

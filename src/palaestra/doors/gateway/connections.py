@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager
 from functools import partial
 
-from palaestra.core.clock import Clock
-from palaestra.core.errors import PalaestraError, PlatformUnavailable
 from palaestra.doors.gateway.notices import Notices
 from palaestra.doors.gateway.outbox import Outbox
 from palaestra.doors.gateway.platform import Incoming, Platform
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.errors import PalaestraError, PlatformUnavailable
 
 logger = logging.getLogger(__name__)
 

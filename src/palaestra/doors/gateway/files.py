@@ -11,9 +11,9 @@ import mimetypes
 import re
 from pathlib import PurePosixPath
 
-from palaestra.core.types import JSON
 from palaestra.doors.gateway.platform import Attachment, Incoming
-from palaestra.sandbox.slot import Slot
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 INSTRUCTIONS = (
     "Files that the user sends are in the folder uploads of your sandbox. To send a file to the user, write a line "

@@ -19,14 +19,14 @@ from datetime import datetime
 
 import msgspec
 
-from palaestra.core.clock import Clock
-from palaestra.core.types import JSON
 from palaestra.doors.gateway.mailbox import Mailbox, Outgoing, add_incoming, add_outgoing
 from palaestra.doors.gateway.messaging import ORIGIN, Messaging
 from palaestra.doors.gateway.platform import ChatAddress, Incoming
 from palaestra.doors.gateway.schedules import Schedule, parse
 from palaestra.tools.registry.unavailable import CRONJOB
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

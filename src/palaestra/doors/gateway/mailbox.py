@@ -22,9 +22,9 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from palaestra.core.errors import ConfigError, DiskError
-from palaestra.core.io.durable_files import KEPT
 from palaestra.doors.gateway.platform import Answers, Attachment, ChatAddress, Incoming
+from palaestra_slots.core.errors import ConfigError, DiskError
+from palaestra_slots.core.io.durable_files import KEPT
 
 T = TypeVar("T")
 

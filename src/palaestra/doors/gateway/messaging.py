@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
-from palaestra.core.types import JSON
 from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.mailbox import Mailbox
 from palaestra.doors.gateway.platform import ChatAddress, Platform
 from palaestra.tools.registry.unavailable import MESSAGING
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun
+from palaestra_slots.core.types import JSON
 
 ORIGIN = "origin"
 

@@ -6,11 +6,11 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping
 
-from palaestra.core.clock import Clock
 from palaestra.doors.gateway.config import GatewayConfig
 from palaestra.doors.gateway.long_replies import split_reply
 from palaestra.doors.gateway.mailbox import Mailbox, Outgoing
 from palaestra.doors.gateway.platform import Answers, ChatAddress, Incoming, Platform
+from palaestra_slots.core.clock import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from palaestra.core.clock import Clock
-from palaestra.core.errors import PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.access import megabytes
 from palaestra.doors.gateway.long_replies import size, split_reply
 from palaestra.doors.gateway.mailbox import Mailbox, Outgoing, Unsent
 from palaestra.doors.gateway.platform import Answers, Attachment, ChatAddress, Incoming, Platform
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.errors import PlatformRefused, PlatformUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from palaestra.core.errors import PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.long_replies import size
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Incoming, Platform
+from palaestra_slots.core.errors import PlatformRefused, PlatformUnavailable
 
 PATIENCE_S = 20.0
 MANY = 120

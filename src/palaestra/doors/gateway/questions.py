@@ -10,11 +10,11 @@ import secrets
 from collections.abc import Sequence
 from typing import TypeVar
 
-from palaestra.core.printable import escaped
 from palaestra.doors.gateway.commands import ChatCommand
 from palaestra.doors.gateway.notices import Notices
 from palaestra.doors.gateway.platform import ChatAddress
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
+from palaestra_slots.core.printable import escaped
 
 T = TypeVar("T")
 

@@ -19,14 +19,6 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import (
-    ConfigError,
-    ContextExceeded,
-    PalaestraError,
-)
-from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import Conversation
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.turn_events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBegun, TurnEnded
@@ -50,6 +42,14 @@ from palaestra.doors.gateway.platform import (
     session_key,
 )
 from palaestra.doors.gateway.sessions import GatewaySession, GatewaySessions
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.errors import (
+    ConfigError,
+    ContextExceeded,
+    PalaestraError,
+)
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

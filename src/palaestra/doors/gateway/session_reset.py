@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from palaestra.core.config import Settings, setting
-from palaestra.core.types import JSON
+from palaestra_slots.core.config import Settings, setting
+from palaestra_slots.core.types import JSON
 
 
 class SessionResetPolicy(Settings):

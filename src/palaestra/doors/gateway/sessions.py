@@ -11,8 +11,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from palaestra.core.clock import Clock
-from palaestra.core.errors import SandboxError
 from palaestra.doors.chat.conversation import Conversation, People
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.gateway import choices, files
@@ -21,6 +19,8 @@ from palaestra.doors.gateway.mailbox import Mailbox, SessionRow, Waiting
 from palaestra.doors.gateway.notices import Notices
 from palaestra.doors.gateway.platform import ChatAddress
 from palaestra.doors.gateway.questions import Questions
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.errors import SandboxError
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from palaestra.core.config import setting
-from palaestra.core.types import Task
 from palaestra.envs.config.fields import HeldOutConfig
 from palaestra.tools.tool import Tool
+from palaestra_slots.core.config import setting
+from palaestra_slots.core.types import Task
 
 HookFunction: TypeAlias = Callable[..., object]
 Source: TypeAlias = Callable[[], Awaitable[object]]

@@ -12,18 +12,18 @@ from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
-from palaestra.core.errors import ConfigError, TaskError, WorkError
-from palaestra.core.io.threads import OneThread
-from palaestra.core.types import JSON, NetworkPolicy, Score, Task
-from palaestra.core.user_code import called_off_loop, run_hook, score_of
 from palaestra.envs import cache_key
 from palaestra.envs.api.declaration import Declaration, FunctionEnvConfig, Hook, Source, TaskSource
 from palaestra.envs.api.hook_commands import HookCommands
 from palaestra.envs.run.evaluate import HeldOutEnvironment
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.registry import Kit
+from palaestra_slots.core.errors import ConfigError, TaskError, WorkError
+from palaestra_slots.core.io.threads import OneThread
+from palaestra_slots.core.types import JSON, NetworkPolicy, Score, Task
+from palaestra_slots.core.user_code import called_off_loop, run_hook, score_of
+from palaestra_slots.sandbox.slot import Slot
 
 
 class FunctionEnvironment(HeldOutEnvironment):

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from pydantic import Field, create_model
 
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, number
 from palaestra.envs.api.declaration import Declaration, FunctionEnvConfig, Hook, HookFunction, ScoreHook, TaskSource
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.tools.decorator import TypedTool, UserFunction
 from palaestra.tools.decorator import declare as declare_tool
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, number
 
 if TYPE_CHECKING:
     from palaestra.envs.run.evaluate import EvaluatedEnvironment

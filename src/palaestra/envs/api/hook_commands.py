@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
-from palaestra.core.printable import one_line
-from palaestra.core.types import JSON, Network, Score
 from palaestra.rollouts.environment import MISSING
 from palaestra.rollouts.grading.grader import Grading, Way, note_way
-from palaestra.sandbox.slot import ExecutionResult, Shell, Slot
+from palaestra_slots.core.printable import one_line
+from palaestra_slots.core.types import JSON, Network, Score
+from palaestra_slots.sandbox.slot import ExecutionResult, Shell, Slot
 
 _MOST_CAUSES = 5
 _SHOWN_CHARS, _SHOWN_COMMAND = 160, 80

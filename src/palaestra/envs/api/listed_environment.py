@@ -15,9 +15,6 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.types import JSON, Message, Task
-from palaestra.core.user_code import run_hook
 from palaestra.envs import discovery
 from palaestra.envs.config.build import warn_of_every_tool
 from palaestra.envs.config.fields import BaseEnvConfig, ListedEnvConfig
@@ -29,6 +26,9 @@ from palaestra.rollouts.grading.grader import SEALED
 from palaestra.rollouts.records import Trajectory
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.tool import Tool
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.types import JSON, Message, Task
+from palaestra_slots.core.user_code import run_hook
 
 logger = logging.getLogger(__name__)
 

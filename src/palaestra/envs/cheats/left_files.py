@@ -7,11 +7,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from palaestra.core.errors import InfraError
 from palaestra.envs.cheats.hollow_work import MOST_BYTES
 from palaestra.rollouts.grading.tampering import CARRIED, is_below
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.slot import WORKSPACE, Rung, Slot, SlotSource, SlotSpec, Snapshot
+from palaestra_slots.core.errors import InfraError
+from palaestra_slots.sandbox.slot import WORKSPACE, Rung, Slot, SlotSource, SlotSpec, Snapshot
 
 _MOST_FILES = 200
 """The maximum number of files that are read. Files in the workspace come first."""

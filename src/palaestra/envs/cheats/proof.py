@@ -26,9 +26,6 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError, InfraError, PalaestraError, TaskError
-from palaestra.core.types import JSON, Message, Say, Task, ToolStep, number
 from palaestra.envs.api.function_env import FunctionEnvironment
 from palaestra.envs.cheats.cheat import Cheat
 from palaestra.envs.cheats.forged_results import FORGERIES
@@ -66,9 +63,12 @@ from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.spec import Phase, RunContext
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import WORKSPACE, Rung, SlotSpec, Snapshot
 from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError, TaskError
+from palaestra_slots.core.types import JSON, Message, Say, Task, ToolStep, number
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import WORKSPACE, Rung, SlotSpec, Snapshot
 
 CLASSES: Mapping[str, tuple[Cheat, ...]] = {
     "files that a test run loads": PLANTS,

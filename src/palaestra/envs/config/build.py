@@ -9,27 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from palaestra.agent.budget import Budget
-from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Network, NetworkPolicy, Prices
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.grading.reward import RewardRule
 from palaestra.rollouts.journal.reader import open_recording
 from palaestra.rollouts.recorded_tools.recording_policy import open_world
 from palaestra.rollouts.spec import AgentSettings, RecordedTools
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.backends.registry import make_backend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Backend
-from palaestra.sandbox.snapshots.cache import Prepared
-from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra.tools.mcp.mcp_server import toolset_of
 from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.build import RunConditions, ToolServer, build_tool_registry, installed_tools
 from palaestra.tools.registry.distributions import sample_toolsets_from_distribution
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import States, Tool
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Network, NetworkPolicy, Prices
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.backends.registry import make_backend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import Backend
+from palaestra_slots.sandbox.snapshots.cache import Prepared
+from palaestra_slots.sandbox.snapshots.folder import SnapshotStore, default_folder
 
 logger = logging.getLogger(__name__)
 

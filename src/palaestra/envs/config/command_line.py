@@ -21,24 +21,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from palaestra.core.config import (
-    ARGUMENT,
-    COMMAND_LINE,
-    DEFAULT,
-    OWN_NAMES,
-    SHORT_FORMS,
-    ConfigLayer,
-    Merged,
-    is_old,
-    is_secret,
-    local_path,
-    merge,
-    nearest,
-)
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.process_arguments import hide
-from palaestra.core.redaction import redacted
-from palaestra.core.types import JSON
 from palaestra.envs.config.dotenv import DOTENV
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.config.layers import (
@@ -55,6 +37,24 @@ from palaestra.envs.config.layers import (
     takes_sequence,
 )
 from palaestra.tools.mcp.mcp_config import read_servers
+from palaestra_slots.core.config import (
+    ARGUMENT,
+    COMMAND_LINE,
+    DEFAULT,
+    OWN_NAMES,
+    SHORT_FORMS,
+    ConfigLayer,
+    Merged,
+    is_old,
+    is_secret,
+    local_path,
+    merge,
+    nearest,
+)
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.process_arguments import hide
+from palaestra_slots.core.redaction import redacted
+from palaestra_slots.core.types import JSON
 
 EnvT_co = TypeVar("EnvT_co", bound=BaseModel, covariant=True)
 ServerT_co = TypeVar("ServerT_co", bound=BaseModel, covariant=True)

@@ -13,15 +13,15 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from palaestra.core.config import ARGUMENT, COMMAND_LINE, Settings, host_path, nearest, setting, slot_path
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
-from palaestra.sandbox.backends.registry import BUILTIN, backend_names, backend_words, require_read
-from palaestra.sandbox.slot import DEFAULT_STORE_BYTES
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
 from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
+from palaestra_slots.core.config import ARGUMENT, COMMAND_LINE, Settings, host_path, nearest, setting, slot_path
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.backends.registry import BUILTIN, backend_names, backend_words, require_read
+from palaestra_slots.sandbox.slot import DEFAULT_STORE_BYTES
 
 LATER_BACKENDS = ("daytona", "slot_pool")
 """Slot backends that existing scripts name but that this version does not have. A run rejects them."""

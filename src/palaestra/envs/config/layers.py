@@ -1,7 +1,7 @@
 """Reads settings from YAML files and environment variables as layers to merge, and parses values.
 
 A word is parsed according to the type of its field, so a text field can hold `5`, `true` or `-x`.
-`palaestra.core.config.merge` validates ranges and required keys. An unknown key is an error.
+`palaestra_slots.core.config.merge` validates ranges and required keys. An unknown key is an error.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 
 from pydantic import BaseModel
 
-from palaestra.core.config import OWN_NAMES, ConfigLayer, is_old, nearest, read_yaml
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS
+from palaestra_slots.core.config import OWN_NAMES, ConfigLayer, is_old, nearest, read_yaml
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 Annotation: TypeAlias = Any
 """A type in an annotation: a class, a union, or a generic. Python has no common type for these."""

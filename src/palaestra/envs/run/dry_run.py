@@ -7,8 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from palaestra.core.exits import plural
-from palaestra.core.types import Task
 from palaestra.envs.config.build import prices, server_settings
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.form import Form
@@ -19,6 +17,8 @@ from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.journal.reader import RUNS
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.schedule import numbered
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import Task
 
 _SHOWN = 3
 """The maximum number of tasks that a plan names."""

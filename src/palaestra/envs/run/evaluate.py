@@ -16,10 +16,6 @@ from typing import Self
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import plural
-from palaestra.core.io.durable_files import replaced, writing
-from palaestra.core.types import JSON, Outcome, Task, numbers
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
 from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig
 from palaestra.envs.run import pass_at_k
@@ -34,6 +30,10 @@ from palaestra.rollouts.schedule import numbered
 from palaestra.rollouts.spec import AgentSettings, RunContext
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.tool import Tool
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.io.durable_files import replaced, writing
+from palaestra_slots.core.types import JSON, Outcome, Task, numbers
 
 Logged = Mapping[str, JSON]
 OnGroup = Callable[[Group], None]

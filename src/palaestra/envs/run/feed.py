@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeAlias, cast
 
-from palaestra.core.io import plugins
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.evaluate import Gate, OnGroup
 from palaestra.envs.run.run_folder import RunOutput
 from palaestra.rollouts.runner import Totals
+from palaestra_slots.core.io import plugins
 
 GROUP = "palaestra.feeds"
 _WHAT = "the connection to a trainer"

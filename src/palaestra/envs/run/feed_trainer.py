@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from palaestra.core.errors import TrainerUnavailable
-from palaestra.core.exits import plural
-from palaestra.core.types import JSON
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.evaluate import Gate, OnGroup
 from palaestra.envs.run.run_folder import RunOutput
@@ -19,6 +16,9 @@ from palaestra.rollouts.runner import Totals
 from palaestra.trainers.atropos.connection import FeedSettings, TrainerConnection, TrajectoryClient
 from palaestra.trainers.atropos.feed import feeding
 from palaestra.trainers.atropos.groups import Deliveries, fitting, longest_row, scored_data
+from palaestra_slots.core.errors import TrainerUnavailable
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import JSON
 
 ASK_S = 5.0
 """The maximum seconds to wait until the trainer's server reports its tracker's project. The run also works without the

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Task
 from palaestra.envs.run.evaluate import EvaluatedEnvironment
 from palaestra.rollouts.counterfactual import Counterfactual
 from palaestra.rollouts.schedule import Numbered
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Task
 
 _OF_THE_RUN = frozenset({
     "group_size", "total_steps", "short_groups", "steps_per_eval", "data_path_to_save_groups",

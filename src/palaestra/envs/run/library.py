@@ -16,11 +16,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
-from palaestra.core.config import python_names
-from palaestra.core.errors import ConfigError, PalaestraError
-from palaestra.core.io.threads import run_blocking
-from palaestra.core.types import JSON
-from palaestra.core.user_code import is_loaded
 from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
 from palaestra.envs.discovery import form_of, load_environment
 from palaestra.envs.form import Form
@@ -34,6 +29,11 @@ from palaestra.rollouts.events import GroupFinished, Handlers
 from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.journal.reader import RUNS
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.config import python_names
+from palaestra_slots.core.errors import ConfigError, PalaestraError
+from palaestra_slots.core.io.threads import run_blocking
+from palaestra_slots.core.types import JSON
+from palaestra_slots.core.user_code import is_loaded
 
 logger = logging.getLogger("palaestra")
 

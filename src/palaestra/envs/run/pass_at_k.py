@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from palaestra.core.types import JSON
 from palaestra.rollouts.observe.metrics import PASSED, pass_metrics
 from palaestra.rollouts.observe.verdicts import OFFICIAL
 from palaestra.rollouts.records import Trajectory, verdict_fields
+from palaestra_slots.core.types import JSON
 
 
 def figures(

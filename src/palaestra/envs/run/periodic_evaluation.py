@@ -15,9 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.errors import PalaestraError
-from palaestra.core.types import numbers
 from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, in_short, save_evaluation
 from palaestra.rollouts.events import GroupBegun, GroupFinished, Handlers, RunEnded, RunStarted
@@ -26,6 +23,9 @@ from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.spec import RecordedTools, RunContext
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.errors import PalaestraError
+from palaestra_slots.core.types import numbers
 
 EVALUATIONS = "evaluations"
 """The folder of the evaluations in a run's folder."""

@@ -10,7 +10,7 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 _GIT_S = 5.0
 

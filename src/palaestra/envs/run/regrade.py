@@ -14,9 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult, ToolError, Turn
-from palaestra.core.config import python_names
-from palaestra.core.errors import ConfigError, InfraError, TaskError
-from palaestra.core.types import JSON, Outcome, Score, Task, Usage
 from palaestra.envs.run.library import environment_form
 from palaestra.envs.run.replay_run import ReopenedRun, recorded_form, reopened, where_it_ran
 from palaestra.rollouts.environment import LIVE_PROCESSES
@@ -27,7 +24,10 @@ from palaestra.rollouts.records import Trajectory
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase, RolloutSpec, Seeded
 from palaestra.rollouts.workspaces import UNTOUCHED
-from palaestra.sandbox.slot import Snapshot
+from palaestra_slots.core.config import python_names
+from palaestra_slots.core.errors import ConfigError, InfraError, TaskError
+from palaestra_slots.core.types import JSON, Outcome, Score, Task, Usage
+from palaestra_slots.sandbox.slot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from palaestra.core.config import DEFAULT
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Network
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import said_settings, set_fields
 from palaestra.envs.config.fields import BaseEnvConfig
@@ -39,8 +36,12 @@ from palaestra.rollouts.resume.replay import Comparison, OtherEnd, Playback
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import Middleware, RecordedTools, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
+from palaestra_slots.core.config import DEFAULT
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Network
+from palaestra_slots.core.user_code import OWN_PACKAGES
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot
 
 HOST_SETTINGS = frozenset({
     "isolation", "require_sandbox", "host_ports", "require_stateful_sandbox", "keep_workspaces", "workspace_store",
@@ -248,7 +249,7 @@ def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
     declared = next(
         (each for each in form.config_type().__mro__ if name in vars(each).get("__annotations__", {})), None
     )
-    own = declared is not None and declared.__module__.partition(".")[0] != __name__.partition(".")[0]
+    own = declared is not None and declared.__module__.partition(".")[0] not in OWN_PACKAGES
     return name in PORTABLE_SETTINGS or (own and (value is None or isinstance(value, int | float)))
 
 

@@ -12,11 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.config import DEFAULT
-from palaestra.core.io.durable_files import private
-from palaestra.core.types import JSON
-from palaestra.core.user_code import place, told
 from palaestra.envs.config.command_line import Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.run_folder import RunOutput
@@ -27,6 +22,11 @@ from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.rollouts.observe.metrics import Figures
 from palaestra.rollouts.observe.trackers.subprocess_tracker import start_tracker
 from palaestra.rollouts.observe.trackers.tracker import RunLabel, Shown, Tracker
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.config import DEFAULT
+from palaestra_slots.core.io.durable_files import private
+from palaestra_slots.core.types import JSON
+from palaestra_slots.core.user_code import place, told
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import Blame, Outcome, Task
 from palaestra.envs.run.session import Session
 from palaestra.inference.engines.addressed import AddressedEngine
 from palaestra.inference.server_group import create_engine
 from palaestra.rollouts.records import Trajectory
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import Blame, Outcome, Task
 
 
 @dataclass(frozen=True, slots=True)

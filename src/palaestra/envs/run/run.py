@@ -22,10 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
-from palaestra.core.config import DEFAULT
-from palaestra.core.errors import ConfigError, EngineUnavailable
-from palaestra.core.exits import DONE, TOO_MANY_FAILURES, plural
-from palaestra.core.types import JSON, Blame, Task, numbers
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
 from palaestra.envs.config.command_line import UNSAID
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -63,10 +59,14 @@ from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.schedule import read_timings
 from palaestra.rollouts.spec import Middleware, RecordedTools, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
-from palaestra.sandbox.admission import SlotLimit
-from palaestra.sandbox.isolation.isolation_probe import WARNINGS
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Rung, SlotSource
+from palaestra_slots.core.config import DEFAULT
+from palaestra_slots.core.errors import ConfigError, EngineUnavailable
+from palaestra_slots.core.exits import DONE, TOO_MANY_FAILURES, plural
+from palaestra_slots.core.types import JSON, Blame, Task, numbers
+from palaestra_slots.sandbox.admission import SlotLimit
+from palaestra_slots.sandbox.isolation.isolation_probe import WARNINGS
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import Rung, SlotSource
 
 if TYPE_CHECKING:
     from palaestra.envs.run.feed import Feed
@@ -665,7 +665,7 @@ class CommandRun:
         pool, config = self.context.workspaces.pool, self.parsed.env_config
         if not isinstance(pool, SlotPool) or pool.backend.name == "local":
             return {}
-        from palaestra.sandbox.slot_usage import slot_usage  # local runs do not need it
+        from palaestra_slots.sandbox.slot_usage import slot_usage  # local runs do not need it
 
         prices = config.slot_prices if isinstance(config, HermesAgentEnvConfig) else {}
         return slot_usage(pool.backend.stats(), prices)

@@ -24,9 +24,6 @@ from typing import TypeAlias, cast
 
 import msgspec
 
-from palaestra.core.errors import ConfigError, DiskError
-from palaestra.core.io.durable_files import KEPT, private
-from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import ARGUMENTS, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.provenance import provenance
@@ -52,6 +49,9 @@ from palaestra.rollouts.observe.verdicts import OFFICIAL, VerdictCounts
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair
+from palaestra_slots.core.errors import ConfigError, DiskError
+from palaestra_slots.core.io.durable_files import KEPT, private
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from palaestra.core.config import nearest, python_names
-from palaestra.core.errors import ConfigError, InfraError, PalaestraError, PrepareError
-from palaestra.core.io.threads import LoopThread
-from palaestra.core.types import JSON, Message, Task
 from palaestra.envs.config.dotenv import exported, read_keys
 from palaestra.envs.run.library import assembled
 from palaestra.envs.run.run import Steering
@@ -32,6 +28,10 @@ from palaestra.inference.server_group import Server
 from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner, Totals, first_failure
+from palaestra_slots.core.config import nearest, python_names
+from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError, PrepareError
+from palaestra_slots.core.io.threads import LoopThread
+from palaestra_slots.core.types import JSON, Message, Task
 
 CALLER = "caller"
 """The policy of sessions whose agent is the calling program."""

@@ -19,9 +19,6 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from palaestra.core.config import python_names
-from palaestra.core.errors import ConfigError, PalaestraError
-from palaestra.core.types import JSON
 from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.form import Form
@@ -36,6 +33,9 @@ from palaestra.rollouts.journal.reader import RUNS
 from palaestra.rollouts.limits import RunStopped
 from palaestra.trainers.config import TrainerName, TrainingConfig
 from palaestra.trainers.training import Training, TrainingResult
+from palaestra_slots.core.config import python_names
+from palaestra_slots.core.errors import ConfigError, PalaestraError
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.trainers.trainer import Trainer

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.inference.chat_server import ChatServer, ServerEngine, SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.token_exact.managed_chat import ManagedChat
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 _SERVER: ContextVar[ServerEngine | None] = ContextVar("addressed_server", default=None)
 

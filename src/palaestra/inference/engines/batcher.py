@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from palaestra.core.errors import EngineUnavailable
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.sampling import Sampling
+from palaestra_slots.core.errors import EngineUnavailable
 
 if TYPE_CHECKING:
     from palaestra.inference.engines.torch_decoder import TorchDecoder

@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer, ServerEngine, SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, CompletionUsage
+from palaestra_slots.core.types import JSON, Message
 
 PLAYER: ContextVar[Player | None] = ContextVar("player", default=None)
 

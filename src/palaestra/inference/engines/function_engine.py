@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
-from palaestra.core.errors import EngineRefused
-from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.sampling import Sampling
 from palaestra.inference.engines.token_engine import TokenChat
+from palaestra_slots.core.errors import EngineRefused
+from palaestra_slots.core.types import JSON
 
 SampleFunction: TypeAlias = Callable[[list[int], int | None, Collection[int]], Awaitable[Sampled]]
 """`await sample(prompt[T], most_tokens, stop_ids)` continues a prompt; the sampled ids include the stop token that

@@ -16,10 +16,6 @@ from typing import TypeVar
 
 from yarl import URL
 
-from palaestra.core.clock import Clock
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable, ReplyWithheld
-from palaestra.core.retry import AT_START, RetryPolicy
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion, TextCompletion, plain_messages
@@ -35,6 +31,10 @@ from palaestra.inference.http.chat_completions import (
 from palaestra.inference.http.reply_limits import largest_limit, wants_newer_name
 from palaestra.inference.http.sse import Delta, DeltaHook, EventStreamReader
 from palaestra.inference.http.transport import Transport, encode_json, server_says, shown
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable, ReplyWithheld
+from palaestra_slots.core.retry import AT_START, RetryPolicy
+from palaestra_slots.core.types import JSON, Message
 
 logger = logging.getLogger(__name__)
 

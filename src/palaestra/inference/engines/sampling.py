@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from palaestra.core.errors import EngineRefused
-from palaestra.core.types import JSON
+from palaestra_slots.core.errors import EngineRefused
+from palaestra_slots.core.types import JSON
 
 NEUTRAL: Mapping[str, JSON] = {
     "temperature": 1.0,

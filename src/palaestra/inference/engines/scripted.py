@@ -18,9 +18,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from palaestra.core.config import local_path, nearest
-from palaestra.core.errors import ConfigError, EngineUnavailable, TaskError
-from palaestra.core.types import JSON, Message, Say, Task, ToolStep
 from palaestra.inference.chat_server import ChatServer, ServerEngine, SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import (
@@ -31,6 +28,9 @@ from palaestra.inference.engine import (
     FunctionCall,
     ToolCallMessage,
 )
+from palaestra_slots.core.config import local_path, nearest
+from palaestra_slots.core.errors import ConfigError, EngineUnavailable, TaskError
+from palaestra_slots.core.types import JSON, Message, Say, Task, ToolStep
 
 
 @dataclass(frozen=True, slots=True)

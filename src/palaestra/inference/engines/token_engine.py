@@ -16,11 +16,6 @@ from typing import TypeVar
 import msgspec
 from yarl import URL
 
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineReplyError, EngineUnavailable
-from palaestra.core.retry import RetryPolicy
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ServerEngine, SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion, CompletionUsage, Sampled, TextChoice, TextCompletion, TokenEngine
@@ -34,6 +29,11 @@ from palaestra.inference.templates import ChatFormat
 from palaestra.inference.token_exact.managed_chat import HistoryMode, ManagedChat
 from palaestra.inference.token_exact.replies import sample
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineReplyError, EngineUnavailable
+from palaestra_slots.core.retry import RetryPolicy
+from palaestra_slots.core.types import JSON, Message
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ConfigError, EngineUnavailable
-from palaestra.core.extras import install_command
 from palaestra.inference.engines.sampling import Sampling
+from palaestra_slots.core.errors import ConfigError, EngineUnavailable
+from palaestra_slots.core.extras import install_command
 
 if TYPE_CHECKING:
     import torch

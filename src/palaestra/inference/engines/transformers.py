@@ -16,14 +16,14 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ContextExceeded, EngineRefused
-from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.batcher import Batcher
 from palaestra.inference.engines.sampling import Sampling
 from palaestra.inference.engines.token_engine import TokenChat
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.errors import ContextExceeded, EngineRefused
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

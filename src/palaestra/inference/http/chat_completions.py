@@ -13,11 +13,11 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from palaestra.core.errors import EngineReplyError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import ChatCompletion, TextCompletion
 from palaestra.inference.finish_reasons import read_finish_reason
 from palaestra.inference.http.transport import NOT_JSON
+from palaestra_slots.core.errors import EngineReplyError
+from palaestra_slots.core.types import JSON, Message
 
 _DECODER = msgspec.json.Decoder(ChatCompletion)
 _TEXT_DECODER = msgspec.json.Decoder(TextCompletion)

@@ -17,9 +17,9 @@ from typing import TypeAlias
 import aiohttp
 import msgspec
 
-from palaestra.core.errors import EngineReplyError
-from palaestra.core.types import JSON
 from palaestra.inference.http.transport import NOT_JSON, encode_json, raise_failed_within, server_says
+from palaestra_slots.core.errors import EngineReplyError
+from palaestra_slots.core.types import JSON
 
 _DONE = b"[DONE]"
 _JOINED = ("content", "reasoning_content", "reasoning", "refusal")

@@ -13,10 +13,10 @@ from typing import Protocol, TypeAlias
 import aiohttp
 import msgspec
 
-from palaestra.core.errors import EngineReplyError
-from palaestra.core.types import JSON
 from palaestra.inference.http.sse import events
 from palaestra.inference.http.transport import NOT_JSON, encode_json, raise_failed_within, server_says
+from palaestra_slots.core.errors import EngineReplyError
+from palaestra_slots.core.types import JSON
 
 OnIds: TypeAlias = Callable[[Sequence[int] | None], None]
 """Called with new token ids as they arrive, on the event loop. None means that the request is repeated and earlier ids

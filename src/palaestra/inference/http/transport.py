@@ -21,9 +21,10 @@ import msgspec
 from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
-from palaestra.core.clock import Clock, SystemClock, take_turn
-from palaestra.core.config import sent_secret
-from palaestra.core.errors import (
+from palaestra.inference.config import APIServerConfig
+from palaestra_slots.core.clock import Clock, SystemClock, take_turn
+from palaestra_slots.core.config import sent_secret
+from palaestra_slots.core.errors import (
     ConfigError,
     ContextExceeded,
     EngineError,
@@ -31,11 +32,10 @@ from palaestra.core.errors import (
     EngineReplyError,
     EngineUnavailable,
 )
-from palaestra.core.printable import without_middle
-from palaestra.core.redaction import HIDDEN, redacted
-from palaestra.core.retry import AT_START, RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
-from palaestra.core.types import JSON
-from palaestra.inference.config import APIServerConfig
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.redaction import HIDDEN, redacted
+from palaestra_slots.core.retry import AT_START, RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

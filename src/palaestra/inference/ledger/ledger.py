@@ -17,7 +17,6 @@ from typing import overload
 
 import msgspec
 
-from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled
 from palaestra.inference.ledger.records import (
     DIGEST_BYTES,
@@ -38,6 +37,7 @@ from palaestra.inference.ledger.records import (
     unpacked_logprobs,
 )
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.types import JSON
 
 LONG_PROMPT = 2048
 """Segments with at least this many ids keep their JSON, which takes more memory than the ids. Shorter segments need no

@@ -6,8 +6,8 @@ import ast
 import math
 import warnings
 
-from palaestra.core.types import JSON
 from palaestra.inference.parsers.parser import BrokenReason, Malformed
+from palaestra_slots.core.types import JSON
 
 
 def literal(text: str) -> JSON:

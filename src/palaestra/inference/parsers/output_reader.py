@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from palaestra.core.types import JSON
 from palaestra.inference.parsers.parser import (
     BrokenCall,
     BrokenReason,
@@ -34,6 +33,7 @@ from palaestra.inference.parsers.parser import (
     bare,
 )
 from palaestra.inference.parsers.scan import ArgumentTypes, Mark, find, skip
+from palaestra_slots.core.types import JSON
 
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SHORT_ID = re.compile(f"[{_ALPHABET}]{{9}}")

@@ -13,8 +13,8 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from palaestra.core.types import JSON
 from palaestra.inference.engine import FunctionCall, ToolCallMessage
+from palaestra_slots.core.types import JSON
 
 Tools: TypeAlias = Sequence[Mapping[str, JSON]]
 """Tool schemas in the OpenAI shape. Formats with untyped values read the arguments' types from them."""

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TypeVar, cast
 
-from palaestra.core.errors import ConfigError
 from palaestra.inference.parsers.output_reader import Grammar, GrammarParser
 from palaestra.inference.parsers.parser import ToolCallParser
+from palaestra_slots.core.errors import ConfigError
 
 _GRAMMARS = {
     "deepseek_v3": "sections:DeepSeekV3",

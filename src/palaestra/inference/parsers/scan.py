@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple, NoReturn
 
-from palaestra.core.types import JSON
 from palaestra.inference.parsers.literals import literal
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, Tools
+from palaestra_slots.core.types import JSON
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 

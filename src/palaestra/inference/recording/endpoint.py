@@ -29,10 +29,6 @@ from typing import Protocol, Self
 import msgspec
 from aiohttp import web
 
-from palaestra.core.io.http_server import invite_body, listening
-from palaestra.core.io.threads import OneThread
-from palaestra.core.printable import printable
-from palaestra.core.types import JSON
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.recording.dialects.chat import ChatDialect
 from palaestra.inference.recording.dialects.completions import CompletionsDialect
@@ -40,6 +36,10 @@ from palaestra.inference.recording.dialects.messages import MessagesDialect
 from palaestra.inference.recording.dialects.responses import ResponsesDialect
 from palaestra.inference.recording.recorded_conversations import LONG_BYTES, Conversations
 from palaestra.inference.recording.request import Dialect, ModelRequest, Refusal, ReplyStream
+from palaestra_slots.core.io.http_server import invite_body, listening
+from palaestra_slots.core.io.threads import OneThread
+from palaestra_slots.core.printable import printable
+from palaestra_slots.core.types import JSON
 
 MAX_BODY_BYTES = 64 << 20
 """The maximum size of a request in bytes. For a model that does not accept images, `CallLimits.text_bytes` is a further

@@ -25,9 +25,6 @@ from typing import TypeVar
 
 import msgspec
 
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineError, EngineRefused, ReplyWithheld, TaskError
-from palaestra.core.io.threads import OneThread
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import (
     AssistantMessage,
@@ -48,6 +45,16 @@ from palaestra.inference.recording.request import (
     one_system_message,
     unsupported,
 )
+from palaestra_slots.core.errors import (
+    ConfigError,
+    ContextExceeded,
+    EngineError,
+    EngineRefused,
+    ReplyWithheld,
+    TaskError,
+)
+from palaestra_slots.core.io.threads import OneThread
+from palaestra_slots.core.types import JSON, Message
 
 KEPT_REPLIES, KEPT_BYTES = 256, 64 << 20
 """The maximum number of replies that can be continued by their id (`previous_response_id`), and the maximum total size

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import msgspec
 
-from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import AssistantMessage, ChatCompletion, ToolCallMessage
+from palaestra_slots.core.types import JSON, Message
 
 MOST_CHOICES = 16
 """The maximum number of replies to one request (`n`)."""

@@ -21,12 +21,12 @@ from typing import Protocol, TypeAlias
 
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError, EngineError
-from palaestra.core.types import JSON
 from palaestra.inference.engine import ChatCompletion, TokenEngine
 from palaestra.inference.serving.token_server import TokenLoopback
 from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.errors import ConfigError, EngineError
+from palaestra_slots.core.types import JSON
 
 _REQUEST_ONLY = frozenset({"model", "stream", "stream_options", "user", "store", "metadata", "max_completion_tokens"})
 """Fields of a chat request that are not sampling settings."""

@@ -13,11 +13,11 @@ from typing import Self
 
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError, ContextExceeded, EngineError, EngineUnavailable
-from palaestra.core.io.http_server import guard, listening
-from palaestra.core.types import JSON
 from palaestra.inference.engine import Sampled, TokenEngine
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.errors import ConfigError, ContextExceeded, EngineError, EngineUnavailable
+from palaestra_slots.core.io.http_server import guard, listening
+from palaestra_slots.core.types import JSON
 
 Reply = dict[str, JSON]
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
-from palaestra.core.types import JSON
 from palaestra.inference.templates.jinja import MARK, THINK_CLOSE, THINK_OPEN
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.types import JSON
 
 _BRACKETED = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 _WRAPPED = re.compile(r"(\W*)(.*?)(\W*)", re.DOTALL)

@@ -21,9 +21,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 _REFUSALS = (
     jinja2.TemplateError,

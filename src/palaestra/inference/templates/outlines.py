@@ -20,10 +20,10 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context, Macro
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.templates.jinja import ChatTemplate, TemplateSandbox, tojson
 from palaestra.inference.templates.probe import NONCE
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 Measured: TypeAlias = tuple[str | None, str]
 """The text after the reply (None if it cannot be found), and how the template rewrites history (empty if it does

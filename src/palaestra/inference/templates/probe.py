@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from typing import TypeAlias
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.templates.jinja import REASONING_FIELDS, THINK_OPEN, for_template, reasoning_of, tojson
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 _MOST_AFTER = 4
 

@@ -26,8 +26,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.templates.control_text import ControlText, replaced
 from palaestra.inference.templates.jinja import MARK, NAMED_TOKENS, ChatTemplate, WrittenOnce, for_template, template_of
 from palaestra.inference.templates.outlines import Measured, Outlines, traced
@@ -44,6 +42,8 @@ from palaestra.inference.templates.probe import (
     with_latest,
 )
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 logger = logging.getLogger(__name__)
 

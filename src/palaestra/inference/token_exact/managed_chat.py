@@ -19,9 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import (
     AssistantMessage,
@@ -38,6 +35,9 @@ from palaestra.inference.templates import ChatFormat, History, TurnRenderer
 from palaestra.inference.templates.jinja import content_of, reasoning_of
 from palaestra.inference.templates.probe import StepKind
 from palaestra.inference.token_exact.replies import ReplyReader, sample
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 if TYPE_CHECKING:
     from palaestra.inference.token_exact.managed_text import ManagedText

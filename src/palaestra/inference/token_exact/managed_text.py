@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from palaestra.core.clock import Clock
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
 from palaestra.inference.engine import CompletionUsage, TextChoice, TextCompletion, TokenEngine
 from palaestra.inference.ledger import Ledger, SegmentReason
 from palaestra.inference.token_exact.replies import sample
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 InThread: TypeAlias = Callable[[Callable[[], Sequence[int]]], Awaitable[Sequence[int]]]
 

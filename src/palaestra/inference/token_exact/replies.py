@@ -15,13 +15,13 @@ from dataclasses import replace
 
 import msgspec
 
-from palaestra.core.clock import Clock
-from palaestra.core.errors import ConfigError, EngineReplyError, EngineUnavailable
-from palaestra.core.types import JSON
 from palaestra.inference.engine import AssistantMessage, FunctionCall, Sampled, TokenEngine, ToolCallMessage
 from palaestra.inference.ledger import HIGHEST_LOGPROB, Piece, Prompt
 from palaestra.inference.parsers import ToolCallParser, get_parser
 from palaestra.inference.templates.jinja import THINK_CLOSE, THINK_OPEN
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.errors import ConfigError, EngineReplyError, EngineUnavailable
+from palaestra_slots.core.types import JSON
 
 MAX_RESUMES = 200
 """The number of aborted answers to one request after which the engine counts as unavailable."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 
-from palaestra.core.errors import PalaestraError
 from palaestra.inference.engine import AssistantMessage
 from palaestra.inference.http.sse import Delta, DeltaHook
 from palaestra.inference.tokenizers import Tokenizer
+from palaestra_slots.core.errors import PalaestraError
 
 _MARKER = re.compile(r"(?:<[^<>\n]{0,40}|\[[A-Z_]{0,20}|\s)$|\ufffd$")
 _LONGEST_MARKER = 42

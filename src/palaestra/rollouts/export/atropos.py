@@ -24,10 +24,10 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from palaestra.core.io.durable_files import writing
-from palaestra.core.types import JSON, Message
 from palaestra.inference.ledger import TokenRow
 from palaestra.rollouts.records import Group, Trajectory, verdict_fields
+from palaestra_slots.core.io.durable_files import writing
+from palaestra_slots.core.types import JSON, Message
 
 if TYPE_CHECKING:
     from palaestra.rollouts.export.exporter import ExportMeta, ExportReport

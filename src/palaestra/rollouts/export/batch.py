@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import IO
 
-from palaestra.core.types import JSON, Message, Outcome
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.export.chat_messages import ChatMessage, chat_messages
 from palaestra.rollouts.export.exporter import DISCARDED, ExportMeta, ExportReport, discarded, omissions
@@ -23,6 +22,7 @@ from palaestra.rollouts.export.openai import remarks_on
 from palaestra.rollouts.export.sharegpt import Unfit, alternating
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.tools.registry.build import all_tools
+from palaestra_slots.core.types import JSON, Message, Outcome
 
 SCRATCHPADS = ("<think>", "<REASONING_SCRATCHPAD>")
 """Tags of reasoning in the text of a reply."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from palaestra.core.types import JSON, Message
+from palaestra_slots.core.types import JSON, Message
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _TAKEN = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})

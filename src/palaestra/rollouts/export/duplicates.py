@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ConfigError
 from palaestra.rollouts.export.chat_messages import chat_messages
 from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.records import Trajectory
+from palaestra_slots.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rensa import RMinHashDeduplicator

@@ -14,10 +14,10 @@ from typing import IO, ClassVar, Protocol
 
 import msgspec
 
-from palaestra.core.types import JSON
 from palaestra.rollouts.annotations import Judgement
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.regraded import Grade
+from palaestra_slots.core.types import JSON
 
 UNSCORED = "unscored"
 """The most frequent reason for leaving a rollout out: the rollout has no reward to learn from."""

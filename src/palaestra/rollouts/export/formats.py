@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError
 from palaestra.rollouts.export.exporter import Exporter
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError
 
 FORMATS = {
     "atropos": (

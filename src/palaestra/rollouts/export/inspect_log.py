@@ -21,12 +21,12 @@ from typing import IO
 
 import msgspec
 
-from palaestra.core.types import JSON, Outcome
 from palaestra.rollouts.export.atropos import encode_line, outcome_fields
 from palaestra.rollouts.export.chat_messages import ChatMessage, chat_messages, own_turns, part_kind, part_text
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
 from palaestra.rollouts.export.openai import remarks_on
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra_slots.core.types import JSON, Outcome
 
 OURS = "palaestra"
 """The key of Palaestra's values in a sample's metadata."""

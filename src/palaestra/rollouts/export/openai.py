@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import IO
 
-from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.export.chat_messages import ChatMessage, MessageCall, calls_in_text, chat_messages, unanswered
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
 from palaestra.rollouts.records import Group, Trajectory, verdict_fields
+from palaestra_slots.core.types import JSON, Message
 
 MALFORMED = "has malformed arguments, kept as text"
 UNANSWERED = "has a call without a result"

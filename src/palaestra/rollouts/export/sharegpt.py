@@ -14,12 +14,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
-from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.export.chat_messages import ChatMessage, MessageCall, calls_in_text, chat_messages
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
 from palaestra.rollouts.export.openai import remarks_on, rollout_fields
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.types import JSON
 
 _TOOLS_TEXT = """\
 You can call functions. Their signatures, as JSON schemas, stand between <tools> tags:

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from palaestra.core.printable import one_line, printable
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.printable import one_line, printable
 
 COLUMNS = ("task", "rollouts", "scored", "mean", "best", "official", "rewards", "labels", "outcomes", "error")
 _ERROR_CHARS = 200

@@ -13,11 +13,11 @@ from typing import IO
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Label
 from palaestra.inference.ledger import UNTRAINED, SequenceSpan, TokenRow
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Label
 
 ROW_SCHEMA = "palaestra.row/1"
 

@@ -16,9 +16,6 @@ from contextvars import ContextVar
 from dataclasses import replace
 from enum import StrEnum
 
-from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
-from palaestra.core.printable import one_line
-from palaestra.core.types import Label, Task
 from palaestra.rollouts.grading.tampering import (
     CACHE,
     CARRIED,
@@ -37,9 +34,12 @@ from palaestra.rollouts.grading.tampering import (
     text_of_task,
 )
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.slot import WORKSPACE, Change, Rung, Slot, SlotSource, SlotSpec, Snapshot, View
 from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core.errors import GraderError, InfraError, SandboxError, SlotEnded
+from palaestra_slots.core.printable import one_line
+from palaestra_slots.core.types import Label, Task
+from palaestra_slots.sandbox.slot import WORKSPACE, Change, Rung, Slot, SlotSource, SlotSpec, Snapshot, View
 
 SEALED, LIVE = "sealed", "live"
 FILES = "files"

@@ -19,10 +19,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from posixpath import dirname, join, normpath
 
-from palaestra.core.errors import GraderError
-from palaestra.core.types import Task
 from palaestra.rollouts.grading.tampering import SCRATCH, batches, is_below, text_of_task
-from palaestra.sandbox.slot import WORKSPACE, Change, Slot
+from palaestra_slots.core.errors import GraderError
+from palaestra_slots.core.types import Task
+from palaestra_slots.sandbox.slot import WORKSPACE, Change, Slot
 
 _NAME = re.compile(r"[\w.+@%-]+")
 _ABOUT_LINKS = re.compile(r"\b(?:sym|hard)?links?\b|\blinked\b|\bln\b|\bsymbolic", re.IGNORECASE)

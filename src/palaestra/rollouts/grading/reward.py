@@ -13,10 +13,10 @@ from dataclasses import replace
 from enum import StrEnum
 from posixpath import basename, dirname
 
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import Label, Score
 from palaestra.rollouts.grading.tampering import HOME_SETTINGS, REPLACED, SCRATCH, SHADOWED, intended
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import Label, Score
 
 DIFFERENCE = "difference"
 """The entry of a score's detail with the reason why the reward differs from the official verdict."""

@@ -36,9 +36,9 @@ from pathlib import PurePosixPath
 from posixpath import join, normpath
 from typing import TypeAlias
 
-from palaestra.core.errors import InfraError
-from palaestra.core.types import Task
-from palaestra.sandbox.slot import Change, Slot, View
+from palaestra_slots.core.errors import InfraError
+from palaestra_slots.core.types import Task
+from palaestra_slots.sandbox.slot import Change, Slot, View
 
 REPLACED, SHADOWED, HOME_SETTINGS = "programs_replaced", "programs_shadowed", "home_settings"
 STARTUP = "startup_files"

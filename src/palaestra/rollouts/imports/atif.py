@@ -16,9 +16,6 @@ from typing import Any
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import read_regular
-from palaestra.core.types import JSON, Blame, Label, Message, Outcome
 from palaestra.rollouts.export.atif import OURS, AtifStep, AtifToolCall, Content, Document, Extra, arguments_text
 from palaestra.rollouts.imports.documents import decoded
 from palaestra.rollouts.imports.source import (
@@ -35,6 +32,9 @@ from palaestra.rollouts.imports.source import (
     text_of,
 )
 from palaestra.rollouts.records import Beside, SubagentRecord, Trajectory, TurnRecord
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import read_regular
+from palaestra_slots.core.types import JSON, Blame, Label, Message, Outcome
 
 NAME = "atif"
 _VERSION = "ATIF-v1"

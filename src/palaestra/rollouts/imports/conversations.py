@@ -13,8 +13,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.ledger import UNTRAINED, TokenRow
 from palaestra.rollouts.export.chat_messages import parsed_object
 from palaestra.rollouts.export.token_rows import ROW_SCHEMA
@@ -33,6 +31,8 @@ from palaestra.rollouts.imports.source import (
     text_of,
 )
 from palaestra.rollouts.records import Trajectory, TurnRecord
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message, Outcome
 
 NAME = "conversations"
 OPENAI, SHAREGPT, ATROPOS, ROWS = "openai", "sharegpt", "atropos", "rows"

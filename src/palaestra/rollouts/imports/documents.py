@@ -19,10 +19,10 @@ from typing import IO, Any
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.extras import install_command
-from palaestra.core.io.durable_files import UNREADABLE, lines_of, open_regular
-from palaestra.core.types import JSON
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of, open_regular
+from palaestra_slots.core.types import JSON
 
 MOST_JSON_BYTES = 1 << 30
 """The maximum size of a file that is one JSON value."""

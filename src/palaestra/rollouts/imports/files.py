@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import UNREADABLE, open_regular, read_regular
 from palaestra.rollouts.imports import atif, conversations, inspect_log
 from palaestra.rollouts.imports.documents import decoded, json_objects
 from palaestra.rollouts.imports.inspect_log import InspectArchive
 from palaestra.rollouts.imports.source import Imported, LogFacts, Source, mapping_of
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import UNREADABLE, open_regular, read_regular
 
 READABLE = "Inspect logs (.eval, .json), ATIF documents, and JSON lines with messages, conversations or groups"
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message, Outcome
 from palaestra.rollouts.export.inspect_log import ANNOTATIONS, HEADER, OURS, REGRADED, SAMPLES, START
 from palaestra.rollouts.imports.atif import blame_of, labels_of, outcome_of
 from palaestra.rollouts.imports.documents import ZipDocuments, decoded
@@ -37,6 +35,8 @@ from palaestra.rollouts.imports.source import (
     text_of,
 )
 from palaestra.rollouts.records import Beside, ToolErrorRecord, Trajectory, TurnRecord
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message, Outcome
 
 NAME = "inspect"
 _NEWEST = 2

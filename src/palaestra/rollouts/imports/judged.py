@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from palaestra.core.types import JSON
 from palaestra.rollouts.annotations import ANNOTATION_SCHEMA, MOST_TAGS, Annotation, is_tag, problem
 from palaestra.rollouts.imports.atif import labels_of
 from palaestra.rollouts.imports.source import finite, mapping_of, name_of, numbers_of, objects_of, text_of
 from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade
+from palaestra_slots.core.types import JSON
 
 _NOBODY = "unknown"
 

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import msgspec
 
-from palaestra.core.types import JSON, number
 from palaestra.rollouts.annotations import Annotation
 from palaestra.rollouts.records import Trajectory
 from palaestra.rollouts.regraded import Grade
+from palaestra_slots.core.types import JSON, number
 
 NEXT = -1
 """The index of a rollout whose file does not number it."""

@@ -20,11 +20,6 @@ from typing import IO, Any, TypeVar, cast
 
 import msgspec
 
-from palaestra.core.config import is_secret
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import UNREADABLE, AppendedFile, lines_of
-from palaestra.core.redaction import redacted
-from palaestra.core.types import JSON, Label, Message
 from palaestra.rollouts.events import (
     FIRST_SCHEMA,
     JOURNAL_SCHEMA,
@@ -38,6 +33,11 @@ from palaestra.rollouts.events import (
     RunStarted,
     Subscriber,
 )
+from palaestra_slots.core.config import is_secret
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import UNREADABLE, AppendedFile, lines_of
+from palaestra_slots.core.redaction import redacted
+from palaestra_slots.core.types import JSON, Label, Message
 
 logger = logging.getLogger(__name__)
 

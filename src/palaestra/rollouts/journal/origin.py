@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.io.durable_files import private, read_regular
-from palaestra.core.types import JSON
 from palaestra.rollouts.journal.reader import Recording
+from palaestra_slots.core.io.durable_files import private, read_regular
+from palaestra_slots.core.types import JSON
 
 MARKS = "origin"
 _KEY_BYTES = 32

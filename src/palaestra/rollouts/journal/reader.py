@@ -16,15 +16,15 @@ from typing import IO
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import plural
-from palaestra.core.io.durable_files import UNREADABLE, lines_of
-from palaestra.core.types import JSON
 from palaestra.rollouts.events import AnyJournalEvent, GroupEnded, GroupStarted, RolloutEnded, RunResumed, RunStarted
 from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.journal.journal import check_config, check_schema, damaged, event_at
 from palaestra.rollouts.journal.views import LineHead, PartHead, decode_head, line_heads
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of
+from palaestra_slots.core.types import JSON
 
 JOURNAL_NAME = "journal.jsonl"
 

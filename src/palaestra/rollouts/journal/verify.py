@@ -15,9 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import UNREADABLE
-from palaestra.core.types import JSON
 from palaestra.inference.ledger import (
     LedgerRecord,
     SegmentReason,
@@ -40,6 +37,9 @@ from palaestra.rollouts.export.atropos import encode_line, group_line, line_mess
 from palaestra.rollouts.export.token_rows import ExportedRow, exported_rows
 from palaestra.rollouts.journal.journal import checksum, read_journal
 from palaestra.rollouts.records import CUT_OFF, Group, Trajectory, have_same_scores
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import UNREADABLE
+from palaestra_slots.core.types import JSON
 
 TRAINED_KEYS = (
     "tokens", "masks", "scores", "inference_logprobs", "spans", "versions", "advantages", "ref_logprobs",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.io.durable_files import UNREADABLE, lines_of
 from palaestra.rollouts.records import Beside
+from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of
 
 
 class _Duration(msgspec.Struct):

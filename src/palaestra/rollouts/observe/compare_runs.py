@@ -13,12 +13,12 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from palaestra.core.exits import plural
-from palaestra.core.types import JSON
 from palaestra.rollouts.observe.intervals import Cluster, Interval, clustered_interval, in_words, mean_interval
 from palaestra.rollouts.observe.metrics import group_size
 from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import JSON
 
 _HERE = frozenset({"data_path_to_save_groups", "data_dir_to_save_evals", "wandb_name", "timings_from", "metrics_port"})
 """Settings that only give the paths, names or ports of one run, so a difference does not matter."""

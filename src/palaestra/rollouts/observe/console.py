@@ -12,9 +12,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.exits import plural
-from palaestra.core.printable import one_line, printable
 from palaestra.rollouts.events import (
     GroupFinished,
     GroupsPlanned,
@@ -29,6 +26,9 @@ from palaestra.rollouts.events import (
 from palaestra.rollouts.observe.failures import Cause, Failures
 from palaestra.rollouts.observe.verdicts import OFFICIAL, official_words
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

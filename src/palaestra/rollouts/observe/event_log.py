@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from palaestra.core.printable import one_line
 from palaestra.rollouts.events import (
     AttemptDiscarded,
     Graded,
@@ -14,6 +13,7 @@ from palaestra.rollouts.events import (
     RolloutEnded,
     TurnTaken,
 )
+from palaestra_slots.core.printable import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from palaestra.core.exits import plural
-from palaestra.core.printable import one_line
-from palaestra.core.types import Blame
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import one_line
+from palaestra_slots.core.types import Blame
 
 _MOST_CAUSES = 100
 """The maximum number of causes. Further causes are counted together, so that an error whose text always changes cannot

@@ -13,9 +13,9 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
-from palaestra.core.types import JSON
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, pass_interval, share_interval, with_interval
 from palaestra.rollouts.records import Beside, Group, Trajectory
+from palaestra_slots.core.types import JSON
 
 PASSED = 1.0
 

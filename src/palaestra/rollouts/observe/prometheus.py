@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 from aiohttp import web
 
-from palaestra.core.io.http_server import guard, listening
 from palaestra.rollouts.observe.status import RunReader, RunStatus
 from palaestra.rollouts.observe.status_file import StatusFile
+from palaestra_slots.core.io.http_server import guard, listening
 
 Samples = Mapping[tuple[tuple[str, str], ...], float]
 """The values of one metric by their labels."""

@@ -18,10 +18,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import plural
-from palaestra.core.io.durable_files import UNREADABLE, lines_of
-from palaestra.core.types import JSON, Prices
 from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.journal.views import LineView, RolloutView
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval
@@ -29,6 +25,10 @@ from palaestra.rollouts.observe.metrics import quantile, stage_seconds
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
 from palaestra.rollouts.observe.verdicts import OFFICIAL
 from palaestra.rollouts.records import CUT_OFF
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of
+from palaestra_slots.core.types import JSON, Prices
 
 RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"
 

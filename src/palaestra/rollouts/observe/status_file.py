@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.io.durable_files import UNREADABLE, private, read_regular, unfinished_name
 from palaestra.rollouts.events import InFlight
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.io.durable_files import UNREADABLE, private, read_regular, unfinished_name
 
 logger = logging.getLogger(__name__)
 

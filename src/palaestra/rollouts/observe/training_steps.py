@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.io.durable_files import read_lines
-from palaestra.core.types import JSON
+from palaestra_slots.core.io.durable_files import read_lines
+from palaestra_slots.core.types import JSON
 
 FOLDER, STEPS = "training", "steps.jsonl"
 

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from palaestra.core.exits import plural
-from palaestra.core.printable import printable
-from palaestra.core.types import JSON
 from palaestra.rollouts.grading.reward import how_to_see, parts
 from palaestra.rollouts.grading.tampering import intended
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import printable
+from palaestra_slots.core.types import JSON
 
 OFFICIAL = "official"
 """The name of an official verdict whose benchmark has no name for it."""

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeAlias
 
-from palaestra.core.types import JSON
 from palaestra.rollouts.recorded_tools.recording_file import RecordedCall
 from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import ToolOutcome, ToolReply
+from palaestra_slots.core.types import JSON
 
 Ask: TypeAlias = Callable[[], Awaitable[ToolOutcome]]
 """Makes the real call. A failed call is an outcome too; an infrastructure failure is raised."""

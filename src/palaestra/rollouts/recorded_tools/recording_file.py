@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import UNREADABLE, AppendedFile, lines_of
-from palaestra.core.types import JSON
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import UNREADABLE, AppendedFile, lines_of
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError, ToolUnavailable
 from palaestra.rollouts.recorded_tools.recorded_session import Ask, Policy, RolloutWorld, failed
 from palaestra.rollouts.recorded_tools.recording_file import (
     WORLD_NAME,
@@ -28,6 +26,8 @@ from palaestra.rollouts.recorded_tools.recording_file import (
     recording_in,
 )
 from palaestra.tools.tool import ToolOutcome
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError, ToolUnavailable
 
 MODES = ("record", "live", "replay", "fill")
 

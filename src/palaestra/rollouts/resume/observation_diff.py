@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 
 class Kind(StrEnum):

@@ -22,8 +22,6 @@ import msgspec
 
 from palaestra.agent.middleware import Ask, ChatCall
 from palaestra.agent.result import Turn
-from palaestra.core.errors import CannotResume
-from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, CompletionUsage
 from palaestra.inference.ledger import Piece, SampledTurn, pieces_of
 from palaestra.inference.parsers import get_parser
@@ -32,7 +30,9 @@ from palaestra.rollouts.journal.journal import checksum
 from palaestra.rollouts.records import Origin
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
 from palaestra.rollouts.resume.state import CutOff
-from palaestra.sandbox.slot import Snapshot
+from palaestra_slots.core.errors import CannotResume
+from palaestra_slots.core.types import JSON, Message
+from palaestra_slots.sandbox.slot import Snapshot
 
 _ANSWER_START, _ANSWER_END = "<tool_response>", "</tool_response>"
 HARMLESS = frozenset({Kind.TIME, Kind.ORDER})

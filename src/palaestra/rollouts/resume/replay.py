@@ -15,13 +15,13 @@ import msgspec
 
 from palaestra.agent.middleware import Ask, ChatCall, ChatMiddleware
 from palaestra.agent.tool_calls import NOT_FINISHED
-from palaestra.core.errors import ConfigError, InfraError
-from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.engine import AssistantMessage, ChatCompletion
 from palaestra.inference.engines.scripted import RecordedReply, recorded_turns
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, SubagentRecord, Trajectory
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
+from palaestra_slots.core.errors import ConfigError, InfraError
+from palaestra_slots.core.types import JSON, Message, Outcome
 
 ENDS = "the recording ends here"
 

@@ -16,9 +16,6 @@ from types import MappingProxyType
 import msgspec
 
 from palaestra.agent.tool_calls import NOT_FINISHED
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import lines_of
-from palaestra.core.types import JSON, Blame, Outcome, Prices
 from palaestra.rollouts.events import (
     JOURNAL_SCHEMA,
     AnyJournalEvent,
@@ -34,6 +31,9 @@ from palaestra.rollouts.events import (
 )
 from palaestra.rollouts.journal.journal import event_at, is_whole, placed_events
 from palaestra.rollouts.records import CUT_OFF, Beside, Group, Trajectory
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import lines_of
+from palaestra_slots.core.types import JSON, Blame, Outcome, Prices
 
 _NOT_FINISHED = str(json.loads(NOT_FINISHED)["error"])
 

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import click
 
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.io.durable_files import replaced, writing
-from palaestra.core.types import JSON
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.sandbox.slot import SlotSource, SlotSpec
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
 from palaestra.suites.endless_terminals.generated_task import GeneratedTask, to_line
 from palaestra.suites.endless_terminals.triple_check import prove
 from palaestra.suites.out_option import out_option
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.io.durable_files import replaced, writing
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import SlotSource, SlotSpec
 
 _PROGRESS = 100
 """The number of tasks between two reports of progress."""

@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError
-from palaestra.sandbox.slot import WORKSPACE
 from palaestra.suites.endless_terminals.checks.all_checks import AnyCheck
 from palaestra.suites.endless_terminals.checks.file_checks import Absent, Exists
 from palaestra.suites.endless_terminals.families import (
@@ -32,6 +29,9 @@ from palaestra.suites.endless_terminals.families import (
 from palaestra.suites.endless_terminals.family import DataFile, Family, TaskPart, UnfitInputError
 from palaestra.suites.endless_terminals.generated_task import GeneratedTask, to_line
 from palaestra.suites.endless_terminals.random_stream import Draw, Stream
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.sandbox.slot import WORKSPACE
 
 AREAS: Mapping[str, tuple[Family, ...]] = {
     "files": file_tasks.FILES,

@@ -15,17 +15,12 @@ from pathlib import Path
 from pydantic import Field
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.config import local_path
-from palaestra.core.errors import PrepareError, TaskError
-from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
 from palaestra.envs.api.listed_environment import ListedEnvironment
 from palaestra.envs.config.fields import ListedEnvConfig
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.grading.tampering import changes_in
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import Change, Slot, SlotSpec, View
-from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.endless_terminals.checks.all_checks import faults, first_fault, live_faults
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
 from palaestra.suites.endless_terminals.generated_task import GeneratedTask, read_tasks
@@ -40,14 +35,19 @@ from palaestra.suites.endless_terminals.task_folders import (
 )
 from palaestra.suites.endless_terminals.triple_check import GRADED as WORKSPACE_ONLY
 from palaestra.suites.images.agent_user import start_in, tools_of_user
-from palaestra.suites.images.as_user import UserSlot, home_of
-from palaestra.suites.images.dockerfile import ImageConfig
-from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.images.pytest_toolchain import TestTools, find_test_tools, working_command
-from palaestra.suites.images.slot_build import build_in_slot
-from palaestra.suites.images.task_root import HOST, TaskRoot, TaskRoots
 from palaestra.suites.task_paths import TaskScope
 from palaestra.suites.toolchain.toolchain import DependencyCache, Toolchain
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import PrepareError, TaskError
+from palaestra_slots.core.types import JSON, Network, NetworkPolicy, Score, Task
+from palaestra_slots.images.as_user import UserSlot, home_of
+from palaestra_slots.images.build_once import CACHE_DIR
+from palaestra_slots.images.dockerfile import ImageConfig
+from palaestra_slots.images.image_builder import ImageBuilder
+from palaestra_slots.images.slot_build import build_in_slot
+from palaestra_slots.images.task_root import HOST, TaskRoot, TaskRoots
+from palaestra_slots.sandbox.slot import Change, Slot, SlotSpec, View
 
 
 class EndlessTerminalsEnvConfig(ListedEnvConfig):

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from palaestra.core.errors import TaskError
 from palaestra.envs.datasets import Row, read_rows
 from palaestra.suites.endless_terminals.checks.all_checks import AnyCheck
+from palaestra_slots.core.errors import TaskError
 
 SCHEMA = "palaestra.terminal-task/1"
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 Value: TypeAlias = int | str
 TableRow: TypeAlias = tuple[Value, ...]

@@ -23,18 +23,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskError
-from palaestra.core.types import Score
-from palaestra.sandbox.slot import Rung, Slot
 from palaestra.suites.grading.copied_answers import copied_answers, python_files, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
 from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.grading.repository_tests import run_files
-from palaestra.suites.images.dockerfile import ImageRecipe
-from palaestra.suites.slot_commands import check_execute
-from palaestra.suites.task_files import TypedFields, check_links, read_text
 from palaestra.suites.task_paths import TaskScope, scope_of
 from palaestra.suites.toolchain.toolchain import Toolchain
+from palaestra_slots.core.errors import ConfigError, GraderError, PrepareError, TaskError
+from palaestra_slots.core.types import Score
+from palaestra_slots.images.dockerfile import ImageRecipe
+from palaestra_slots.images.slot_commands import check_execute
+from palaestra_slots.images.task_files import TypedFields, check_links, read_text
+from palaestra_slots.sandbox.slot import Rung, Slot
 
 _INSTALLERS = re.compile(
     r"(DEBIAN_FRONTEND=\w+\s+)?(sudo\s+)?"

@@ -16,11 +16,11 @@ import shlex
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from palaestra.core.errors import TaskError
-from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSource, SlotSpec, Snapshot, View
 from palaestra.suites.endless_terminals.checks.all_checks import first_fault, live_faults
 from palaestra.suites.endless_terminals.generated_task import GeneratedTask
-from palaestra.suites.slot_commands import check_execute
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.images.slot_commands import check_execute
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot, SlotSource, SlotSpec, Snapshot, View
 
 GRADED = View(only=(WORKSPACE,))
 """The part of an agent's changes that a grader sees: the workspace."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from palaestra.core.types import Task
 from palaestra.envs.api.function_form import environment
-from palaestra.sandbox.slot import Slot
+from palaestra_slots.core.types import Task
+from palaestra_slots.sandbox.slot import Slot
 
 
 @environment(toolsets=["terminal"])

@@ -9,9 +9,9 @@ from palaestra.agent.result import AgentResult
 from palaestra.contract.base_env import Item
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.contract.tool_context import ToolContext
-from palaestra.core.types import JSON
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
+from palaestra_slots.core.types import JSON
 
 TRAIN = [
     {

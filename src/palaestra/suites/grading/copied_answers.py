@@ -14,11 +14,11 @@ import functools
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 
-from palaestra.core.types import Label
 from palaestra.rollouts.grading.grader import WAYS
-from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.falsified import literal, named_tests, parse, tests_in
 from palaestra.suites.grading.harness import content_of
+from palaestra_slots.core.types import Label
+from palaestra_slots.sandbox.slot import Slot
 
 COPIED, ENCODED = "answers_copied", "encoded_data"
 """The names of the labels."""

@@ -37,9 +37,9 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any
 
-from palaestra.core.types import Label
 from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.python_source import ParsedSource, SourceEdit, apply_edits
+from palaestra_slots.core.types import Label
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

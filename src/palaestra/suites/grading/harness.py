@@ -20,10 +20,10 @@ from enum import StrEnum
 from importlib import resources
 from typing import ClassVar
 
-from palaestra.core.errors import GraderError, InfraError
-from palaestra.core.types import JSON, Label
 from palaestra.rollouts.grading.grader import Way, note_way
-from palaestra.sandbox.slot import ExecutionResult, Slot
+from palaestra_slots.core.errors import GraderError, InfraError
+from palaestra_slots.core.types import JSON, Label
+from palaestra_slots.sandbox.slot import ExecutionResult, Slot
 
 FOLDER = "/tmp/.palaestra-grade"  # noqa: S108  in the slot; saved file systems do not contain it
 """The folder of the harness in the slot."""

@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from palaestra.core.types import Label, Score
-from palaestra.sandbox.slot import WORKSPACE, Rung, Slot
 from palaestra.suites.grading.copied_answers import copied_answers, python_files, python_texts
 from palaestra.suites.grading.falsified import control, tests_in
 from palaestra.suites.grading.harness import Status, TestRun, read_run, run_harness
+from palaestra_slots.core.types import Label, Score
+from palaestra_slots.sandbox.slot import WORKSPACE, Rung, Slot
 
 _PYTHON = ("python3", "-I", "-B")
 _LINE = re.compile(r'^ *File "<tests>", line (\d+), in .*$', re.MULTILINE)

@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from xml.etree import ElementTree
 
-from palaestra.core.errors import TaskError
 from palaestra.suites.grading.harness import Status
+from palaestra_slots.core.errors import TaskError
 
 Statuses = dict[str, Status]
 Parser = Callable[[str], Statuses]

@@ -13,9 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from palaestra.core.errors import GraderError
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import ExecutionResult, Slot
 from palaestra.suites.grading.harness import (
     FOLDER,
     PYTEST,
@@ -27,6 +24,9 @@ from palaestra.suites.grading.harness import (
     run_harness,
 )
 from palaestra.suites.toolchain.toolchain import Toolchain
+from palaestra_slots.core.errors import GraderError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import ExecutionResult, Slot
 
 _CANARY_TIMEOUT_S = 60.0
 _ENVIRONMENT = {

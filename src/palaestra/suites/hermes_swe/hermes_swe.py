@@ -17,9 +17,6 @@ from pathlib import PurePosixPath
 import yaml
 from pydantic import Field
 
-from palaestra.core.errors import PrepareError, TaskError
-from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON, Label, Score, Task, ToolStep
 from palaestra.envs import cache_key
 from palaestra.envs.api.listed_environment import ListedEnvironment
 from palaestra.envs.config.fields import ListedEnvConfig
@@ -27,13 +24,16 @@ from palaestra.envs.datasets import Row, read_rows
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
 from palaestra.suites.grading.harness import TestRun
 from palaestra.suites.grading.hidden_tests import errors_of, run_suite
 from palaestra.suites.hermes_swe.programming_task import ProgrammingTask, parse_row
 from palaestra.suites.toolchain.toolchain import interpreter
+from palaestra_slots.core.errors import PrepareError, TaskError
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.types import JSON, Label, Score, Task, ToolStep
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 
 BUILT_IN = "built-in"
 """The name of the built-in dataset."""

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from keyword import iskeyword
 from pathlib import PurePosixPath
 
-from palaestra.core.errors import TaskError
 from palaestra.envs.datasets import Row
 from palaestra.suites.grading.falsified import tests_in
-from palaestra.suites.task_files import RowFields
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.images.task_files import RowFields
 
 MODULE = "solution"
 """The module that the tests import the entry point from, and that a solution without a path is written to."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.slot import WORKSPACE, Slot
-from palaestra.suites.images.as_user import is_root
-from palaestra.suites.slot_commands import check_execute
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.images.as_user import is_root
+from palaestra_slots.images.slot_commands import check_execute
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot
 
 
 async def start_in(slot: Slot, workdir: str, *folders: str) -> None:

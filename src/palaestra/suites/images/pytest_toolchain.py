@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaestra.core.errors import PrepareError
-from palaestra.core.io.host_process import run_process
-from palaestra.sandbox.slot import Mount, Slot
-from palaestra.suites.build_once import build_once
 from palaestra.suites.toolchain.toolchain import DependencyCache, Install, interpreter
+from palaestra_slots.core.errors import PrepareError
+from palaestra_slots.core.io.host_process import run_process
+from palaestra_slots.images.build_once import build_once
+from palaestra_slots.sandbox.slot import Mount, Slot
 
 PYTEST = ("pytest==8.4.2", "pluggy==1.6.0", "iniconfig==2.1.0", "packaging==25.0", "pygments==2.19.2")
 """The packages that are mounted if a script requests no others. All of them are pure Python for 3.9 and newer."""

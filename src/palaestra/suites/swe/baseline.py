@@ -16,15 +16,15 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequen
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
-from palaestra.core.errors import PrepareError, TaskError
-from palaestra.core.exits import plural
-from palaestra.core.types import JSON, Label
-from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.harness import FAILED, Status, TestRun
 from palaestra.suites.grading.log_parsers import counted
 from palaestra.suites.swe.failure_cause import cause_of
 from palaestra.suites.swe.row_tests import before_the_fix, missing_packages, not_installed
 from palaestra.suites.swe.swe_row import RIGHT, SweRow
+from palaestra_slots.core.errors import PrepareError, TaskError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import JSON, Label
+from palaestra_slots.sandbox.slot import Slot
 
 _RECORD = "/opt/palaestra/prepared.json"
 _SHOWN = 1500

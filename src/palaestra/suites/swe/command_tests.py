@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from palaestra.core.errors import PrepareError
 from palaestra.rollouts.grading.grader import Way, note_way
-from palaestra.sandbox.slot import ExecutionResult, Slot
 from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.grading.log_parsers import has_run, without_duration
 from palaestra.suites.swe.failure_cause import cause_of_install, exceeds_limit_of_runner
@@ -22,6 +20,8 @@ from palaestra.suites.swe.row_recipe import quoted
 from palaestra.suites.swe.swe_row import RIGHT, SweRow
 from palaestra.suites.toolchain.repository_venv import CERTIFICATES
 from palaestra.suites.toolchain.toolchain import DEFAULT_PATH, Toolchain
+from palaestra_slots.core.errors import PrepareError
+from palaestra_slots.sandbox.slot import ExecutionResult, Slot
 
 _MOST_LOG_BYTES = 16 << 20
 _SHOWN = 3000

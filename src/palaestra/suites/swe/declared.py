@@ -13,9 +13,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from palaestra.core.config import read_toml
-from palaestra.core.types import JSON
 from palaestra.suites.toolchain.requirements import is_requirement
+from palaestra_slots.core.config import read_toml
+from palaestra_slots.core.types import JSON
 
 _GROUPS = ("test", "tests", "testing", "unittest", "dev", "develop", "development", "all")
 _TEST_FILES = (

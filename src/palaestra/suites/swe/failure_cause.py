@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from palaestra.sandbox.slot import ExecutionResult
 from palaestra.suites.grading.log_parsers import lines_of
+from palaestra_slots.sandbox.slot import ExecutionResult
 
 _RUNNERS_LIMIT = (
     r"((?:Timeout of|Exceeded timeout of|[Tt]est timed out (?:in|after)|execution timed out after) \d[\w.]*)|"

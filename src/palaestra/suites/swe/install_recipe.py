@@ -16,11 +16,11 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
-from palaestra.suites.task_files import RowFields
 from palaestra.suites.toolchain.requirements import is_requirement
 from palaestra.suites.toolchain.toolchain import Install
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.images.task_files import RowFields
 
 _PIP = re.compile(r"(?:^|[;&|]\s*)(?:python3?\s+-m\s+)?pip3?\s+install\s+([^;&|\n]*)", re.MULTILINE)
 

@@ -22,10 +22,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase, digits
 
-from palaestra.core.types import Label
 from palaestra.suites.grading.falsified import PASSED, Controlled
 from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.swe.languages import Language
+from palaestra_slots.core.types import Label
 
 _TEXT = r"(?:'(?:\\.|[^'\\\n])*'|\"(?:\\.|[^\"\\\n])*\"|`(?:\\.|[^`\\])*`)"
 _MOST_EVIDENCE = 5

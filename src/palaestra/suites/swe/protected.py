@@ -17,12 +17,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from palaestra.core.types import Label
 from palaestra.rollouts.grading.tampering import CARRIED, intended, is_below
-from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.languages import Language
 from palaestra.suites.swe.swe_row import RowKind, SweRow
+from palaestra_slots.core.types import Label
+from palaestra_slots.sandbox.slot import Change
 
 CONFIG_NAMES = frozenset(
     {

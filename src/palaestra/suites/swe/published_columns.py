@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
 from palaestra.suites.swe.row_recipe import as_list
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON
 
 _TITLES = {"requirements": "Requirements", "interface": "Interface"}
 

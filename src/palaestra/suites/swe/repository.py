@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.io.file_lock import file_lock
-from palaestra.core.io.host_process import check_process, run_process
-from palaestra.suites.build_once import build_once
 from palaestra.suites.swe.swe_row import SweRow
 from palaestra.suites.swe.unified_diff import DiffError
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.io.file_lock import file_lock
+from palaestra_slots.core.io.host_process import check_process, run_process
+from palaestra_slots.images.build_once import build_once
 
 _LOCAL_TIMEOUT_S = 120.0
 _RELEASE = re.compile(r"(?:[A-Za-z][\w.-]*?[-_]?)?\d+(?:\.\d+)+(?:\.?post\d+)?")

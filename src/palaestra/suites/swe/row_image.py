@@ -12,15 +12,15 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from palaestra.core.config import local_path
-from palaestra.core.errors import ImageError, TaskError
-from palaestra.sandbox.slot import Slot
-from palaestra.suites.images.image_builder import ImageBuilder
-from palaestra.suites.images.task_images import TaskImages
-from palaestra.suites.images.task_root import TaskRoots
-from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.swe.swe_row import SweRow
 from palaestra.suites.toolchain.toolchain import Toolchain
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import ImageError, TaskError
+from palaestra_slots.images.image_builder import ImageBuilder
+from palaestra_slots.images.slot_commands import check_execute
+from palaestra_slots.images.task_images import TaskImages
+from palaestra_slots.images.task_root import TaskRoots
+from palaestra_slots.sandbox.slot import Slot
 
 _CONDA = "/opt/miniconda3/envs/testbed/bin"
 _START = f'python={_CONDA}/python; [ -x "$python" ] || python=python3; exec "$python" -s -B "$@"'

@@ -20,8 +20,6 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
 from palaestra.suites.grading import log_parsers
 from palaestra.suites.swe.languages import (
     LANGUAGES,
@@ -32,7 +30,9 @@ from palaestra.suites.swe.languages import (
     language_of_files,
     language_of_parser,
 )
-from palaestra.suites.task_files import RowFields
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.images.task_files import RowFields
 
 _START, _END = ">>>>> Start Test Output", ">>>>> End Test Output"
 _NOT_OURS = re.compile(

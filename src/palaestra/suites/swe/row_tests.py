@@ -11,15 +11,15 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from palaestra.core.errors import GraderError
-from palaestra.core.exits import plural
-from palaestra.core.types import Label
-from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.swe.command_tests import run_command
 from palaestra.suites.swe.swe_row import SweRow, TestNames
 from palaestra.suites.toolchain.toolchain import Toolchain
+from palaestra_slots.core.errors import GraderError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import Label
+from palaestra_slots.sandbox.slot import Slot
 
 _PATH_PARAMETER = re.compile(r"([^\[]*)\[(/(?!/)[^*]*)\].*")
 _LAST_LINE_FIRST = (Status.FAILED, Status.ERROR, Status.XFAIL_CALLED, Status.XFAILED, Status.PASSED, Status.XPASSED,

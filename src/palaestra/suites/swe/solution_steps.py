@@ -7,9 +7,9 @@ from base64 import b64encode
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 
-from palaestra.core.types import ToolStep
 from palaestra.suites.swe.repository import EXECUTABLE, TreeFile, TreeFiles
 from palaestra.suites.swe.unified_diff import split_lines
+from palaestra_slots.core.types import ToolStep
 
 _PIECE = 60_000
 """The maximum number of base64 characters per command, a multiple of 4; the kernel allows 128 KiB per argument."""

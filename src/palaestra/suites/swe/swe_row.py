@@ -21,9 +21,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 
-from palaestra.core.errors import TaskError
-from palaestra.core.exits import plural
-from palaestra.core.types import JSON
 from palaestra.envs.datasets import read_rows
 from palaestra.suites.grading.harness import FAILED, Status, TestRun
 from palaestra.suites.swe import unified_diff
@@ -31,8 +28,11 @@ from palaestra.suites.swe.install_recipe import install_of
 from palaestra.suites.swe.languages import PYTHON, language_of_files
 from palaestra.suites.swe.published_columns import published
 from palaestra.suites.swe.row_recipe import RowRecipe, language_of, parser_name, recipe_of
-from palaestra.suites.task_files import RowFields
 from palaestra.suites.toolchain.toolchain import Install
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import JSON
+from palaestra_slots.images.task_files import RowFields
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FUNCTION = re.compile(r"\w+(?:\[.*\])?")

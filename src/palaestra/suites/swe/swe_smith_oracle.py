@@ -24,9 +24,6 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskError
-from palaestra.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
 from palaestra.envs.api.listed_environment import ListedEnvironment
 from palaestra.envs.config.fields import ListedEnvConfig
@@ -34,13 +31,10 @@ from palaestra.rollouts.grading.grader import Grading, enough_time
 from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import WORKSPACE, Mount, Slot, SlotSpec, View
-from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
 from palaestra.suites.grading.harness import Status, TestRun, reads_of_tests
 from palaestra.suites.grading.repository_tests import run_django, run_files
-from palaestra.suites.images.task_images import PullPolicy, TaskImages
 from palaestra.suites.swe import language_tests
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
 from palaestra.suites.swe.baseline import PreparedRow, check_row, load_prepared
@@ -89,6 +83,12 @@ from palaestra.suites.toolchain.interpreters import (
 from palaestra.suites.toolchain.repository_venv import VENV_DIR, RepositoryVenv, venv_toolchain
 from palaestra.suites.toolchain.requirements import is_requirement
 from palaestra.suites.toolchain.toolchain import DependencyCache, Toolchain
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import ConfigError, GraderError, PrepareError, TaskError
+from palaestra_slots.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numbers
+from palaestra_slots.images.build_once import CACHE_DIR
+from palaestra_slots.images.task_images import PullPolicy, TaskImages
+from palaestra_slots.sandbox.slot import WORKSPACE, Mount, Slot, SlotSpec, View
 
 REPOSITORY = WORKSPACE
 """The repository in a slot, where the agent's commands start."""

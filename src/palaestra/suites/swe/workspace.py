@@ -18,14 +18,14 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
-from palaestra.core.errors import TaskError
-from palaestra.sandbox.slot import Change, Slot
 from palaestra.suites.grading.falsified import named_tests, parse, tests_in, without_tests
 from palaestra.suites.grading.harness import content_of
-from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.repository import EXECUTABLE, LINK, REGULAR, RepositoryCache, TreeFile, TreeFiles
 from palaestra.suites.swe.swe_row import RowKind, SweRow, TestNames
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.images.slot_commands import check_execute
+from palaestra_slots.sandbox.slot import Change, Slot
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,6 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON, Limits
-from palaestra.suites.images.dockerfile import ImageRecipe
-from palaestra.suites.task_files import Unsupported, read_text, read_yaml_file
 from palaestra.suites.terminal_bench.compose_values import (
     check_values,
     env_file,
@@ -31,6 +27,10 @@ from palaestra.suites.terminal_bench.compose_values import (
     words,
 )
 from palaestra.suites.terminal_bench.service import MAIN, Condition, HealthCheck, Restart, Service, in_order
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON, Limits
+from palaestra_slots.images.dockerfile import ImageRecipe
+from palaestra_slots.images.task_files import Unsupported, read_text, read_yaml_file
 
 COMPOSE_NAME = "docker-compose.yaml"
 MOST_SERVICES = 32

@@ -11,10 +11,10 @@ import shlex
 from collections import ChainMap
 from collections.abc import Mapping
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import is_variable
-from palaestra.suites.task_files import Unsupported
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.images.task_files import Unsupported
+from palaestra_slots.sandbox.slot import is_variable
 
 _REFERENCE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)(?:(:?[-?+])([^${}]*))?\}|(.?))")
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)(us|ms|s|m|h))")

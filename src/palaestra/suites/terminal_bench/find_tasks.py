@@ -23,15 +23,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError, ImageError, TaskError
-from palaestra.core.types import JSON
 from palaestra.envs.datasets import SUFFIXES, read_rows
 from palaestra.rollouts.grading.grader import LIVE, SEALED
-from palaestra.sandbox.images.unpack import unpack_files
-from palaestra.suites.task_files import RowFields, check_links
 from palaestra.suites.terminal_bench import harbor_task, terminal_bench_1
 from palaestra.suites.terminal_bench.terminal_task import TerminalTask
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import ConfigError, ImageError, TaskError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.images.task_files import RowFields, check_links
+from palaestra_slots.sandbox.images.unpack import unpack_files
 
 _log = logging.getLogger(__name__)
 

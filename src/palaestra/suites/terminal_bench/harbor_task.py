@@ -24,10 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON, AllowList, Limits, Network
-from palaestra.suites.images.dockerfile import ImageRecipe
-from palaestra.suites.task_files import TypedFields, Unsupported, read_text, read_toml_file
 from palaestra.suites.terminal_bench.compose import COMPOSE_NAME, read_services, single_service
 from palaestra.suites.terminal_bench.service import MAIN, HealthCheck, Service
 from palaestra.suites.terminal_bench.terminal_task import (
@@ -46,6 +42,10 @@ from palaestra.suites.terminal_bench.terminal_task import (
     Verifier,
     VerifierEnvironment,
 )
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON, AllowList, Limits, Network
+from palaestra_slots.images.dockerfile import ImageRecipe
+from palaestra_slots.images.task_files import TypedFields, Unsupported, read_text, read_toml_file
 
 CONFIG_NAME = "task.toml"
 _STEP_NAME = re.compile(r"[^\x00-\x1f/\\<>:\"|?*]+")

@@ -17,8 +17,6 @@ from enum import StrEnum
 
 import click
 
-from palaestra.core.errors import PalaestraError
-from palaestra.core.types import JSON, Outcome, Task
 from palaestra.envs.cheats.proof import FULL, PolicyRuns, parse_settings, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.run.run import serve_limit
@@ -26,13 +24,15 @@ from palaestra.inference.engines.scripted import NoopPolicy, OraclePolicy, Polic
 from palaestra.rollouts.environment import WORK_BREAKS_CHECK
 from palaestra.rollouts.records import Trajectory
 from palaestra.rollouts.schedule import numbered
-from palaestra.sandbox.pool import SlotPool
 from palaestra.suites.swe.failure_cause import cause_of
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
 from palaestra.suites.terminal_bench.service import MAIN
 from palaestra.suites.terminal_bench.terminal_task import TerminalTask
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
+from palaestra_slots.core.errors import PalaestraError
+from palaestra_slots.core.types import JSON, Outcome, Task
+from palaestra_slots.sandbox.pool import SlotPool
 
 _STILL_RUNS = 124
 """The exit code of a command that its time limit ended, as of `timeout`."""

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from palaestra.core.config import local_path, nearest
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.types import JSON
 from palaestra.envs.discovery import DatasetForm, load_environment, tasks_form
 from palaestra.envs.form import Form
 from palaestra.suites.git_checkout import checked_path, checked_url, git_checkout, inside
+from palaestra_slots.core.config import local_path, nearest
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.types import JSON
 
 PREFIX = "harbor:"
 REGISTRY = "registry.json"

@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from palaestra.core.errors import GraderError
-from palaestra.core.types import JSON, Score, number, numbers
 from palaestra.suites.terminal_bench.terminal_task import FINAL, TaskStep, TerminalTask
+from palaestra_slots.core.errors import GraderError
+from palaestra_slots.core.types import JSON, Score, number, numbers
 
 REWARD = "reward"
 

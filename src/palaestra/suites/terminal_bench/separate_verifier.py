@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.errors import InfraError
-from palaestra.core.printable import one_line
-from palaestra.sandbox.slot import Slot
-from palaestra.sandbox.transfer import download_dir, upload_dir
 from palaestra.suites.terminal_bench.service import MAIN
 from palaestra.suites.terminal_bench.terminal_task import Artifact, CollectHook
+from palaestra_slots.core.errors import InfraError
+from palaestra_slots.core.printable import one_line
+from palaestra_slots.sandbox.slot import Slot
+from palaestra_slots.sandbox.transfer import download_dir, upload_dir
 
 MOST_BYTES = 2 << 30
 """The maximum size of all artifacts of a rollout, in bytes. Larger ones are left out."""

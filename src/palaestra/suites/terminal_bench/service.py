@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from palaestra.core.types import Limits
-from palaestra.suites.images.dockerfile import ImageRecipe
+from palaestra_slots.core.types import Limits
+from palaestra_slots.images.dockerfile import ImageRecipe
 
 MAIN = "main"
 """The name of the service in which the agent works."""

@@ -20,21 +20,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaestra.core.errors import InfraError, PrepareError, SandboxError, SlotEnded
-from palaestra.core.io.temporary_folder import TemporaryFolder
-from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.slot import GroupAddress, Process, Slot, SlotSource, SlotSpec, Snapshot
-from palaestra.sandbox.transfer import upload_dir
-from palaestra.suites.images.as_user import acting_as, as_user
-from palaestra.suites.images.dockerfile import ImageRecipe
-from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
-from palaestra.suites.images.task_root import TaskRoot
-from palaestra.suites.slot_commands import check_execute
-from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench.separate_verifier import Collected, collect, joined, run_hooks
 from palaestra.suites.terminal_bench.service import MAIN, Condition, HealthCheck, Restart, Service, in_order
 from palaestra.suites.terminal_bench.terminal_task import Artifact, CollectHook
+from palaestra_slots.core.errors import InfraError, PrepareError, SandboxError, SlotEnded
+from palaestra_slots.core.io.temporary_folder import TemporaryFolder
+from palaestra_slots.core.types import JSON, AllowList, Limits, Network
+from palaestra_slots.images.as_user import acting_as, as_user
+from palaestra_slots.images.dockerfile import ImageRecipe
+from palaestra_slots.images.slot_build import build_in_slot, limits_of_build
+from palaestra_slots.images.slot_commands import check_execute
+from palaestra_slots.images.task_files import Unsupported
+from palaestra_slots.images.task_root import TaskRoot
+from palaestra_slots.sandbox.slot import GroupAddress, Process, Slot, SlotSource, SlotSpec, Snapshot
+from palaestra_slots.sandbox.transfer import upload_dir
 
 LOG_BYTES = 8 << 10
 """The last bytes of a service's output that the record of a rollout keeps."""

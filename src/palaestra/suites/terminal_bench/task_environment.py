@@ -36,30 +36,17 @@ from functools import partial
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.config import local_path
-from palaestra.core.errors import GraderError, PrepareError, SandboxError, SlotEnded, SlotLost
-from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
-from palaestra.core.user_code import run_hook
 from palaestra.envs.api.listed_environment import ListedEnvironment
 from palaestra.rollouts.environment import broken
 from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import Slot, SlotSpec
-from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.images.agent_user import start_in, tools_of_user
-from palaestra.suites.images.as_user import UserSlot, is_root
-from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.images.pytest_toolchain import (
     TestTools,
     find_test_tools,
 )
-from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
-from palaestra.suites.images.task_images import TaskImages
-from palaestra.suites.images.task_root import TaskRoot, TaskRoots
-from palaestra.suites.slot_commands import check_execute
-from palaestra.suites.task_files import read_bytes, read_text
 from palaestra.suites.task_paths import scope_of
 from palaestra.suites.terminal_bench import terminal_bench_1
 from palaestra.suites.terminal_bench.harbor_task import read_cheat
@@ -101,6 +88,19 @@ from palaestra.suites.terminal_bench.verifier_files import (
 )
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from palaestra.tools.tool import Tool
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import GraderError, PrepareError, SandboxError, SlotEnded, SlotLost
+from palaestra_slots.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep
+from palaestra_slots.core.user_code import run_hook
+from palaestra_slots.images.as_user import UserSlot, is_root
+from palaestra_slots.images.image_builder import ImageBuilder
+from palaestra_slots.images.slot_build import build_in_slot, limits_of_build
+from palaestra_slots.images.slot_commands import check_execute
+from palaestra_slots.images.task_files import read_bytes, read_text
+from palaestra_slots.images.task_images import TaskImages
+from palaestra_slots.images.task_root import TaskRoot, TaskRoots
+from palaestra_slots.sandbox.slot import Slot, SlotSpec
+from palaestra_slots.sandbox.transfer import upload_dir
 
 _MOST_TEXT_BYTES = 1 << 20
 _SETUP_S = 600.0

@@ -20,17 +20,17 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.errors import SandboxError, TaskError, ToolServerError
-from palaestra.core.extras import install_command
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Process, Slot
-from palaestra.sandbox.slot_port import slot_port
 from palaestra.suites.terminal_bench.terminal_task import TaskAgent, TaskServer
 from palaestra.tools import parameters
 from palaestra.tools.builtin.skills import DOCUMENT, MAX_BYTES, read_header
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.errors import SandboxError, TaskError, ToolServerError
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Process, Slot
+from palaestra_slots.sandbox.slot_port import slot_port
 
 if TYPE_CHECKING:
     from mcp.client import Transport

@@ -11,10 +11,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import Limits
-from palaestra.suites.images.dockerfile import ImageRecipe
-from palaestra.suites.task_files import TypedFields, Unsupported, read_yaml_file
 from palaestra.suites.terminal_bench.compose import COMPOSE_NAME, OWN_IMAGE, read_services, single_service
 from palaestra.suites.terminal_bench.service import MAIN, Service
 from palaestra.suites.terminal_bench.terminal_task import (
@@ -27,6 +23,10 @@ from palaestra.suites.terminal_bench.terminal_task import (
     TerminalTask,
     Verifier,
 )
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import Limits
+from palaestra_slots.images.dockerfile import ImageRecipe
+from palaestra_slots.images.task_files import TypedFields, Unsupported, read_yaml_file
 
 CONFIG_NAME = "task.yaml"
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-from palaestra.core.types import AllowList, Limits, Network
-from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.terminal_bench.service import MAIN, HealthCheck, Service
+from palaestra_slots.core.types import AllowList, Limits, Network
+from palaestra_slots.images.dockerfile import ImageRecipe
 
 TESTS_DIR = "/tests"
 """The folder of the verifier's files in a slot. It does not exist before the verifier runs."""

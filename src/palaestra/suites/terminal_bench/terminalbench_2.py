@@ -10,17 +10,17 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.types import JSON, Outcome
 from palaestra.envs.run import pass_at_k
 from palaestra.rollouts.records import Trajectory
-from palaestra.suites.images.task_root import HOST
 from palaestra.suites.terminal_bench.find_tasks import load_tasks
 from palaestra.suites.terminal_bench.named_tasks import PREFIX, named_folders
 from palaestra.suites.terminal_bench.task_environment import TaskEnvironment
 from palaestra.suites.terminal_bench.terminal_task import TerminalTask, is_named
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import ConfigError, TaskError
+from palaestra_slots.core.types import JSON, Outcome
+from palaestra_slots.images.task_root import HOST
 
 BUILT_IN = "built-in"
 """The name of the built-in dataset: two small tasks that need only a shell."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from palaestra.envs.config.fields import ListedEnvConfig
-from palaestra.suites.build_once import CACHE_DIR
-from palaestra.suites.images.task_images import PullPolicy
+from palaestra_slots.images.build_once import CACHE_DIR
+from palaestra_slots.images.task_images import PullPolicy
 
 
 class TerminalBench2EvalConfig(ListedEnvConfig):

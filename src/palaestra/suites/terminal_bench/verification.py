@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from posixpath import basename
 
-from palaestra.core.errors import GraderError, SandboxError, SlotEnded
-from palaestra.core.io.temporary_folder import TemporaryFolder
-from palaestra.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import LIVE, Grading, enough_time, restore_directory
 from palaestra.rollouts.grading.tampering import (
@@ -27,17 +24,13 @@ from palaestra.rollouts.grading.tampering import (
     paths_in,
 )
 from palaestra.rollouts.rollout import Rollout
-from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot, View
 from palaestra.suites.grading.harness import TestsTimedOut
 from palaestra.suites.images.agent_user import start_in
-from palaestra.suites.images.as_user import acting_as, home_of
 from palaestra.suites.images.pytest_toolchain import (
     TestTools,
     image_command,
     working_command,
 )
-from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
-from palaestra.suites.images.task_root import TaskRoot
 from palaestra.suites.task_paths import TaskScope
 from palaestra.suites.terminal_bench.offline_script import GradedPart
 from palaestra.suites.terminal_bench.separate_verifier import collect, joined, put, run_hooks
@@ -77,6 +70,13 @@ from palaestra.suites.terminal_bench.verifier_files import (
     ignored_settings,
     runs,
 )
+from palaestra_slots.core.errors import GraderError, SandboxError, SlotEnded
+from palaestra_slots.core.io.temporary_folder import TemporaryFolder
+from palaestra_slots.core.types import JSON, AllowList, Label, Network, Score, Task, ToolStep, numbers
+from palaestra_slots.images.as_user import acting_as, home_of
+from palaestra_slots.images.slot_build import build_in_slot, limits_of_build
+from palaestra_slots.images.task_root import TaskRoot
+from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot, View
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from palaestra.core.errors import GraderError, InfraError
-from palaestra.core.types import JSON, Label
 from palaestra.rollouts.grading.grader import Way, note_way
-from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, control
 from palaestra.suites.grading.harness import (
@@ -43,13 +40,16 @@ from palaestra.suites.grading.harness import (
     read_run,
     reads_of_tests,
 )
-from palaestra.suites.images.as_user import as_user
-from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.default_tests import default_tests
 from palaestra.suites.terminal_bench.offline_script import GradedPart, OfflineScript, lacks_network
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
 from palaestra.suites.terminal_bench.terminal_task import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
 from palaestra.suites.terminal_bench.verifier_files import HARNESS_DIR, install, place_tests, script_name
+from palaestra_slots.core.errors import GraderError, InfraError
+from palaestra_slots.core.types import JSON, Label
+from palaestra_slots.images.as_user import as_user
+from palaestra_slots.images.task_files import read_text
+from palaestra_slots.sandbox.slot import Slot
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STDOUT = f"{VERIFIER_LOGS}/test-stdout.txt"

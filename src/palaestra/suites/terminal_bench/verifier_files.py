@@ -21,12 +21,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from posixpath import basename, dirname
 
-from palaestra.core.config import read_toml
-from palaestra.core.errors import GraderError, InfraError
 from palaestra.rollouts.grading.tampering import is_below
-from palaestra.sandbox.slot import Change, Slot
 from palaestra.suites.grading.harness import send_scripts
-from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.swe import protected
 from palaestra.suites.terminal_bench.offline_script import STARTUP_FILES, GradedPart
 from palaestra.suites.terminal_bench.terminal_task import (
@@ -36,6 +32,10 @@ from palaestra.suites.terminal_bench.terminal_task import (
     VERIFIER_LOGS,
     TerminalTask,
 )
+from palaestra_slots.core.config import read_toml
+from palaestra_slots.core.errors import GraderError, InfraError
+from palaestra_slots.images.slot_commands import check_execute
+from palaestra_slots.sandbox.slot import Change, Slot
 
 HARNESS_DIR = "/opt/palaestra/verifier"
 SHIMS = ("pytest", "py.test", "uv", "uvx", "palaestra-python")

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError
-from palaestra.sandbox.slot import Mount
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.sandbox.slot import Mount
 
 _OLDEST = (3, 8)
 """uv, which installs packages of a date, runs on this version and on newer ones."""

@@ -13,12 +13,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from palaestra.core.errors import PrepareError
-from palaestra.sandbox.slot import ExecutionResult, Slot
-from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.toolchain.interpreters import Interpreter, this_interpreter
 from palaestra.suites.toolchain.requirements import check_requirements
 from palaestra.suites.toolchain.toolchain import Install, Toolchain
+from palaestra_slots.core.errors import PrepareError
+from palaestra_slots.images.slot_commands import check_execute
+from palaestra_slots.sandbox.slot import ExecutionResult, Slot
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from palaestra.core.errors import TaskError
+from palaestra_slots.core.errors import TaskError
 
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _SPACE = r"[ \t]*"

@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Mount
-from palaestra.suites.build_once import build_once
-from palaestra.suites.task_files import RowFields
 from palaestra.suites.toolchain.interpreters import this_interpreter
 from palaestra.suites.toolchain.requirements import check_requirements
 from palaestra.suites.toolchain.wheel_install import install_wheels
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.images.build_once import build_once
+from palaestra_slots.images.task_files import RowFields
+from palaestra_slots.sandbox.slot import Mount
 
 DEPENDENCIES_DIR = "/opt/palaestra/dependencies"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

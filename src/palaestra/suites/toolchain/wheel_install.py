@@ -24,16 +24,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from palaestra.core.errors import PrepareError
-from palaestra.core.io.host_process import run_process
-from palaestra.core.redaction import redacted
-from palaestra.core.types import Limits, Network
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.images.unpack import unpack_file
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import WORKSPACE, Mount, SlotSpec
-from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.toolchain.requirements import check_requirements
+from palaestra_slots.core.errors import PrepareError
+from palaestra_slots.core.io.host_process import run_process
+from palaestra_slots.core.redaction import redacted
+from palaestra_slots.core.types import Limits, Network
+from palaestra_slots.images.slot_commands import check_execute
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.images.unpack import unpack_file
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import WORKSPACE, Mount, SlotSpec
 
 _SITE, _PACKED, _CERTIFICATES = "site", "site.tar", "certificates.pem"
 """Names in the slot's workspace."""

@@ -17,14 +17,14 @@ from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.types import JSON
-from palaestra.sandbox.host_tools import PROXY_NAME
 from palaestra.tools.browser.accessibility_tree import Numbers, PageView, show
 from palaestra.tools.browser.shared_browser import BrowserLease, SharedBrowser
 from palaestra.tools.net.host_policy import HostPolicy
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import ToolMistake, ToolRun
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.host_tools import PROXY_NAME
 
 if TYPE_CHECKING:
     from playwright.async_api import Dialog, Download, JSHandle, Locator, Page, Response

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.extras import install_command
-from palaestra.sandbox.host_tools import users
 from palaestra.tools.browser import setuid_exec
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.sandbox.host_tools import users
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Playwright, ProxySettings

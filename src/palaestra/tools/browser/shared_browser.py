@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.io.temporary_folder import TemporaryFolder
-from palaestra.core.io.threads import in_own_thread
-from palaestra.sandbox.host_tools import HEAD_BYTES, Forwarder, users
 from palaestra.tools.browser import chromium
 from palaestra.tools.net.host_policy import HostPolicy
 from palaestra.tools.settings import ToolSettings
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.io.temporary_folder import TemporaryFolder
+from palaestra_slots.core.io.threads import in_own_thread
+from palaestra_slots.sandbox.host_tools import HEAD_BYTES, Forwarder, users
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Playwright, ProxySettings

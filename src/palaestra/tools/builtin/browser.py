@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from palaestra.core.types import JSON
 from palaestra.tools.browser import chromium
 from palaestra.tools.browser.accessibility_tree import PageView
 from palaestra.tools.browser.browser_session import BrowserSession
@@ -21,6 +20,7 @@ from palaestra.tools.call_text import shortened
 from palaestra.tools.parameters import choice, flag, integer, text
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.types import JSON
 
 MAX_IMAGES = 100
 _SHOWN_URL_CHARS = 500

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from palaestra.core.types import JSON, Outcome
 from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.types import JSON, Outcome
 
 MAX_TASKS = 3
 """The maximum number of sub-agents that one call may start; they work concurrently."""

@@ -17,9 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 
-from palaestra.core.errors import SandboxError
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import WORKSPACE, Process, Slot
 from palaestra.tools import parameters
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, bounded, clamp_timeout
 from palaestra.tools.files.text_files import as_mistake
@@ -32,6 +29,9 @@ from palaestra.tools.programs.host_channel import (
     module_text,
 )
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolOutcome, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.errors import SandboxError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import WORKSPACE, Process, Slot
 
 MAX_CALLS = 50
 """The maximum number of calls that one program may make."""

@@ -9,9 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from palaestra.core.reply_size import sent_chars
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.tools import parameters
 from palaestra.tools.files.syntax_check import check_syntax
 from palaestra.tools.files.text_files import (
@@ -23,6 +20,9 @@ from palaestra.tools.files.text_files import (
     write_file_bytes,
 )
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.reply_size import sent_chars
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 MAX_LINES = 2000
 MAX_LINE_CHARS = 2000

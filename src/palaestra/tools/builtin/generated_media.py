@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import PurePosixPath
 
-from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.builtin.vision import image_type
 from palaestra.tools.files.text_files import as_mistake
 from palaestra.tools.net.json_client import missing_model, model_server
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolResult, ToolRun, ToolSchema
+from palaestra_slots.core.types import JSON
 
 IMAGE = ToolSchema(
     name="image_generate",

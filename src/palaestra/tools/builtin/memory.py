@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from palaestra.core.io.durable_files import read_regular, replaced
-from palaestra.core.io.file_lock import thread_lock
-from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.io.durable_files import read_regular, replaced
+from palaestra_slots.core.io.file_lock import thread_lock
+from palaestra_slots.core.types import JSON
 
 MAX_CHARS: Mapping[str, int] = {"memory": 4000, "user": 2000}
 """The maximum number of characters of each file, because every reply has all notes of the file."""

@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import Mapping
 from functools import partial
 
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.net.json_client import chat_answer, missing_model, model_server
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.types import JSON
 
 SCHEMA = ToolSchema(
     name="mixture_of_agents",

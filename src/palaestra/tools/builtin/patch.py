@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from dataclasses import replace as with_fields
 from typing import TypeVar
 
-from palaestra.core.io.threads import in_own_thread
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.tools import parameters
 from palaestra.tools.files.syntax_check import check_syntax
 from palaestra.tools.files.text_files import (
@@ -33,6 +30,9 @@ from palaestra.tools.patching.edit_diff import MAX_DIFF_CHARS, unified_diff
 from palaestra.tools.patching.fuzzy_match import Ambiguous, NoMatch, replace
 from palaestra.tools.patching.v4a import FileChange, PatchError, apply_patch, parse_patch
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.io.threads import in_own_thread
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 SCHEMA = ToolSchema(
     name="patch",

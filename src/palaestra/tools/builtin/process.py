@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from palaestra.core.types import JSON
-from palaestra.processes.registry import ProcessRegistry
-from palaestra.processes.session import MAX_OUTPUT_CHARS
 from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.types import JSON
+from palaestra_slots.processes.registry import ProcessRegistry
+from palaestra_slots.processes.session import MAX_OUTPUT_CHARS
 
 LOG_LINES = 200
 

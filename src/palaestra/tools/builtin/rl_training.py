@@ -21,10 +21,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.io.file_lock import file_lock
-from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.human.approval import Permit
 from palaestra.tools.settings import ToolSettings
@@ -40,6 +36,10 @@ from palaestra.tools.training.training_process import (
     trainings,
     words_of,
 )
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.io.file_lock import file_lock
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.types import JSON
 
 COMMAND_S = 120.0
 """The maximum time, in seconds, for a command that lists or shows environments."""

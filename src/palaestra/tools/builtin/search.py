@@ -20,13 +20,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from palaestra.core.reply_size import head_within, items_within, sent_chars
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import WORKSPACE, ExecutionResult, Slot
 from palaestra.tools import parameters
 from palaestra.tools.files.globs import name_filter, simple_names
 from palaestra.tools.files.text_files import KINDS, file_info, in_full, not_found
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.reply_size import head_within, items_within, sent_chars
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import WORKSPACE, ExecutionResult, Slot
 
 MAX_LIMIT = 500
 MAX_LINE_CHARS = 500

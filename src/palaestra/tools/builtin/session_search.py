@@ -23,12 +23,12 @@ from typing import Protocol
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import replaced
-from palaestra.core.types import JSON, Message
 from palaestra.tools import parameters
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import replaced
+from palaestra_slots.core.types import JSON, Message
 
 SESSION_SCHEMA = "palaestra.session/1"
 MAX_SESSIONS = 1000

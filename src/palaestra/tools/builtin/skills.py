@@ -24,12 +24,12 @@ from pathlib import Path, PurePosixPath
 
 import yaml
 
-from palaestra.core.io.durable_files import replaced
-from palaestra.core.io.file_lock import thread_lock
-from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.io.durable_files import replaced
+from palaestra_slots.core.io.file_lock import thread_lock
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

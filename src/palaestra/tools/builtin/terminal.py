@@ -11,16 +11,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from palaestra.core.errors import InfraError
-from palaestra.core.reply_size import head_within, sent_chars, tail_within
-from palaestra.core.types import JSON
-from palaestra.processes.registry import ProcessRegistry
-from palaestra.processes.session import Watch
-from palaestra.sandbox.slot import WORKSPACE, ExecutionResult, Slot
 from palaestra.tools import parameters
 from palaestra.tools.files.text_files import in_full, reason
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.errors import InfraError
+from palaestra_slots.core.reply_size import head_within, sent_chars, tail_within
+from palaestra_slots.core.types import JSON
+from palaestra_slots.processes.registry import ProcessRegistry
+from palaestra_slots.processes.session import Watch
+from palaestra_slots.sandbox.slot import WORKSPACE, ExecutionResult, Slot
 
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 600.0
 MAX_OUTPUT_CHARS = 50_000

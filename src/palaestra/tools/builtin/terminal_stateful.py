@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import WORKSPACE, Shell, Slot
 from palaestra.tools import parameters
 from palaestra.tools.builtin.terminal import (
     MAX_KEPT_BYTES,
@@ -23,6 +21,8 @@ from palaestra.tools.builtin.terminal import (
 )
 from palaestra.tools.human.approval import Approvals
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import WORKSPACE, Shell, Slot
 
 SCHEMA = ToolSchema(
     name="terminal_stateful",

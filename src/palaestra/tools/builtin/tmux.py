@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
-from palaestra.core.types import JSON
-from palaestra.processes import process_output
-from palaestra.processes.session import MAX_OUTPUT_CHARS
-from palaestra.sandbox.slot import TerminalSize
-from palaestra.sandbox.terminal.interactive_terminal import PROMPTED, ScreenShot, Terminal
 from palaestra.tools import parameters
 from palaestra.tools.files.text_files import as_mistake
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.types import JSON
+from palaestra_slots.processes import process_output
+from palaestra_slots.processes.session import MAX_OUTPUT_CHARS
+from palaestra_slots.sandbox.slot import TerminalSize
+from palaestra_slots.sandbox.terminal.interactive_terminal import PROMPTED, ScreenShot, Terminal
 
 ROWS, COLUMNS = 40, 160
 DEFAULT_MAX_WAIT_S, MIN_QUIET_S = 10.0, 0.1

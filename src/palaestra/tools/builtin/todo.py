@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.types import JSON
 
 STATES = ("pending", "in_progress", "completed", "cancelled")
 

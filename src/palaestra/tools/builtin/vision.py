@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import unquote_to_bytes
 
-from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.files.text_files import file_info, in_full, read_file_bytes
 from palaestra.tools.net.host_policy import AddressPolicy
@@ -29,6 +28,7 @@ from palaestra.tools.net.json_client import chat_answer, missing_model, model_se
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.web.fetch import PageUnreadable, fetch
+from palaestra_slots.core.types import JSON
 
 _MAGIC = {
     "image/png": rb"\x89PNG\r\n\x1a\n",

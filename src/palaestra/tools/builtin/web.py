@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.call_text import shortened
 from palaestra.tools.net.host_policy import AddressPolicy
@@ -23,6 +22,7 @@ from palaestra.tools.web.providers import (
     reader,
     searcher,
 )
+from palaestra_slots.core.types import JSON
 
 MAX_RESULTS = 20
 MAX_PAGES = 5

@@ -22,7 +22,6 @@ from urllib.robotparser import RobotFileParser
 
 from yarl import URL
 
-from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.settings import ToolSettings
@@ -30,6 +29,7 @@ from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.web.fetch import Fetched, PageUnreadable, fetch
 from palaestra.tools.web.page_text import HTML, Fetcher, as_text, decoded, shown
 from palaestra.tools.web.providers import WebPage, choose_reader
+from palaestra_slots.core.types import JSON
 
 MAX_PAGES, MAX_DEPTH = 20, 3
 PAGE_CHARS = 3_000

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable
 from functools import lru_cache, partial
 
-from palaestra.sandbox.slot import WORKSPACE
 from palaestra.tools.tool import ToolMistake
+from palaestra_slots.sandbox.slot import WORKSPACE
 
 _MAX_ALTERNATIVES = 64
 _MAX_CHARS = 4096

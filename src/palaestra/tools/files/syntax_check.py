@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 import yaml
 
-from palaestra.core.config import read_toml
+from palaestra_slots.core.config import read_toml
 
 MAX_CHECKED_CHARS = 128 << 10
 """Longer files are not checked, because parsing blocks the event loop (at worst about 3 ms per kilobyte)."""

@@ -14,12 +14,12 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from palaestra.core.errors import InfraError
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import WORKSPACE, FileInfo, Slot
 from palaestra.tools import parameters
 from palaestra.tools.call_text import shortened
 from palaestra.tools.tool import ToolMistake
+from palaestra_slots.core.errors import InfraError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import WORKSPACE, FileInfo, Slot
 
 MAX_TEXT_BYTES = 16 << 20
 """The maximum size in bytes of a file that the file tools open."""

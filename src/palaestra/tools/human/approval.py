@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 
 class ApprovalAnswer(StrEnum):

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.printable import escaped, quoted
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.printable import escaped, quoted
 
 T = TypeVar("T")
 

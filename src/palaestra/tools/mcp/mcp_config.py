@@ -19,10 +19,10 @@ from typing import Literal, Self
 
 from pydantic import Field, PrivateAttr, field_serializer, model_validator
 
-from palaestra.core.config import Settings, read_yaml
-from palaestra.core.errors import ConfigError
-from palaestra.core.redaction import HIDDEN, redacted, redacted_arguments, remember, remember_named
-from palaestra.core.types import JSON
+from palaestra_slots.core.config import Settings, read_yaml
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.redaction import HIDDEN, redacted, redacted_arguments, remember, remember_named
+from palaestra_slots.core.types import JSON
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")

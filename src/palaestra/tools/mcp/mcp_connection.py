@@ -24,13 +24,13 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
-from palaestra.core.errors import ConfigError, ToolServerRefused, ToolServerReplyError, ToolServerUnavailable
-from palaestra.core.extras import install_command
-from palaestra.core.io.supervised_command import supervised
-from palaestra.core.printable import one_line
-from palaestra.core.redaction import redacted_arguments
-from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
+from palaestra_slots.core.errors import ConfigError, ToolServerRefused, ToolServerReplyError, ToolServerUnavailable
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.io.supervised_command import supervised
+from palaestra_slots.core.printable import one_line
+from palaestra_slots.core.redaction import redacted_arguments
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     import httpx2

@@ -17,13 +17,13 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ConfigError, ToolServerUnavailable
-from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON
 from palaestra.tools.arguments import compiled
 from palaestra.tools.human.approval import Permit
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.errors import ConfigError, ToolServerUnavailable
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from mcp.types import BlobResourceContents, CallToolResult, ContentBlock, TextResourceContents

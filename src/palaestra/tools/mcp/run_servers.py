@@ -10,14 +10,14 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
 
-from palaestra.core.cancel_scope import Ending
-from palaestra.core.errors import InfraError, PalaestraError, ToolServerUnavailable
-from palaestra.core.types import JSON
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, checked_names
 from palaestra.tools.mcp.mcp_server import MCPServer, owner_of, recorded_tool, toolset_of
 from palaestra.tools.registry.build import Installed
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolSchema
+from palaestra_slots.core.cancel_scope import Ending
+from palaestra_slots.core.errors import InfraError, PalaestraError, ToolServerUnavailable
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any, TypeAlias
 
-from palaestra.core.errors import ConfigError
-from palaestra.sandbox.host_tools import Address, allowlist
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.sandbox.host_tools import Address, allowlist
 
 IPAddress: TypeAlias = IPv4Address | IPv6Address
 IPNetwork: TypeAlias = IPv4Network | IPv6Network

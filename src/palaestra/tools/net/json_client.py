@@ -18,13 +18,13 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from palaestra.core.clock import Clock, SystemClock, take_turn
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.printable import without_middle
-from palaestra.core.redaction import redacted
-from palaestra.core.retry import RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
-from palaestra.core.types import JSON
 from palaestra.tools.tool import ToolMistake
+from palaestra_slots.core.clock import Clock, SystemClock, take_turn
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.redaction import redacted
+from palaestra_slots.core.retry import RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

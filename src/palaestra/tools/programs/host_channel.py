@@ -14,9 +14,9 @@ from __future__ import annotations
 import keyword
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
-from palaestra.sandbox.host_tools import Capture
-from palaestra.sandbox.slot import Process
 from palaestra.tools.tool import ToolSchema
+from palaestra_slots.sandbox.host_tools import Capture
+from palaestra_slots.sandbox.slot import Process
 
 MODULE = "palaestra_tools"
 MAX_REQUEST_BYTES = 8 << 20

@@ -22,13 +22,13 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol, cast
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io import plugins
-from palaestra.core.types import JSON
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.registry.toolsets import ALIASES, TOOLSETS, Toolset, resolve_toolsets
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import States, Tool
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io import plugins
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

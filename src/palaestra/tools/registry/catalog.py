@@ -7,9 +7,9 @@ import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from palaestra.core.types import JSON
 from palaestra.tools.registry.build import BUILTIN_NAMES, all_tools, get_available_toolsets
 from palaestra.tools.registry.toolsets import TOOL_ALIASES, TOOLSETS, resolve_toolsets
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 
 @dataclass(frozen=True, slots=True)

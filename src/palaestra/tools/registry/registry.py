@@ -10,14 +10,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError, PalaestraError
-from palaestra.core.types import JSON
 from palaestra.tools.arguments import ArgumentSchema, InvalidArguments, compiled
 from palaestra.tools.call_text import ToolCall, ToolResult, result_of
 from palaestra.tools.registry.toolsets import TOOL_ALIASES
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import States, Tool, ToolRun, ToolSchema, run_tool
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError, PalaestraError
+from palaestra_slots.core.types import JSON
 
 
 class ToolRegistry:

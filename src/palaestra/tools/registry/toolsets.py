@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from palaestra.core.errors import ConfigError
+from palaestra_slots.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from palaestra.core.types import JSON
 from palaestra.tools.parameters import integer, text
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
+from palaestra_slots.core.types import JSON
 
 Parameters = Mapping[str, Mapping[str, JSON]]
 

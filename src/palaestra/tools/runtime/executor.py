@@ -20,21 +20,6 @@ from typing import Protocol, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from palaestra.core.cancel_scope import Ending
-from palaestra.core.errors import ConfigError, IsolationUnavailable, StaleLease
-from palaestra.core.types import JSON, AllowList, Network
-from palaestra.processes.registry import ProcessRegistry
-from palaestra.processes.session import ProcessSession
-from palaestra.sandbox import artifacts
-from palaestra.sandbox.artifacts import (
-    ArtifactArchiveRequestPayload,
-    ArtifactArchiveResponsePayload,
-    ArtifactListRequestPayload,
-    ArtifactListResponsePayload,
-    ArtifactReadRequestPayload,
-    ArtifactReadResponsePayload,
-)
-from palaestra.sandbox.slot import Rung, Slot, SlotSource, SlotSpec
 from palaestra.tools.builtin.delegate_task import Assignment, Delegation, SubagentReport, Work
 from palaestra.tools.builtin.terminal import ContractReplies, clamp_timeout
 from palaestra.tools.call_text import ToolCall, ToolResult, result_of
@@ -42,6 +27,21 @@ from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRecordings, ToolRuntime
 from palaestra.tools.tool import States, ToolOutcome
 from palaestra.tools.tool_server_client import ToolServerLink
+from palaestra_slots.core.cancel_scope import Ending
+from palaestra_slots.core.errors import ConfigError, IsolationUnavailable, StaleLease
+from palaestra_slots.core.types import JSON, AllowList, Network
+from palaestra_slots.processes.registry import ProcessRegistry
+from palaestra_slots.processes.session import ProcessSession
+from palaestra_slots.sandbox import artifacts
+from palaestra_slots.sandbox.artifacts import (
+    ArtifactArchiveRequestPayload,
+    ArtifactArchiveResponsePayload,
+    ArtifactListRequestPayload,
+    ArtifactListResponsePayload,
+    ArtifactReadRequestPayload,
+    ArtifactReadResponsePayload,
+)
+from palaestra_slots.sandbox.slot import Rung, Slot, SlotSource, SlotSpec
 
 POLICY_ARGUMENTS = frozenset({"allow_network", "require_sandbox", "require_stateful_sandbox"})
 """Arguments that `ToolExecutor.execute` drops, because the configuration decides them."""

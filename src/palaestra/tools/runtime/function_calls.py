@@ -23,13 +23,6 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Self, TypeVar
 
-from palaestra.core.errors import SandboxError
-from palaestra.core.sync_bridge import wait_for_sync
-from palaestra.core.types import JSON
-from palaestra.processes.notifications import Notifications
-from palaestra.processes.session import ProcessSession
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Backend
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.mcp.mcp_config import servers_of
 from palaestra.tools.mcp.run_servers import ServersOnDemand
@@ -39,6 +32,13 @@ from palaestra.tools.runtime.executor import DelegationSource, ToolExecutorConfi
 from palaestra.tools.runtime.runtime import ToolRecordings, ToolRuntime, tools_of_task
 from palaestra.tools.runtime.session_tasks import SessionTasks, ToolSessionConfig
 from palaestra.tools.settings import ToolSettings
+from palaestra_slots.core.errors import SandboxError
+from palaestra_slots.core.sync_bridge import wait_for_sync
+from palaestra_slots.core.types import JSON
+from palaestra_slots.processes.notifications import Notifications
+from palaestra_slots.processes.session import ProcessSession
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Backend
 
 T = TypeVar("T")
 

@@ -18,12 +18,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import States, Tool, ToolMistake, ToolOutcome, ToolRun, ToolSchema, run_tool
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 
 @dataclass(slots=True)

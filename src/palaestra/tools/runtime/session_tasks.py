@@ -10,18 +10,18 @@ from pathlib import Path
 
 from pydantic import Field
 
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError, ImageError, TaskError
-from palaestra.core.types import JSON
-from palaestra.processes.notifications import Notifications
-from palaestra.processes.registry import ProcessRegistry
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Backend, Slot, SlotSpec, Snapshot
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import DelegationSource, ToolExecutor, ToolExecutorConfig, TrajectoryTools
 from palaestra.tools.runtime.runtime import REFUSED_SLOTS, ToolRecordings
 from palaestra.tools.runtime.ttl import Leases
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError, ImageError, TaskError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.processes.notifications import Notifications
+from palaestra_slots.processes.registry import ProcessRegistry
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_slots.sandbox.slot import Backend, Slot, SlotSpec, Snapshot
 
 IMAGES = ("docker_image", "singularity_image", "modal_image", "daytona_image")
 """Overrides that name a task's image. If several are given, the first in this order counts."""

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import StaleLease
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.errors import StaleLease
 
 logger = logging.getLogger(__name__)
 

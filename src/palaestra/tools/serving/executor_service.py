@@ -18,12 +18,16 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel
 
-from palaestra.core.clock import Clock
-from palaestra.core.errors import InfraError
-from palaestra.core.io.http_server import listening
-from palaestra.core.types import JSON
-from palaestra.sandbox import artifact_files, artifacts
-from palaestra.sandbox.artifacts import (
+from palaestra.tools.runtime.executor import ToolExecutor
+from palaestra.tools.runtime.ttl import Leases
+from palaestra.tools.serving.http_common import Handle, RequestRefused, application, read, running
+from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest, ToolExecutorReleaseRequest, ToolResultPayload
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.errors import InfraError
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox import artifact_files, artifacts
+from palaestra_slots.sandbox.artifacts import (
     ArtifactArchiveRequestPayload,
     ArtifactArchiveResponsePayload,
     ArtifactListRequestPayload,
@@ -31,12 +35,8 @@ from palaestra.sandbox.artifacts import (
     ArtifactReadRequestPayload,
     ArtifactReadResponsePayload,
 )
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Slot
-from palaestra.tools.runtime.executor import ToolExecutor
-from palaestra.tools.runtime.ttl import Leases
-from palaestra.tools.serving.http_common import Handle, RequestRefused, application, read, running
-from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest, ToolExecutorReleaseRequest, ToolResultPayload
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import Slot
 
 DEFAULT_LEASE_S = 1800.0
 DEFAULT_DRAIN_S = 60.0

@@ -15,8 +15,9 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.errors import (
+from palaestra.tools.serving.payloads import encoded
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.errors import (
     AcquireTimeout,
     InfraError,
     IsolationUnavailable,
@@ -24,9 +25,8 @@ from palaestra.core.errors import (
     StaleLease,
     ToolServerUnavailable,
 )
-from palaestra.core.io.http_server import guard
-from palaestra.core.types import JSON
-from palaestra.tools.serving.payloads import encoded
+from palaestra_slots.core.io.http_server import guard
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

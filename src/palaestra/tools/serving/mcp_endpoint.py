@@ -20,8 +20,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from palaestra.core.types import JSON
 from palaestra.tools.tool import ToolOutcome
+from palaestra_slots.core.types import JSON
 
 VERSIONS = ("2025-06-18", "2025-11-25", "2025-03-26", "2024-11-05")
 """The protocol versions in which these messages are the same. A request for any other version gets the first."""

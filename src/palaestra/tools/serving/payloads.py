@@ -11,8 +11,8 @@ from typing import Self
 
 from pydantic import BaseModel, Field
 
-from palaestra.core.types import JSON
 from palaestra.tools.call_text import ToolCall, ToolResult
+from palaestra_slots.core.types import JSON
 
 
 class ToolCallPayload(BaseModel):

@@ -14,9 +14,6 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from palaestra.core.clock import Clock
-from palaestra.core.io.http_server import listening
-from palaestra.core.types import JSON
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import result_of
 from palaestra.tools.registry.registry import ToolRegistry
@@ -29,6 +26,9 @@ from palaestra.tools.serving.payloads import (
     ToolServerResultPayload,
 )
 from palaestra.tools.tool import FunctionTool, States, Tool
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.core.types import JSON
 
 DEFAULT_TIMEOUT_S = 120.0
 DEFAULT_LEASE_S = 3600.0

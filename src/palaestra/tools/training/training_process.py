@@ -27,9 +27,9 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.io.durable_files import read_lines, replaced
-from palaestra.core.types import JSON
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.io.durable_files import read_lines, replaced
+from palaestra_slots.core.types import JSON
 
 REQUEST_SCHEMA = "palaestra.rl-run/1"
 TRAIN = (sys.executable, "-P", "-m", "palaestra", "train")

@@ -14,12 +14,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from palaestra.core.types import JSON
 from palaestra.tools.call_text import shortened
 from palaestra.tools.net.host_policy import AddressPolicy
 from palaestra.tools.web.extract_article import read_article
 from palaestra.tools.web.fetch import Fetched, PageUnreadable, fetch, screen
 from palaestra.tools.web.providers import PageReader, WebPage
+from palaestra_slots.core.types import JSON
 
 MAX_PAGE_CHARS = 20_000
 MAX_TITLE_CHARS = 300

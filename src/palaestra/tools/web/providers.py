@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from palaestra.core.errors import ToolUnavailable
-from palaestra.core.extras import install_command
-from palaestra.core.types import JSON
 from palaestra.tools.net.json_client import JsonServer, rows, text
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS, ToolSettings
 from palaestra.tools.tool import ToolMistake
+from palaestra_slots.core.errors import ToolUnavailable
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.types import JSON
 
 
 @dataclass(frozen=True, slots=True)

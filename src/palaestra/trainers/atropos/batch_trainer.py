@@ -16,9 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ConfigError, TrainerError, TrainerRefused, TrainerUnavailable
-from palaestra.core.io.durable_files import replaced, writing
 from palaestra.inference.ledger import UNTRAINED
 from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra.rollouts.observe.training_steps import STEP
@@ -30,6 +27,9 @@ from palaestra.trainers.checkpoints import TrainingFiles, TrainingState
 from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.importance import SamplerMismatch
 from palaestra.trainers.trainer import TrainedRow, Trainer
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.errors import ConfigError, TrainerError, TrainerRefused, TrainerUnavailable
+from palaestra_slots.core.io.durable_files import replaced, writing
 
 logger = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import TrainerRefused, TrainerUnavailable
-from palaestra.core.printable import without_middle
-from palaestra.core.retry import retry_after_s
-from palaestra.core.types import JSON
 from palaestra.inference.http.transport import NOT_JSON, encode_json
 from palaestra.trainers.atropos.groups import UnsavedGroups
 from palaestra.trainers.atropos.wire import BatchInfo, EnvStatus, Registered
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.errors import TrainerRefused, TrainerUnavailable
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.retry import retry_after_s
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

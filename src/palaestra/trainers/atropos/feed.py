@@ -19,11 +19,6 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import TrainerRefused, TrainerUnavailable
-from palaestra.core.exits import plural
-from palaestra.core.retry import RetryPolicy
-from palaestra.core.types import JSON
 from palaestra.trainers.atropos.connection import (
     FeedSettings,
     ServerAnswer,
@@ -32,6 +27,11 @@ from palaestra.trainers.atropos.connection import (
     TrajectoryClient,
 )
 from palaestra.trainers.atropos.groups import Deliveries, UnsavedGroups
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.errors import TrainerRefused, TrainerUnavailable
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.retry import RetryPolicy
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

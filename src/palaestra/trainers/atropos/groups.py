@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import open_lines
-from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import group_line
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import open_lines
+from palaestra_slots.core.types import JSON
 
 DELIVERIES_SCHEMA = "palaestra.deliveries/1"
 

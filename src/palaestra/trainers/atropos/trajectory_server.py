@@ -17,11 +17,6 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ConfigError, DiskError
-from palaestra.core.io.durable_files import open_lines, writing
-from palaestra.core.io.http_server import Handler, guard, listening, require_token
-from palaestra.core.types import JSON
 from palaestra.trainers.atropos.exchange import AnyEvent, BatchTaken, DataReset, Exchange, TrainerStarted
 from palaestra.trainers.atropos.wire import (
     EnvIdentifier,
@@ -33,6 +28,11 @@ from palaestra.trainers.atropos.wire import (
     read_scored,
     read_scored_list,
 )
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.errors import ConfigError, DiskError
+from palaestra_slots.core.io.durable_files import open_lines, writing
+from palaestra_slots.core.io.http_server import Handler, guard, listening, require_token
+from palaestra_slots.core.types import JSON
 
 STORE_SCHEMA = "palaestra.trajectories/1"
 

@@ -17,7 +17,7 @@ from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
-from palaestra.core.types import JSON, Message
+from palaestra_slots.core.types import JSON, Message
 
 T = TypeVar("T")
 

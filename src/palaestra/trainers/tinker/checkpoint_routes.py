@@ -8,12 +8,12 @@ from typing import Any
 
 from aiohttp import web
 
-from palaestra.core.types import JSON
 from palaestra.trainers.tinker.checkpoints import Checkpoint, runs
 from palaestra.trainers.tinker.client_sessions import NotFound
 from palaestra.trainers.tinker.http_bodies import page, read_json, texts
 from palaestra.trainers.tinker.model import UserError
 from palaestra.trainers.tinker.service import TinkerService
+from palaestra_slots.core.types import JSON
 
 
 class CheckpointRoutes:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from palaestra.core.io.durable_files import read_regular, replaced, writing
 from palaestra.trainers.tinker.model import BaseModel, LoraSettings, TrainedModel, UserError
+from palaestra_slots.core.io.durable_files import read_regular, replaced, writing
 
 if TYPE_CHECKING:
     import torch

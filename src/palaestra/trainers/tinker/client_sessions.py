@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field
 
-from palaestra.core.clock import Clock
-from palaestra.core.types import JSON
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.types import JSON
 
 
 class NotFound(Exception):

@@ -15,10 +15,10 @@ from typing import Literal
 
 import msgspec
 
-from palaestra.core.clock import Clock
-from palaestra.core.errors import DiskError, EngineError
-from palaestra.core.types import JSON
 from palaestra.trainers.tinker.model import UserError
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.errors import DiskError, EngineError
+from palaestra_slots.core.types import JSON
 
 log = logging.getLogger(__name__)
 

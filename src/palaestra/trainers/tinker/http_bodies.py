@@ -9,8 +9,8 @@ import msgspec
 import pydantic
 from aiohttp import web
 
-from palaestra.core.types import JSON
 from palaestra.trainers.tinker.model import UserError
+from palaestra_slots.core.types import JSON
 
 _Model = TypeVar("_Model", bound=pydantic.BaseModel)
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.extras import install_command
 from palaestra.inference.engines.torch_decoder import TorchDecoder, load_model, quiet_loading
 from palaestra.trainers.tinker.losses import total
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.extras import install_command
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from tinker import types
 
-from palaestra.core.clock import Clock
 from palaestra.inference.engine import Sampled
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 from palaestra.trainers.tinker.checkpoints import Checkpoint, CheckpointFolder
@@ -26,6 +25,7 @@ from palaestra.trainers.tinker.model import BaseModel, UserError
 from palaestra.trainers.tinker.sampler import Sampler
 from palaestra.trainers.tinker.wire import Recorded, SamplingCall, read_sampling, sample_output
 from palaestra.trainers.tinker.work import BackgroundWork
+from palaestra_slots.core.clock import Clock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,10 +19,6 @@ import pydantic
 from aiohttp import web
 from tinker import types
 
-from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ConfigError, DiskError
-from palaestra.core.io.http_server import Handler, guard, listening, require_token
-from palaestra.core.types import JSON
 from palaestra.trainers.tinker.checkpoint_routes import CheckpointRoutes
 from palaestra.trainers.tinker.checkpoints import CheckpointFolder
 from palaestra.trainers.tinker.client_sessions import NotFound
@@ -31,6 +27,10 @@ from palaestra.trainers.tinker.http_bodies import page, read_json, read_request,
 from palaestra.trainers.tinker.model import BaseModel, UserError
 from palaestra.trainers.tinker.service import ServiceSettings, TinkerService
 from palaestra.trainers.tinker.wire import read_batch
+from palaestra_slots.core.clock import Clock, SystemClock
+from palaestra_slots.core.errors import ConfigError, DiskError
+from palaestra_slots.core.io.http_server import Handler, guard, listening, require_token
+from palaestra_slots.core.types import JSON
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from tinker import types
 
-from palaestra.core.clock import Clock
-from palaestra.core.types import JSON
 from palaestra.trainers.tinker.checkpoints import CheckpointFolder, CheckpointPath, checked_name
 from palaestra.trainers.tinker.client_sessions import ClientSession, ClientSessions, NotFound
 from palaestra.trainers.tinker.futures import FutureAnswer, Futures, PendingRequest, failed
@@ -33,6 +31,8 @@ from palaestra.trainers.tinker.sampling_sessions import (
 )
 from palaestra.trainers.tinker.wire import DatumBatch, batch_output, rows
 from palaestra.trainers.tinker.work import BackgroundWork
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,10 +15,10 @@ from aiohttp import web
 
 from doors.gateway.conftest import started, until
 from doors.gateway.discord_api import ANNA, BOT, DM, GENERAL, IS_VOICE_MESSAGE, SERVER, DiscordAPI
-from palaestra.core.errors import PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Incoming
 from palaestra.doors.gateway.platforms.discord import Discord
+from palaestra_slots.core.errors import PlatformRefused, PlatformUnavailable
 
 VOICE = b"OggS"
 # resources/user#user-object

@@ -14,11 +14,11 @@ from aiohttp import web
 
 from doors.gateway.conftest import started, until
 from doors.gateway.slack_api import APP_TOKEN, TOKEN, SlackAPI
-from palaestra.core.errors import PlatformRefused, PlatformUnavailable
-from palaestra.core.io.http_server import listening
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import ChatAddress, Incoming
 from palaestra.doors.gateway.platforms.slack import Slack
+from palaestra_slots.core.errors import PlatformRefused, PlatformUnavailable
+from palaestra_slots.core.io.http_server import listening
 
 DM = {"type": "message", "channel": "D1", "user": "U1", "channel_type": "im"}
 

@@ -13,10 +13,10 @@ import pytest
 
 from doors.gateway.conftest import started, until
 from doors.gateway.telegram_api import CHAT, SUPERGROUP, TOKEN, TelegramAPI
-from palaestra.core.errors import PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Incoming
 from palaestra.doors.gateway.platforms.telegram import Telegram
+from palaestra_slots.core.errors import PlatformRefused, PlatformUnavailable
 
 # #user and #chat
 ANNA = {"id": CHAT, "is_bot": False, "first_name": "Anna", "last_name": "B", "username": "anna", "language_code": "en"}

@@ -9,11 +9,11 @@ from doors.gateway.answered_once import AnsweredOnce
 from doors.gateway.conftest import a_gateway, started, until
 from doors.gateway.discord_api import ANNA, BOT, DM, EPOCH_MS, GENERAL, QUIET, DiscordAPI
 from doors.gateway.kills import Forked, killed_again_and_again
-from palaestra.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.mailbox import Mailbox
 from palaestra.doors.gateway.platform import Answers, Attachment, ChatAddress, Platform
 from palaestra.doors.gateway.platforms.discord import Discord
+from palaestra_slots.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
 
 OPEN = {"platforms": {"discord": {"allowed_users": [ANNA]}}}
 

@@ -20,10 +20,10 @@ from aiosmtpd.smtp import AuthResult, LoginPassword
 from doors.gateway.answered_once import AnsweredOnce
 from doors.gateway.conftest import a_gateway, free_port, until
 from doors.gateway.kills import Forked, killed_again_and_again
-from palaestra.core.errors import ConfigError
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Platform
 from palaestra.doors.gateway.platforms.email import Email
+from palaestra_slots.core.errors import ConfigError
 
 DOVECOT = Path("/usr/sbin/dovecot")
 BOT, ANNA = "bot@example.org", "anna@example.org"

@@ -9,13 +9,13 @@ from aiohttp import web
 
 from doors.gateway.conftest import a_gateway, started, until
 from doors.gateway.synapse import Account, needed, synapse
-from palaestra.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
-from palaestra.core.io.http_server import listening
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Incoming, Platform
 from palaestra.doors.gateway.platform_conformance import PNG, PlatformConformance
 from palaestra.doors.gateway.platforms.matrix import ENCRYPTED, Matrix
 from palaestra.doors.gateway.platforms.matrix_server import SYNCED
+from palaestra_slots.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
+from palaestra_slots.core.io.http_server import listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

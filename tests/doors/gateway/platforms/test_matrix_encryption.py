@@ -16,7 +16,6 @@ from doors.gateway.conftest import a_gateway, until
 from doors.gateway.echo_model import EchoModel
 from doors.gateway.matrix_person import MatrixPerson
 from doors.gateway.synapse import Account, needed, synapse
-from palaestra.core.errors import PlatformRefused
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.mailbox import Mailbox
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Incoming, Platform
@@ -24,6 +23,7 @@ from palaestra.doors.gateway.platform_conformance import PlatformConformance
 from palaestra.doors.gateway.platforms import matrix_encryption
 from palaestra.doors.gateway.platforms.devices import decide, known_devices
 from palaestra.doors.gateway.platforms.matrix import Matrix
+from palaestra_slots.core.errors import PlatformRefused
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

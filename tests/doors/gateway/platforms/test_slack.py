@@ -8,11 +8,11 @@ from aiohttp import web
 from doors.gateway.answered_once import AnsweredOnce
 from doors.gateway.conftest import started, until
 from doors.gateway.slack_api import APP_TOKEN, TOKEN, SlackAPI
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.http_server import listening
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Platform
 from palaestra.doors.gateway.platforms.slack import Slack
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.http_server import listening
 
 
 def slack(url: str, token: str = TOKEN) -> Slack:

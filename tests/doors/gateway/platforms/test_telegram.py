@@ -7,10 +7,10 @@ import pytest
 from doors.gateway.answered_once import AnsweredOnce
 from doors.gateway.conftest import a_gateway, started, until
 from doors.gateway.telegram_api import CHAT, TOKEN, TelegramAPI
-from palaestra.core.errors import ConfigError
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Platform
 from palaestra.doors.gateway.platforms.telegram import Telegram
+from palaestra_slots.core.errors import ConfigError
 
 
 def telegram(url: str, token: str = TOKEN) -> Telegram:

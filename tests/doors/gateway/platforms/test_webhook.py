@@ -8,12 +8,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError, PlatformUnavailable
-from palaestra.core.io.http_server import listening
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Platform
 from palaestra.doors.gateway.platform_conformance import PlatformConformance
 from palaestra.doors.gateway.platforms.webhook import Webhook
+from palaestra_slots.core.errors import ConfigError, PlatformUnavailable
+from palaestra_slots.core.io.http_server import listening
 
 
 class Program:

@@ -9,11 +9,11 @@ import pytest
 from doors.gateway.answered_once import AnsweredOnce
 from doors.gateway.conftest import a_gateway, started, until
 from doors.gateway.whatsapp_api import ANNA, NUMBER, SECRET, TOKEN, VERIFY, WhatsAppAPI
-from palaestra.core.errors import ConfigError
-from palaestra.core.io import http_server
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Attachment, ChatAddress, Incoming, Platform
 from palaestra.doors.gateway.platforms.whatsapp import WhatsApp
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io import http_server
 
 
 def whatsapp(api: WhatsAppAPI, token: str = TOKEN) -> WhatsApp:

@@ -26,13 +26,13 @@ from opentelemetry.trace import SpanKind, StatusCode
 from toy import Sums, changed, services
 
 from palaestra.agent.middleware import MiddlewareServer
-from palaestra.core.types import JSON
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.observe.tracing.otel import Spans, messages_text
 from palaestra.rollouts.observe.tracing.span_export import traced, traces_url
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import Middleware, RunContext
+from palaestra_slots.core.types import JSON
 
 Kept = Sequence[ReadableSpan]
 

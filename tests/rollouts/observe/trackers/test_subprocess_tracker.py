@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.types import JSON
 from palaestra.rollouts.observe.trackers.subprocess_tracker import MOST_WAITING, ChildTracker, start_tracker
 from palaestra.rollouts.observe.trackers.tracker import RunLabel
+from palaestra_slots.core.types import JSON
 
 Notes = list[str]
 

@@ -12,11 +12,11 @@ import pytest
 
 import palaestra
 from palaestra import Task, environment
-from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost
-from palaestra.core.types import Network
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.local.direct.direct_slot import OnDemandSlot
-from palaestra.sandbox.slot import Mount, Slot, SlotSpec, Snapshot
+from palaestra_slots.core.errors import IsolationUnavailable, SandboxError, SlotLost
+from palaestra_slots.core.types import Network
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.local.direct.direct_slot import OnDemandSlot
+from palaestra_slots.sandbox.slot import Mount, Slot, SlotSpec, Snapshot
 from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots

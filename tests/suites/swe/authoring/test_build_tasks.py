@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.suites.swe.authoring import layout
 from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build, pick
 from palaestra.suites.swe.authoring.manifest import (
@@ -25,6 +24,7 @@ from palaestra.suites.swe.authoring.manifest import (
 )
 from palaestra.suites.swe.authoring.sdist import PackageIndex, make_repository, open_index, read_sdist
 from palaestra.suites.swe.swe_row import SweRow, load_rows
+from palaestra_slots.core.errors import ConfigError, PrepareError, TaskError
 from suites.bench import Bench, RunBench
 
 PACKAGE = {

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.suites.terminal_bench.sandboxes.task_sandbox import TaskSandbox, TaskSandboxSpec
 from palaestra.suites.terminal_bench.sandboxes.task_sandboxes import TaskSandboxes, TaskSandboxSettings
+from palaestra_slots.core.errors import ConfigError, PrepareError, TaskError
 
 pytestmark = [pytest.mark.slots, pytest.mark.skipif(os.geteuid() != 0, reason="the image has a user of its own")]
 

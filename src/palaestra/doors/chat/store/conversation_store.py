@@ -19,8 +19,6 @@ from typing import Self
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.folders import state_folder
 from palaestra.doors.chat.store.effects import EffectJournal
 from palaestra.doors.chat.store.store_file import StoreFile, connection, encoded, placeholders
@@ -28,6 +26,8 @@ from palaestra.doors.chat.store.stored_ledgers import StoredLedgers
 from palaestra.doors.chat.store.stored_turns import LAYOUT, StoredTurns
 from palaestra.doors.chat.store.stored_users import StoredUsers
 from palaestra.tools.builtin.session_search import EXCERPTS, PastSession, SessionMatch
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON, Message
 
 _CONVERSATION = "id, title, key, user, system, settings, parent, parent_turn, created_at, updated_at"
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from palaestra.core.types import JSON
 from palaestra.doors.chat.store.store_file import StoreFile, encoded
 from palaestra.doors.chat.store.stored_turns import StoredTurn
+from palaestra_slots.core.types import JSON
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import private
-from palaestra.core.types import JSON
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.durable_files import private
+from palaestra_slots.core.types import JSON
 
 SCHEMA_VERSION = 1
 BUSY_S = 10.0

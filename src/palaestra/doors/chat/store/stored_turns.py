@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.store.store_file import StoreFile, encoded
 from palaestra.tools.builtin.session_search import message_text
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.types import JSON, Message
 
 _TURN = "id, conversation, number, kind, message_id, state, content, answer, outcome, error, report"
 

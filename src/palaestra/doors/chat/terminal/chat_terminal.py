@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ConfigError, PalaestraError
-from palaestra.core.exits import DONE
-from palaestra.core.printable import printable
+from palaestra_slots.core.errors import ConfigError, PalaestraError
+from palaestra_slots.core.exits import DONE
+from palaestra_slots.core.printable import printable
 
 try:
     from palaestra.doors.chat.terminal.prompt import Prompt

@@ -9,12 +9,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ConfigError, ContextExceeded
-from palaestra.core.exits import plural
-from palaestra.core.printable import without_middle
 from palaestra.doors.chat.terminal.people import FolderChanges, TerminalPeople
 from palaestra.doors.chat.terminal.screen import Screen
 from palaestra.doors.chat.terminal.styles import DIM, PLAIN, YELLOW
+from palaestra_slots.core.errors import ConfigError, ContextExceeded
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import without_middle
 
 if TYPE_CHECKING:
     from palaestra.doors.chat.config import ChatOptions

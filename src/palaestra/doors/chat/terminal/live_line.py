@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from prompt_toolkit.utils import get_cwidth
 
-from palaestra.core.printable import printable
 from palaestra.doors.chat.terminal.styles import CYAN, DIM, PLAIN, YELLOW
+from palaestra_slots.core.printable import printable
 
 TAIL_LINES = 6
 """The number of lines of running output that are shown above the live line."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 
 class MessageQueue:

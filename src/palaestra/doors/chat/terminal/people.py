@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from palaestra.core.exits import plural
-from palaestra.core.printable import escaped, printable, quoted
 from palaestra.doors.chat.terminal.prompt import Prompt
 from palaestra.doors.chat.terminal.screen import Screen
 from palaestra.doors.chat.terminal.styles import DIM, GREEN, PLAIN, YELLOW
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import escaped, printable, quoted
 
 if TYPE_CHECKING:
     from palaestra.doors.chat.conversation import Conversation, People

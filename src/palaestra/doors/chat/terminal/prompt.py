@@ -24,9 +24,9 @@ from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import ColorDepth, Output, create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
 
-from palaestra.core.printable import printable
 from palaestra.doors.chat.folders import state_folder
 from palaestra.doors.chat.terminal.styles import PROMPT
+from palaestra_slots.core.printable import printable
 
 _ESCAPE_S = 0.15
 """How long the prompt waits for the rest of a key after Esc, in seconds."""

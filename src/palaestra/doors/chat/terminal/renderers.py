@@ -10,10 +10,10 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-from palaestra.core.exits import plural
-from palaestra.core.printable import escaped, one_line, printable
-from palaestra.core.types import JSON
 from palaestra.doors.chat.terminal.styles import BOLD, CYAN, DIM, GREEN, PLAIN, RED, YELLOW
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import escaped, one_line, printable
+from palaestra_slots.core.types import JSON
 
 SHOWN_LINES, MOST_DIFF_LINES, MOST_HITS = 8, 200, 12
 """The maximum numbers of lines shown for a command's output, for a diff, and for a search."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.printable import escaped, one_line, printable
 from palaestra.doors.chat.terminal.live_line import LiveLine
 from palaestra.doors.chat.terminal.scrollback import Scrollback
 from palaestra.doors.chat.terminal.styles import BOLD, CYAN, DIM, PLAIN, PROMPT, RED, YELLOW
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.printable import escaped, one_line, printable
 
 if TYPE_CHECKING:
     from palaestra.doors.chat.terminal.markdown import MarkdownStream

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.exits import plural
-from palaestra.core.printable import one_line, printable
 from palaestra.doors.chat.terminal.desk import Desk
 from palaestra.doors.chat.terminal.styles import BOLD, CYAN, DIM, GREEN, PLAIN, YELLOW
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import one_line, printable
 
 if TYPE_CHECKING:
     from palaestra.doors.chat.store import StoredTurn
@@ -311,7 +311,7 @@ async def _save(desk: Desk, rest: str) -> None:
 
 
 async def _export(desk: Desk, rest: str) -> None:
-    from palaestra.core.io.durable_files import private
+    from palaestra_slots.core.io.durable_files import private
 
     talk = desk.talk
     path = Path(rest or f"{talk.id}.json").expanduser()

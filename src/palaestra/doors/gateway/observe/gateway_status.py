@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from palaestra.core.clock import Clock
 from palaestra.doors.gateway.mailbox import Mailbox
+from palaestra_slots.core.clock import Clock
 
 STORED_EVERY_S = 2.0
 _NOTES, _STATUS = "", "status"

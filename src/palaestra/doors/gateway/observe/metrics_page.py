@@ -8,11 +8,11 @@ from dataclasses import asdict
 
 from aiohttp import web
 
-from palaestra.core.clock import Clock
-from palaestra.core.io.http_server import guard, listening
 from palaestra.doors.gateway.mailbox import Mailbox
 from palaestra.doors.gateway.observe.gateway_status import GatewayStatus, read_status
 from palaestra.rollouts.observe.prometheus import CONTENT_TYPE, Metric, by, exposition_text, one
+from palaestra_slots.core.clock import Clock
+from palaestra_slots.core.io.http_server import guard, listening
 
 
 def gateway_metrics(status: GatewayStatus) -> Iterator[Metric]:

@@ -10,8 +10,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, TypeAlias
 
-from palaestra.core.errors import ConfigError
 from palaestra.doors.gateway.platform import PlatformNotes
+from palaestra_slots.core.errors import ConfigError
 
 DeviceState: TypeAlias = Literal["own", "seen", "verified", "blocked"]
 _PREFIX = "device "

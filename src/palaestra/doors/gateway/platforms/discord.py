@@ -26,10 +26,6 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.clock import SystemClock
-from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
-from palaestra.core.retry import retry_after_s
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import (
     Answers,
@@ -41,6 +37,10 @@ from palaestra.doors.gateway.platform import (
     PlatformNotes,
     with_quote,
 )
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.clock import SystemClock
+from palaestra_slots.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra_slots.core.retry import retry_after_s
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # about audioop, which discord.py imports for voice

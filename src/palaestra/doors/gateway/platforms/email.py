@@ -31,10 +31,10 @@ from typing import cast
 import aioimaplib
 import aiosmtplib
 
-from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
-from palaestra.core.io.threads import in_own_thread
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, PlatformLimits
+from palaestra_slots.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra_slots.core.io.threads import in_own_thread
 
 logger = logging.getLogger(__name__)
 

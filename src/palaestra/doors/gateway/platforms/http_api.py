@@ -9,10 +9,10 @@ from typing import Any
 
 import aiohttp
 
-from palaestra.core.clock import SystemClock
-from palaestra.core.errors import PlatformError, PlatformRefused, PlatformUnavailable
-from palaestra.core.printable import without_middle
-from palaestra.core.retry import RETRIED_STATUSES, retry_after_s
+from palaestra_slots.core.clock import SystemClock
+from palaestra_slots.core.errors import PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.retry import RETRIED_STATUSES, retry_after_s
 
 _REQUEST_S = 120.0
 

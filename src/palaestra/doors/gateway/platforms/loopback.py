@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from palaestra.core.errors import PlatformUnavailable
 from palaestra.doors.gateway.platform import (
     Answers,
     Attachment,
@@ -24,6 +23,7 @@ from palaestra.doors.gateway.platform import (
     Incoming,
     PlatformLimits,
 )
+from palaestra_slots.core.errors import PlatformUnavailable
 
 LIMITS = PlatformLimits(max_text=4000, edits=True, typing=True, streams=True, idempotent=True)
 

@@ -42,9 +42,6 @@ from nio import (
 )
 from nio.exceptions import EncryptionError
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
-from palaestra.core.types import JSON
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import (
     Answers,
@@ -63,6 +60,9 @@ from palaestra.doors.gateway.platforms.matrix_encryption import (
     encrypted_file,
 )
 from palaestra.doors.gateway.platforms.matrix_server import MatrixServer
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

@@ -39,10 +39,10 @@ from nio import (
 from nio.crypto import ENCRYPTION_ENABLED
 from nio.exceptions import EncryptionError, LocalProtocolError
 
-from palaestra.core.errors import PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.platform import PlatformNotes
 from palaestra.doors.gateway.platforms.cross_signing import CrossSigning
 from palaestra.doors.gateway.platforms.devices import DeviceState, KnownDevice, known_devices, remember
+from palaestra_slots.core.errors import PlatformRefused, PlatformUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from urllib.parse import quote
 from nio import AsyncClient
 from nio.responses import ErrorResponse
 
-from palaestra.core.errors import PlatformError, PlatformRefused, PlatformUnavailable
-from palaestra.core.printable import without_middle
 from palaestra.doors.gateway.platforms.http_api import connection_failures, read_body
 from palaestra.doors.gateway.platforms.matrix_encryption import make_client
+from palaestra_slots.core.errors import PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra_slots.core.printable import without_middle
 
 SYNCED = "palaestra.synced"
 """The type of the account data that holds the sync token."""

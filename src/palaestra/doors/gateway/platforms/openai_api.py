@@ -37,12 +37,12 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.http_server import Handler, guard, listening
-from palaestra.core.types import JSON
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, PlatformLimits
 from palaestra.doors.gateway.platforms.webhook import listen_address
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.http_server import Handler, guard, listening
+from palaestra_slots.core.types import JSON
 
 MAX_BODY_BYTES = 64 << 20
 SESSION = "X-Session-Id"

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError
-from palaestra.core.extras import install_command
-from palaestra.core.io.plugins import installed, load
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Platform
+from palaestra_slots.core.config import nearest
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.io.plugins import installed, load
 
 GROUP = "palaestra.platforms"
 

@@ -27,8 +27,6 @@ from slack_sdk.socket_mode.response import SocketModeResponse
 from slack_sdk.web.async_client import AsyncWebClient
 from yarl import URL
 
-from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
-from palaestra.core.retry import RETRIED_STATUSES
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import (
     Answers,
@@ -39,6 +37,8 @@ from palaestra.doors.gateway.platform import (
     Incoming,
     PlatformLimits,
 )
+from palaestra_slots.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra_slots.core.retry import RETRIED_STATUSES
 
 logger = logging.getLogger(__name__)
 

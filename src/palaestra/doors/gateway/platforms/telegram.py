@@ -33,8 +33,6 @@ from aiogram.exceptions import (
 from aiogram.types import BufferedInputFile, Message
 from aiogram.utils.token import TokenValidationError
 
-from palaestra.core.cancel_scope import end_tasks
-from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import (
     Answers,
@@ -46,6 +44,8 @@ from palaestra.doors.gateway.platform import (
     PlatformLimits,
     with_quote,
 )
+from palaestra_slots.core.cancel_scope import end_tasks
+from palaestra_slots.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 
 logger = logging.getLogger(__name__)
 

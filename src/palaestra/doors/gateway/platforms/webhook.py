@@ -28,12 +28,6 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from palaestra.core.clock import SystemClock
-from palaestra.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
-from palaestra.core.io.http_server import guard, listening
-from palaestra.core.printable import without_middle
-from palaestra.core.retry import RETRIED_STATUSES, retry_after_s
-from palaestra.core.types import JSON
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import (
     Answers,
@@ -44,6 +38,12 @@ from palaestra.doors.gateway.platform import (
     Incoming,
     PlatformLimits,
 )
+from palaestra_slots.core.clock import SystemClock
+from palaestra_slots.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
+from palaestra_slots.core.io.http_server import guard, listening
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.retry import RETRIED_STATUSES, retry_after_s
+from palaestra_slots.core.types import JSON
 
 MAX_BODY_BYTES = 64 << 20
 SEND_TIMEOUT_S = 60.0

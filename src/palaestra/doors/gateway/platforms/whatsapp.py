@@ -24,13 +24,13 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
-from palaestra.core.io.http_server import listening
-from palaestra.core.types import JSON
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, PlatformLimits
 from palaestra.doors.gateway.platforms.http_api import HttpApi
 from palaestra.doors.gateway.platforms.webhook import listen_address
+from palaestra_slots.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra_slots.core.io.http_server import listening
+from palaestra_slots.core.types import JSON
 
 logger = logging.getLogger(__name__)
 

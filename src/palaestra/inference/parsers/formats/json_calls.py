@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from palaestra.core.types import JSON
 from palaestra.inference.parsers.output_reader import Grammar, OutputReader
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, named_object
 from palaestra.inference.parsers.scan import (
@@ -36,6 +35,7 @@ from palaestra.inference.parsers.scan import (
     scan_value,
     skip,
 )
+from palaestra_slots.core.types import JSON
 
 CUT_OFF = "the output was cut off before the end of the call"
 STRAY = "a closing bracket has no opening bracket"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from palaestra.core.types import JSON
 from palaestra.inference.parsers.formats.json_calls import (
     CUT_OFF,
     STRAY,
@@ -32,6 +31,7 @@ from palaestra.inference.parsers.literals import literal
 from palaestra.inference.parsers.output_reader import FoundCall, Grammar, OutputReader
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, named_object
 from palaestra.inference.parsers.scan import Mark, Scan, decode_members, scan_value, skip
+from palaestra_slots.core.types import JSON
 
 _TAG = "<|python_tag|>"
 _KEYS = ("parameters", "arguments")

@@ -32,7 +32,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from palaestra.core.types import JSON
 from palaestra.inference.parsers.formats.json_calls import CUT_OFF, cut_off
 from palaestra.inference.parsers.output_reader import FoundCall, Grammar, OutputReader
 from palaestra.inference.parsers.parser import BrokenReason, Malformed, ParsedCall, bare
@@ -46,6 +45,7 @@ from palaestra.inference.parsers.scan import (
     scan_value,
     skip,
 )
+from palaestra_slots.core.types import JSON
 
 
 class Markup(Grammar):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import AssistantMessage, ChatCompletion
 from palaestra.inference.recording.request import (
     AGENTS_OWN,
@@ -30,6 +29,7 @@ from palaestra.inference.recording.request import (
     unsupported,
     wants_usage,
 )
+from palaestra_slots.core.types import JSON, Message
 
 _REFUSED = ("functions", "function_call", "audio", "prediction", "web_search_options", "logit_bias", "top_logprobs")
 _USED = AGENTS_OWN | {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from palaestra.core.types import JSON
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.recording.dialects.chat import ChunkStream, openai_error, usage
 from palaestra.inference.recording.request import (
@@ -24,6 +23,7 @@ from palaestra.inference.recording.request import (
     unsupported,
     wants_usage,
 )
+from palaestra_slots.core.types import JSON
 
 _REFUSED = ("suffix", "logprobs", "logit_bias")
 _USED = AGENTS_OWN | {"model", "prompt", "n", "best_of", "stream", "stream_options", "echo"}

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.recording.dialects.chat import reasoning_text, take_response_format
 from palaestra.inference.recording.request import (
@@ -33,6 +32,7 @@ from palaestra.inference.recording.request import (
     text_field,
     unsupported,
 )
+from palaestra_slots.core.types import JSON, Message
 
 _REFUSED = ("container", "mcp_servers")
 _USED = frozenset(

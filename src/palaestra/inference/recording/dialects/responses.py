@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import AssistantMessage, ChatCompletion, ToolCallMessage
 from palaestra.inference.recording.dialects.chat import openai_error, reasoning_text, take_response_format
 from palaestra.inference.recording.request import (
@@ -31,6 +30,7 @@ from palaestra.inference.recording.request import (
     text_field,
     unsupported,
 )
+from palaestra_slots.core.types import JSON, Message
 
 _REFUSED = ("background", "conversation", "prompt", "max_tool_calls", "top_logprobs")
 _USED = frozenset(

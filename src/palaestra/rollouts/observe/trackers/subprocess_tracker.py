@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from palaestra.core.io.durable_files import private
-from palaestra.core.types import JSON
 from palaestra.rollouts.observe.trackers.tracker import RunLabel, Shown
+from palaestra_slots.core.io.durable_files import private
+from palaestra_slots.core.types import JSON
 
 GRACE_S = 30.0
 """The maximum time that the end of a run waits for a tracker."""

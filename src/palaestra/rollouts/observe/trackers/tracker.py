@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from palaestra.core.types import JSON
+from palaestra_slots.core.types import JSON
 
 Shown: TypeAlias = Sequence[tuple[str, float]]
 """Rollouts to display: each as text, with its score."""

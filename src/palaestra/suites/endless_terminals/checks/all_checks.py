@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from palaestra.sandbox.slot import Slot
 from palaestra.suites.endless_terminals.checks.base_check import UnreadableFile
 from palaestra.suites.endless_terminals.checks.data_checks import Csv, Ini, Json, JsonLines, Toml, Yaml
 from palaestra.suites.endless_terminals.checks.file_checks import (
@@ -19,6 +18,7 @@ from palaestra.suites.endless_terminals.checks.file_checks import (
     SymbolicLink,
 )
 from palaestra.suites.endless_terminals.checks.program_checks import LIVE, Archive, Git, Running, Runs, Serves, SqlQuery
+from palaestra_slots.sandbox.slot import Slot
 
 AnyCheck: TypeAlias = (
     Absent

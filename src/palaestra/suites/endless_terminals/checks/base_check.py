@@ -14,9 +14,9 @@ import reprlib
 
 import msgspec
 
-from palaestra.core.errors import GraderError, InfraError
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import FileInfo, Slot
+from palaestra_slots.core.errors import GraderError, InfraError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import FileInfo, Slot
 
 MOST_BYTES = 1 << 20
 """The maximum size, in bytes, of a file that a check reads."""

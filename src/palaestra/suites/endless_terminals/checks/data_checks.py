@@ -9,10 +9,10 @@ import io
 import json
 import re
 
-from palaestra.core.config import read_toml, read_yaml
-from palaestra.core.types import JSON
-from palaestra.sandbox.slot import Slot
 from palaestra.suites.endless_terminals.checks.base_check import BaseCheck, different, read_text, something_else
+from palaestra_slots.core.config import read_toml, read_yaml
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot
 
 _MOST_SLOW_BYTES = 1 << 16
 """The maximum size, in bytes, of a file whose format Python parses slowly."""

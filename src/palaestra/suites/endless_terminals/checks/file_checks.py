@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import posixpath
 
-from palaestra.sandbox.slot import Slot
 from palaestra.suites.endless_terminals.checks.base_check import (
     BaseCheck,
     different,
@@ -15,6 +14,7 @@ from palaestra.suites.endless_terminals.checks.base_check import (
     read_bytes,
     read_text,
 )
+from palaestra_slots.sandbox.slot import Slot
 
 
 class FileContent(BaseCheck, frozen=True, tag="text"):

@@ -11,10 +11,7 @@ import reprlib
 
 import msgspec
 
-from palaestra.core.errors import InfraError
-from palaestra.core.types import JSON
 from palaestra.rollouts.grading.grader import Way, note_way
-from palaestra.sandbox.slot import WORKSPACE, Slot
 from palaestra.suites.endless_terminals.checks.base_check import (
     TIMEOUT_S,
     BaseCheck,
@@ -24,6 +21,9 @@ from palaestra.suites.endless_terminals.checks.base_check import (
     probe,
     read_text,
 )
+from palaestra_slots.core.errors import InfraError
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot
 
 _ANSWER_S = 5.0
 _NUMBER = re.compile(r"[0-9]{1,9}")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 import json
 
-from palaestra.core.types import JSON
 from palaestra.suites.endless_terminals.checks.data_checks import Ini, Json, Toml, Yaml
 from palaestra.suites.endless_terminals.family import DataFile, Family, TaskPart, python
 from palaestra.suites.endless_terminals.random_stream import Draw
 from palaestra.suites.endless_terminals.words import CITIES, SERVICES
+from palaestra_slots.core.types import JSON
 
 
 def _sections(draw: Draw, count: int) -> dict[str, dict[str, str]]:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from palaestra.core.types import JSON
 from palaestra.suites.endless_terminals.checks.all_checks import AnyCheck
 from palaestra.suites.endless_terminals.checks.data_checks import Csv, Json, JsonLines
 from palaestra.suites.endless_terminals.family import Build, DataFile, TaskPart, UnfitInputError, python
 from palaestra.suites.endless_terminals.random_stream import Draw
 from palaestra.suites.endless_terminals.tables import FORMS, READER, Column, Table, TableRow, describe, render, short
 from palaestra.suites.endless_terminals.words import CITIES, COLOURS, PEOPLE, SERVICES
+from palaestra_slots.core.types import JSON
 
 _THEMES = (
     ("orders", "order_id", (("customer", PEOPLE), ("city", CITIES)), ("amount", "items")),

@@ -10,8 +10,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from palaestra.core.errors import TaskError
-from palaestra.core.types import JSON
 from palaestra.suites.grading.harness import FailedTest, Status, TestRun
 from palaestra.suites.python_source import SourceEdit, apply_edits
 from palaestra.suites.swe import unified_diff
@@ -21,6 +19,8 @@ from palaestra.suites.swe.authoring.problem_statement import mentions, problem_s
 from palaestra.suites.swe.authoring.sdist import SourceFile
 from palaestra.suites.swe.swe_row import RowKind
 from palaestra.suites.toolchain.toolchain import Install
+from palaestra_slots.core.errors import TaskError
+from palaestra_slots.core.types import JSON
 
 ROW_SCHEMA = "palaestra.swe-row/1"
 MAX_PASS_TO_PASS = 200

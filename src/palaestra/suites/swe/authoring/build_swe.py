@@ -8,14 +8,14 @@ from pathlib import Path
 
 import click
 
-from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.out_option import out_option
 from palaestra.suites.swe.authoring.build_tasks import BuildOptions, SweBuild, build
 from palaestra.suites.swe.authoring.manifest import dump_manifest
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.images.build_once import CACHE_DIR
 
 
 @click.command("swe", context_settings={"help_option_names": ["-h", "--help"]})

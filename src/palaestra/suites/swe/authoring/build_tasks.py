@@ -23,13 +23,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError, GraderError, InfraError, TaskError
-from palaestra.core.io.durable_files import replaced, writing
-from palaestra.core.types import JSON
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.sandbox.slot import SlotSource
-from palaestra.suites.build_once import build_once
 from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.swe.authoring import problem_statement
 from palaestra.suites.swe.authoring.build_rows import BASE_TIMEOUT_S, Repository, flips, make_row
@@ -45,6 +40,11 @@ from palaestra.suites.swe.authoring.mutations import Mutation, apply, find_mutat
 from palaestra.suites.swe.authoring.package_trial import PackageTrial, open_trial
 from palaestra.suites.swe.authoring.sdist import cached_bytes, make_repository, open_index, read_sdist
 from palaestra.suites.toolchain.toolchain import DependencyCache, Install
+from palaestra_slots.core.errors import ConfigError, GraderError, InfraError, TaskError
+from palaestra_slots.core.io.durable_files import replaced, writing
+from palaestra_slots.core.types import JSON
+from palaestra_slots.images.build_once import build_once
+from palaestra_slots.sandbox.slot import SlotSource
 
 logger = logging.getLogger(__name__)
 

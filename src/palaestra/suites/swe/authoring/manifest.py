@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError
+from palaestra_slots.core.errors import ConfigError
 
 SCHEMA = "palaestra.swe-manifest/1"
 

@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from palaestra.sandbox.slot import WORKSPACE, SlotSource, SlotSpec, Snapshot
 from palaestra.suites.grading.harness import TestRun
 from palaestra.suites.grading.repository_tests import run_files
 from palaestra.suites.swe.authoring.sdist import SourceFile
 from palaestra.suites.swe.workspace import unpack
 from palaestra.suites.toolchain.toolchain import Toolchain
+from palaestra_slots.sandbox.slot import WORKSPACE, SlotSource, SlotSpec, Snapshot
 
 REPO_DIR = f"{WORKSPACE}/repo"
 

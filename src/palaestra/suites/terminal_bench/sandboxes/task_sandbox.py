@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from palaestra.core.errors import ConfigError, SandboxError, SlotEnded
-from palaestra.core.types import AllowList, Limits, Network
-from palaestra.sandbox import transfer
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import ExecutionResult, Mount, Slot
-from palaestra.suites.images.as_user import as_user, home_of, is_root
 from palaestra.suites.terminal_bench.compose import COMPOSE_NAME
 from palaestra.suites.terminal_bench.service import MAIN
 from palaestra.suites.terminal_bench.service_group import ServiceGroup
+from palaestra_slots.core.errors import ConfigError, SandboxError, SlotEnded
+from palaestra_slots.core.types import AllowList, Limits, Network
+from palaestra_slots.images.as_user import as_user, home_of, is_root
+from palaestra_slots.sandbox import transfer
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import ExecutionResult, Mount, Slot
 
 OUTPUT_BYTES = 16 << 20
 """The maximum number of bytes of each stream of a command that are returned."""

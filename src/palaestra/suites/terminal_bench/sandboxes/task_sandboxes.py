@@ -17,22 +17,6 @@ from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError
-from palaestra.core.types import Network
-from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.server_backend import levels
-from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
-from palaestra.sandbox.snapshots.cache import Prepared, Recipe
-from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
-from palaestra.suites.build_once import CACHE_DIR
-from palaestra.suites.images.dockerfile import ImageRecipe
-from palaestra.suites.images.image_builder import ImageBuilder
-from palaestra.suites.images.slot_build import build_in_slot, limits_of_build
-from palaestra.suites.images.task_images import PullPolicy, TaskImages
-from palaestra.suites.images.task_root import TaskRoot, TaskRoots
-from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.terminal_bench.compose import read_services
 from palaestra.suites.terminal_bench.sandboxes.task_sandbox import CommandDefaults, TaskSandbox, TaskSandboxSpec
 from palaestra.suites.terminal_bench.service import MAIN
@@ -45,6 +29,22 @@ from palaestra.suites.terminal_bench.service_group import (
     set_up,
     started_by_image,
 )
+from palaestra_slots.core.config import local_path
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import Network
+from palaestra_slots.images.build_once import CACHE_DIR
+from palaestra_slots.images.dockerfile import ImageRecipe
+from palaestra_slots.images.image_builder import ImageBuilder
+from palaestra_slots.images.slot_build import build_in_slot, limits_of_build
+from palaestra_slots.images.slot_commands import check_execute
+from palaestra_slots.images.task_images import PullPolicy, TaskImages
+from palaestra_slots.images.task_root import TaskRoot, TaskRoots
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.server_backend import levels
+from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot
+from palaestra_slots.sandbox.snapshots.cache import Prepared, Recipe
+from palaestra_slots.sandbox.snapshots.folder import SnapshotStore, default_folder
 
 _LONGEST_END_S = 120.0
 """The longest time for which sandboxes stay open for the other tasks of an event loop that ends."""

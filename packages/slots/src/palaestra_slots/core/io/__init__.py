@@ -1,0 +1,1 @@
+"""Files, locks, threads, processes and the HTTP listener that all layers share."""

@@ -1,0 +1,1 @@
+"""Slots, the pool, snapshots and backends."""

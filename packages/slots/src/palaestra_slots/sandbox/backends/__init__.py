@@ -1,0 +1,1 @@
+"""The providers of slots, one file for each."""

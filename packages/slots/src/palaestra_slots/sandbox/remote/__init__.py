@@ -1,0 +1,1 @@
+"""A slot server behind the streams of a command."""

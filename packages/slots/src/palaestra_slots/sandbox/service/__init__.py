@@ -1,0 +1,1 @@
+"""Slots that outlive their client."""

@@ -1,0 +1,1 @@
+"""Commands: how they start, end and are limited."""

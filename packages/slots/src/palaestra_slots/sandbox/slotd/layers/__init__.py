@@ -1,0 +1,1 @@
+"""Sealed changes as layers, and slots over them."""

@@ -1,0 +1,1 @@
+"""The networks of slots, and the hosts that they may reach."""

@@ -1,0 +1,1 @@
+"""The messages between client, server and init."""

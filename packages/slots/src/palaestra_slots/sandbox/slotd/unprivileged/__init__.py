@@ -1,0 +1,1 @@
+"""The isolation levels `confined` and `none`."""

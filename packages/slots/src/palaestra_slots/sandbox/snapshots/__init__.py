@@ -1,0 +1,1 @@
+"""Prepared workspaces, kept between runs."""

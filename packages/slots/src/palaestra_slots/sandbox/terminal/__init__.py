@@ -1,0 +1,1 @@
+"""Keys and screens of a slot's terminal."""
