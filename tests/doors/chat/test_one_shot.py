@@ -219,6 +219,16 @@ def test_mcp_servers_of_the_settings_are_tools(tmp_path: Path) -> None:
     play(scene)
 
 
+def test_the_time_limit_of_the_settings_ends_a_command(tmp_path: Path) -> None:
+    async def scene(server: EchoChatServer) -> None:
+        words = ("--base-url", server.url, "--model", "echo", "--json", "--env.terminal_timeout", "1")
+        ran = await chat(tmp_path, "-p", 'call terminal {"command": "sleep 60; echo no"}', *words)
+        (result,) = (json.loads(event["text"]) for event in ran.events if event["type"] == "tool_result")
+        assert (result["exit_code"], "no" in result["output"]) == (124, False)
+
+    play(scene)
+
+
 def test_a_tool_server_that_ends_during_a_call_does_not_end_the_turn(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(MCP_SERVER.replace("return", "__import__('os')._exit(1)\n    return"))
     servers = {"mcpServers": {"boats": {"command": sys.executable, "args": [str(tmp_path / "server.py")]}}}

@@ -24,7 +24,15 @@ from palaestra.doors.chat.project import Project
 from palaestra.doors.chat.service import SYSTEM_PROMPT, TOOLSETS, ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
 from palaestra.doors.chat.workdir import WorkFolder
-from palaestra.envs.config.build import extra_body, make_pool, mcp_servers, prices, server_settings, tools_with
+from palaestra.envs.config.build import (
+    command_timeout_s,
+    extra_body,
+    make_pool,
+    mcp_servers,
+    prices,
+    server_settings,
+    tools_with,
+)
 from palaestra.envs.config.command_line import Answer, CommandLine
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
@@ -112,6 +120,7 @@ async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncI
             max_tokens=config.max_token_length if "max_token_length" in config.model_fields_set else None,
             context_tokens=config.context_tokens,
             extra_body=extra_body(config),
+            tool_timeout_s=command_timeout_s(config),
             budget=Budget(tokens=config.max_rollout_tokens, cost=config.max_rollout_cost, prices=prices(config)),
             prices=prices(config),
             spec=spec(config),
