@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from palaestra.agent.hermes_text import observation, result_in, result_text
+from palaestra.tools.call_text import result_of
 from palaestra.tools.tool import ToolCall, ToolResult
+from palaestra_slots.core.types import JSON
 
 CALL = '<tool_call>{"name": "terminal", "arguments": {"command": "ls"}}</tool_call>'
 
@@ -75,6 +78,31 @@ def test_a_result_as_text_leaves_empty_fields_out() -> None:
     full = ToolResult(False, "", "gone", {"exit_code": 1}, "call_1").to_xml()
     body = json.loads(full.removeprefix("<tool_response>").removesuffix("</tool_response>"))
     assert body == {"success": False, "output": "", "error": "gone", "metadata": {"exit_code": 1}, "uniq_id": "call_1"}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"results": [{"url": "http://x", "text": "long " * 100}]},
+        {"matches": [], "total_count": 0, "error": "no such folder"},
+        {"todos": [{"id": "1"}], "exit_code": 3},
+        {"output": "hello", "exit_code": 0, "error": None},
+        {"content": "text", "total_lines": 1},
+        {"output": "", "exit_code": 0},
+        "plain",
+        '{"a": 1}',
+        {},
+    ],
+)
+def test_the_model_reads_each_field_of_a_reply_once(reply: JSON) -> None:
+    result = result_of(reply)
+    shown = observation(result_text(result.success, result.output, result.error, result.metadata))
+    assert shown.count("long long") <= 99
+    fields = [] if isinstance(reply, str) else [name for name, value in reply.items() if value not in (None, "")]
+    assert all(shown.count(f'{name}\\"') + shown.count(f'"{name}"') == 1 for name in fields if name != "content")
+    again = result_in(shown)
+    assert again.to_xml() == result.to_xml()
+    assert isinstance(reply, str) or again.metadata == result.metadata
 
 
 def test_a_result_as_a_dict_has_every_field() -> None:

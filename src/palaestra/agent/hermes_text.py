@@ -189,7 +189,15 @@ def observation(text: str) -> str:
 def result_in(element: str) -> ToolResult:
     """Return the result that a `<tool_response>` element shows."""
     fields = json.loads(element.removeprefix(_ANSWER).removesuffix(_ANSWERED))
-    return ToolResult(fields["success"], fields["output"], fields.get("error", ""), fields.get("metadata", {}))
+    metadata = fields.get("metadata")
+    if metadata is None:  # an output that is an object stands for both
+        try:
+            metadata = json.loads(fields["output"])
+        except (ValueError, RecursionError):
+            metadata = None
+    return ToolResult(
+        fields["success"], fields["output"], fields.get("error", ""), metadata if isinstance(metadata, dict) else {}
+    )
 
 
 def result_text(success: bool, output: str, error: str, metadata: Mapping[str, JSON]) -> str:

@@ -320,6 +320,8 @@ class AgentEnvironment(ContractEnvironment):
             if recorded is None or expected is None:
                 return result
             now = observation(result_text(result.success, result.output, result.error, result.metadata))
+            if result_in(expected).to_xml() == now:  # older recordings show the fields of some results twice
+                now = expected
             return result_in(recorded.match_observation(expected, now, described(call.name, call.arguments)))
 
         doing = f"configuring the agent of {rollout.rollout_id}"

@@ -97,9 +97,11 @@ class ToolResult:
 
     def to_xml(self) -> str:
         """Return the `<tool_response>` block that goes into the next prompt. All fields but `success` and `output` are
-        left out if empty."""
+        left out if empty, and so is metadata that the output repeats (see `result_of`), for which the model would pay
+        twice."""
         shown: dict[str, JSON] = {"success": self.success, "output": self.output}
-        optional: dict[str, JSON] = {"uniq_id": self.uniq_id, "error": self.error, "metadata": dict(self.metadata)}
+        metadata = {} if self.output == _written(self.metadata) else dict(self.metadata)
+        optional: dict[str, JSON] = {"uniq_id": self.uniq_id, "error": self.error, "metadata": metadata}
         shown.update((key, value) for key, value in optional.items() if value)
         return f"<tool_response>{json.dumps(shown, ensure_ascii=False)}</tool_response>"
 
@@ -119,8 +121,12 @@ def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> To
         error = f"Exit code: {exit_code}"
     success = not error
     key = next((key for key in ("output", "content", "diff") if isinstance(rest.get(key), str)), None)
-    output = rest.pop(key) if key is not None else json.dumps(rest, ensure_ascii=False) if rest else ""
+    output = rest.pop(key) if key is not None else _written(rest) if rest else ""
     return ToolResult(success, output, error, rest, uniq_id)
+
+
+def _written(fields: Mapping[str, JSON]) -> str:
+    return json.dumps(fields, ensure_ascii=False, default=str)
 
 
 def reply_of(result: ToolResult) -> dict[str, JSON] | str:
