@@ -360,7 +360,9 @@ def test_run_agent_gives_its_slot_back(tmp_path: Path) -> None:
             with (tmp_path / "log").open("w") as stream:
                 await run(form_of(Copying), parsed(Copying, argv), root=tmp_path / "runs", stream=stream)
             asked = [request.body for request in server.seen if request.method == "POST"]
-            assert '"output": "42\\n"' in asked[1]["messages"][-1]["content"]
+            seen = asked[1]["messages"][-1]["content"]
+            assert '"output": "42\\n"' in seen
+            assert "stdout" not in seen  # the text of a rollout, not of the tool executor
 
     asyncio.run(scenario())
     found = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]

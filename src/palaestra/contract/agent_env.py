@@ -183,8 +183,9 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         executor = self._tool_executor
         name = trajectory_id or f"agent-{next(self._agents)}"
 
-        async def execute(call: ToolCall) -> CallResult:
-            return await executor.execute(name, call)
+        async def execute(call: ToolCall) -> CallResult:  # as in a rollout, so that the model reads the same text
+            tools = executor.trajectory(name).tools
+            return result_of((await tools.call(call.name, call.arguments, by_agent=True)).reply)
 
         def delegate(loop: AgentLoop, agent: AtroposAgent) -> None:
             Subagents(loop, executor.trajectory(name).tools, agent=agent).offer()
