@@ -154,9 +154,16 @@ def judged(call: RequestedCall) -> dict[str, JSON] | None:
         call.arguments.encode()
         value = json.loads(call.arguments, object_pairs_hook=no_name_twice, parse_constant=no_constant)
         json.dumps(value, ensure_ascii=False).encode()
+        if isinstance(value, dict):  # null is an argument that is left out, where it can be
+            value = {name: each for name, each in value.items() if not is_unset(parameters, name, each)}
         return value if isinstance(value, dict) and accepts(parameters, value) else None
     except (ValueError, RecursionError):
         return None
+
+
+def is_unset(parameters: Mapping[str, JSON], name: str, value: JSON) -> bool:
+    known = parameters["properties"]
+    return value is None and name in known and name not in parameters["required"] and not accepts(known[name], value)
 
 
 def no_name_twice(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:

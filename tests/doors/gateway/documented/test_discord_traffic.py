@@ -69,7 +69,7 @@ TAKEN = {
             "message_reference": {"type": 0, "message_id": "1", "channel_id": GENERAL, "guild_id": SERVER},
             "referenced_message": {**BASE, "id": "1", "channel_id": GENERAL, "author": ME, "content": "earlier"},
         },
-        incoming("and?", GENERAL),
+        incoming("and?\n\n> earlier", GENERAL),
     ),
     # reference#message-formatting
     "a mention": (

@@ -53,7 +53,7 @@ TAKEN = {
     # #message, reply_to_message
     "a reply": (
         {**BASE, "text": "and?", "reply_to_message": {**BASE, "message_id": 41, "text": "earlier"}},
-        Incoming(HERE, "42", str(CHAT), "and?", user_name="Anna B"),
+        Incoming(HERE, "42", str(CHAT), "and?\n\n> earlier", user_name="Anna B"),
     ),
     # #message, forward_origin and #messageoriginuser
     "a forwarded text": (
