@@ -107,6 +107,7 @@ class TokenLoopback:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
+        # SGLang and Atropos' vLLM share this path; their requests differ in the name of the ids.
         if "prompt" in body:
             sampled = await self._sampled(body["prompt"]["prompt_token_ids"], body)
             positions = [[{str(number): logprob}] for number, logprob in _pairs(sampled)]

@@ -214,9 +214,8 @@ def content_of(message: Mapping[str, JSON]) -> str:
     joined = [text for text in texts if text is not None]
     if content is not None and len(joined) < len(texts):
         raise ConfigError(
-            f"A message ({message.get('role')}) contains more than text: {content!r:.200}. Token-exact chat "
-            "accepts text, "
-            "or a list of parts {'type': 'text', 'text': …}; convert images and data first."
+            f"A message ({message.get('role')}) contains more than text: {content!r:.200}. Token-exact chat accepts "
+            "text, or a list of parts {'type': 'text', 'text': …}; convert images and data first."
         )
     return "".join(joined)
 
