@@ -134,6 +134,7 @@ async def distribution_check(engine: TokenEngine, bare: TokenEngine, prompt: Seq
         found = f"{_REPEATED} replies at temperature 1 are identical, which their log-probabilities practically exclude"
         way_out = "Start vLLM with --generation-config vllm, and SGLang without --preferred-sampling-params."
         return failed(DISTRIBUTION, found, way_out)
+    # If the server ignores seeds, a difference to the replies of `bare` would prove nothing.
     if first != again:
         return passed(DISTRIBUTION, "the settings sent are in force; the server's own ones are unknown (seeds differ)")
     if first != plain:

@@ -122,6 +122,7 @@ def tojson(
     if isinstance(value, WrittenOnce) and not (ensure_ascii or indent or separators or sort_keys):
         return value.text
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    # `ensure_ascii` escapes the mark too, but the text is split at the character.
     return text.replace("\\ufdd0", MARK) if ensure_ascii else text
 
 

@@ -87,6 +87,7 @@ class LlamaJson(Grammar):
 def _is_call(text: str, complete: bool) -> bool:
     """Return whether a bare object is a call, which may be broken if the object begins with `name`. Any other object is
     text."""
+    # Only so far, because a long run of white space may follow each brace of a text.
     named = _NAMED.match(text[:_NAMED_CHARS]) is not None
     if not complete:
         return named
