@@ -296,6 +296,7 @@ async def _installed(name: str, folder: Path, binary: Path, commands: Sequence[S
         return
     folder.mkdir(parents=True, exist_ok=True)
     async with file_lock(folder / "install.lock"):
+        # Another process may have installed the agent while this one waited for the lock.
         if binary.exists():
             return
         output = b""

@@ -138,6 +138,7 @@ class TypedTool(Tool):
         if inspect.iscoroutinefunction(self.function):
             return reply_from(await self.function(**given))
         answer = await in_own_thread(partial(self.function, **given))
+        # A plain function may return an awaitable, which belongs to this event loop and not to the thread.
         return reply_from(await settled(answer))
 
     def _converted(self, arguments: Mapping[str, JSON]) -> dict[str, Any]:

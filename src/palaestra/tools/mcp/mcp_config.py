@@ -140,6 +140,7 @@ class MCPServerConfig(Settings):
         for name, default in _VARIABLE.findall("\n".join(self._texts())):
             if name in environ:
                 self._variables[name] = environ[name]
+            # `findall` returns an empty text both for an empty default and for none.
             elif f"${{{name}:-{default}}}" not in "\n".join(self._texts()):
                 raise ConfigError(
                     f"${{{name}}} is not set in the environment: export it, or write ${{{name}:-default}}"

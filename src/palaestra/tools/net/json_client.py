@@ -108,6 +108,7 @@ class JsonServer:
                 session.request(method, url, data=body, headers=headers, allow_redirects=False) as reply,
             ):
                 content = bytearray()
+                # Counted while it arrives, because the length in the headers may be missing or wrong.
                 async for chunk in reply.content.iter_any():
                     content += chunk
                     if len(content) > MAX_REPLY_BYTES:

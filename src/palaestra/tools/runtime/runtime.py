@@ -157,6 +157,7 @@ class ToolRuntime(ToolRun):
             async with asyncio.timeout(timeout_s if call.tool.schema.external else None) as limit:
                 return await self._answer(call)
         except TimeoutError:
+            # `ToolStuck` is a timeout too, but an infrastructure failure that the model must not see.
             if not limit.expired():
                 raise
             return ToolOutcome.refused(f"The tool did not answer within {timeout_s:g} s.")
