@@ -313,6 +313,7 @@ async def _run(name: str, command: Sequence[str], folder: Path) -> bytes:
         process = await asyncio.create_subprocess_exec(
             *command,
             cwd=folder,
+            # An installer that asks a question must end, not wait.
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -286,6 +286,7 @@ def _inlined(called: str, value: JSON, definitions: Mapping[str, JSON], above: t
         inner = _inlined(called, definitions[target], definitions, (*above, target))
         return {**inner, **{name: each for name, each in value.items() if name != "$ref"}}
     return {
+        # Below `properties`, keys are the names of parameters: only elsewhere is `title` a keyword.
         name: {key: _inlined(called, each, definitions, above) for key, each in entry.items()}
         if name == "properties" and isinstance(entry, dict)
         else _inlined(called, entry, definitions, above)

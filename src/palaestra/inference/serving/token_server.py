@@ -137,6 +137,7 @@ class TokenLoopback:
         body = await self._body(request)
         prompt = body["prompt"]
         if isinstance(prompt, str):
+            # vLLM adds special tokens to a text unless the request says otherwise.
             special = body.get("add_special_tokens", True)
             prompt = list(self._tokenizer.encode(prompt, add_special_tokens=special))
         sampled = await self._sampled(prompt, body)

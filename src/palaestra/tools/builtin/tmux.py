@@ -108,6 +108,7 @@ async def _start(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun)
     size = TerminalSize(arguments.get("pane_height", ROWS), arguments.get("pane_width", COLUMNS))
     with as_mistake("No terminal can be opened"):
         pane.terminal, pane.cursor = await Terminal.open(slot, size=size, env=PROMPTED), 0
+    # The shell's first prompt ends the wait, so the reply shows it.
     await pane.terminal.command_ended(0, DEFAULT_MAX_WAIT_S)
     return _shown(await pane.terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=DEFAULT_MAX_WAIT_S))
 

@@ -159,6 +159,7 @@ def _from_data_url(url: str, most_bytes: int) -> Image:
     try:
         data = unquote_to_bytes(body)
         if head.lower().endswith(";base64"):
+            # White space may break the lines of base64, but `validate` refuses it.
             data = base64.b64decode(b"".join(data.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ToolMistake(f"This data URL is not base64: {error}") from None

@@ -97,6 +97,7 @@ class MCPServerConfig(Settings):
             if getattr(self, name):
                 raise ConfigError(f"{name} has no effect for a server with {'command' if self.command else 'url'}")
         named = self.env | self.headers
+        # A text with a variable is not yet the secret; `resolved` remembers the text with its value.
         remember_named({name: value for name, value in named.items() if not _VARIABLE.search(value)})
         return self
 

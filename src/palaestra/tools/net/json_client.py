@@ -120,6 +120,7 @@ class JsonServer:
     def _accepted(self, status: int, told: bytes) -> bytes:
         if status in (401, 402, 403):
             raise self._down(f"denied access (HTTP {status}); check {self.key}: {self._said(told)}")
+        # Such a request contains what the model wrote, so the model can correct it.
         if status in (400, 413, 414, 422):
             raise ToolMistake(f"{self.name} rejected this request (HTTP {status}): {self._said(told)}")
         if not 200 <= status < 300:

@@ -162,6 +162,7 @@ def _begins_calls(text: str, position: int) -> bool:
         return True
     key_end = skip(text, inner, _KEY)
     equals = skip(text, key_end)
+    # `==` is a comparison, so the brackets hold code.
     return key_end > inner and text.startswith("=", equals) and not text.startswith("==", equals)
 
 

@@ -92,6 +92,7 @@ class Markup(Grammar):
                 position = self._arguments(output, name, position, arguments)
             return FoundCall(name, arguments, position)
         except Malformed as problem:
+            # A call that closes itself has no end tag, so the next one belongs to another call.
             if not closes_itself:
                 begins = (self.section[1], self.call[0])
                 position = end_of_broken(output.text, max(position, problem.at), self.call[1], *begins)
