@@ -180,6 +180,8 @@ class WallClock:
 
     def _set_limit(self) -> None:
         limit, wall_s = self._limit, self._wall_s
+        # asyncio refuses to reschedule a timeout that has expired, and a wait
+        # may end while its cancellation is under way.
         if limit is None or wall_s is None or limit.expired():
             return
         limit.reschedule(None if self._waiting else asyncio.get_running_loop().time() + wall_s - self.elapsed_s)

@@ -30,6 +30,7 @@ from palaestra.tools.call_text import ToolResult
 from palaestra.tools.tool import encodable
 from palaestra_slots.core.types import JSON, Message
 
+# Without `<` and `/`, so that each matches the opening and the closing tag.
 _TAGS = ("tool_call>", "think>")
 _ANSWER, _ANSWERED = "<tool_response>", "</tool_response>"
 _RESULT: Mapping[str, type] = {"success": bool, "output": str, "error": str, "metadata": dict}
@@ -156,6 +157,7 @@ class HermesText(ChatServer):
                 RequestedCall(f"call_{turn + 1}_{index}", call.function.name, call.function.arguments)
                 for index, call in found
             )
+        # With the turn, because two turns may sample different texts that are parsed into the same message.
         self._sampled[_key(turn, content, calls)] = sampled
         return AssistantMessage(
             content=content,

@@ -118,6 +118,7 @@ def _cline(assignment: AgentAssignment) -> Mapping[str, str]:
     files = {f"{HOME}/.cline/data/settings/providers.json": json.dumps(providers)}
     if assignment.tools_url:
         transport = {"type": "streamableHttp", "url": assignment.tools_url, "headers": assignment.headers}
+        # In seconds; the time limits of most other agents are in milliseconds.
         servers: JSON = {"mcpServers": {TOOL_SERVER: {"transport": transport, "timeout": TOOL_S}}}
         files[f"{HOME}/.cline/data/settings/cline_mcp_settings.json"] = json.dumps(servers)
     return files
@@ -265,6 +266,7 @@ PROGRAMS: Mapping[str, AgentProgram] = {
         "2.1.197",
         ["-p", "{prompt}", "--dangerously-skip-permissions", "--model", MODEL],
         env={
+            # Otherwise, Claude Code refuses `--dangerously-skip-permissions` to root.
             "IS_SANDBOX": "1",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",

@@ -176,6 +176,7 @@ class AgentLoop:
             self.failure = error
             return _failed(Outcome.API_ERROR, error)
         except InfraError as error:
+            # Before TimeoutError: `ToolStuck` and `AcquireTimeout` are also timeouts, but not those of the budget.
             self.failure = error
             return _failed(Outcome.INFRA_ERROR, error)
         except TimeoutError:
@@ -202,11 +203,13 @@ class AgentLoop:
         any_valid = await self._answer(result, reply, turn) if reply.calls else False
         self._measure_context(result, reply)
         await self._report()
+        # Also after a reply that was cut off: its complete calls have run, and the model continues with their results.
         if any_valid:
             return None
         if reply.cut_off:
             used_up = self.settings.budget.used_up(self.used())  # the budget may have shortened the reply
             return _End(Outcome.BUDGET, used_up) if used_up else _End(Outcome.LENGTH, "the reply was cut off")
+        # If all calls were malformed, the model gets the errors and another turn.
         return None if reply.calls else _End(Outcome.NATURAL)
 
     def _request(self, result: AgentResult) -> dict[str, JSON]:
@@ -244,6 +247,7 @@ class AgentLoop:
             await self._calls.run(answers)
         finally:
             turn.tool_s = self.wall.elapsed_s - started_s
+            # Also if a call raises or is cancelled: servers and templates refuse a call without an answer.
             result.messages.extend(answer.message() for answer in answers)
             if self.settings.budget.output_bytes is not None:
                 texts = (answer.outcome.text for answer in answers if answer.outcome is not None)

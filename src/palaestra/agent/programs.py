@@ -296,6 +296,7 @@ async def _installed(name: str, folder: Path, binary: Path, commands: Sequence[S
         return
     folder.mkdir(parents=True, exist_ok=True)
     async with file_lock(folder / "install.lock"):
+        # Another process may have installed the agent while this one waited for the lock.
         if binary.exists():
             return
         output = b""
@@ -312,6 +313,7 @@ async def _run(name: str, command: Sequence[str], folder: Path) -> bytes:
         process = await asyncio.create_subprocess_exec(
             *command,
             cwd=folder,
+            # An installer that asks a question must end, not wait.
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -36,6 +36,7 @@ class ToolError(ToolMistake):
         tool_result: str = "",
         **details: JSON,
     ) -> None:
+        # `raise ToolError("…")` passes the message where records pass the turn.
         number, error = (0, turn) if isinstance(turn, str) else (turn, error)
         super().__init__(error, **details)
         self.turn, self.tool_name, self.arguments, self.error = number, tool_name, arguments, error

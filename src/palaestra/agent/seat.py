@@ -116,6 +116,7 @@ class Seat:
         if isinstance(tools, ToolRuntime):
             runtime = tools
         else:
+            # The handler's calls are checked against the definitions that the model sees.
             runtime = handler_runtime(tools, kit.definitions, kit.names, self.name, self.middleware)
         loop = AgentLoop(
             server,
@@ -175,6 +176,7 @@ class Seat:
 
     async def aclose(self) -> None:
         """Close the tools and release the slot. Idempotent; the seat may be used again."""
+        # Taken first, so that the slot is released exactly once, even if `aclose` is called again meanwhile.
         slot, self.slot = self.slot, None
         try:
             await self.end_tools()

@@ -151,6 +151,7 @@ class Subagents:
             raise failures.exceptions[0] from None
         finally:
             for each in started:
+                # A task that is cancelled before its first step never enters `run`, which would close the tools.
                 await each.tools.aclose()
         return [report.result() for report in reports]
 
@@ -189,6 +190,7 @@ class Subagents:
 
         def on_turn(*_: object) -> None:
             if (calls := tools.found_state(InnerCalls)) is not None:
+                # `record` and `conversation` are set below, before the first turn.
                 record.inner_calls.extend(calls.taken(conversation.loop.result.turns_used))
             self.on_progress()
 
@@ -231,6 +233,7 @@ class _Running:
 
     def _account(self) -> None:
         """Count the sub-agent's turns, tokens and output for the rollout, and complete its record."""
+        # Each run of a loop begins a new result, so the record still has the one from before.
         self.record.result = self.conversation.loop.result
         self.on_turn()
         self.record.segments = list(self.server.segments)

@@ -146,6 +146,8 @@ class ToolCalls:
                 for answer in batch:
                     group.create_task(one(answer))
         except BaseExceptionGroup as failures:
+            # What fails in a tool is an outcome, so this is a failure of the
+            # infrastructure or the configuration, or a bug.
             raise failures.exceptions[0] from None
 
     def _outcome(self, answer: CallAnswer) -> Awaitable[ToolOutcome]:

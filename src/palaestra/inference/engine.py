@@ -47,6 +47,7 @@ def plain_messages(messages: Sequence[Message]) -> list[Message]:
 
 def _plain_message(message: Message) -> Message:
     if type(message) is dict:
+        # Nearly every message is a plain dict, also in its calls, and need not be copied.
         calls = message.get("tool_calls", [])
         if type(calls) is list and set(map(type, calls)) <= {dict}:
             return message

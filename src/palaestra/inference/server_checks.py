@@ -134,6 +134,7 @@ async def distribution_check(engine: TokenEngine, bare: TokenEngine, prompt: Seq
         found = f"{_REPEATED} replies at temperature 1 are identical, which their log-probabilities practically exclude"
         way_out = "Start vLLM with --generation-config vllm, and SGLang without --preferred-sampling-params."
         return failed(DISTRIBUTION, found, way_out)
+    # If the server ignores seeds, a difference to the replies of `bare` would prove nothing.
     if first != again:
         return passed(DISTRIBUTION, "the settings sent are in force; the server's own ones are unknown (seeds differ)")
     if first != plain:
@@ -392,6 +393,7 @@ class _Examination:
             value: JSON = msgspec.json.decode(response.body)
         except NOT_JSON:
             return False
+        # Any web server may answer at these paths; the keys are those of vLLM's and SGLang's answers.
         return response.status == 200 and isinstance(value, dict) and bool(value.keys() & {"version", "model_path"})
 
     async def _tokenizer(self) -> Tokenizer | None:
@@ -411,6 +413,7 @@ class _Examination:
     async def _token_server(self, kind: str, tokenizer: Tokenizer | None) -> None:
         made = SGLangEngine if kind == "sglang" else VLLMEngine
         config = self._config(kind, self.found.model)
+        # With the patience of a run, each failing check would take minutes.
         engine, bare = made(config, retry=AT_START), made(config, retry=AT_START, neutral={})
         try:
             await self._tokens(engine, tokenizer)
@@ -487,6 +490,7 @@ class _Examination:
             "tokenizer_name": self.target.tokenizer or "none",
             "tool_parser": self.target.parser if server_type == "transformers" else "none",
             "timeout": 120,
+            # The client's own check raises at the first problem, but here each problem is reported.
             "health_check": False,
         }
         if "://" in self.target.where:

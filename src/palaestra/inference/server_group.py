@@ -159,6 +159,8 @@ class ServerGroup(ChatServer):
                 f"Servers of type {kinds} do not return tokens; sglang, vllm and transformers do."
             )
         servers: list[JSON] = [*self._in_turn()]
+        # One server's client renders the conversation, and any server may
+        # continue it: ids mean the same at all of them.
         sampled_by: TokenEngine = servers[0] if len(servers) == 1 else _FirstAvailable(servers)
         managed: ManagedChat = servers[0].managed_server(engine=sampled_by, **options)
         return managed

@@ -60,6 +60,7 @@ class FastTokenizer:
         stop_ids: Sequence[int] = (),
         source: str = "",
     ) -> None:
+        # A `tokenizer.json` may keep the limits of its training, which would silently cut long prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = self.backend_tokenizer = tokenizer
@@ -116,6 +117,7 @@ def load_tokenizer(name: str) -> FastTokenizer:
         return _from_files(name, lambda file: path / file if (path / file).is_file() else None)
     if path.is_file():
         return _from_files(name, lambda file: path if file == "tokenizer.json" else _beside(path, file))
+    # A name on the hub has at most one slash. A mistyped path must not be looked up there.
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and path.parent.is_dir()):
         raise no_folder(path)
     return _from_files(name, lambda file: _fetched(name, file))
@@ -177,6 +179,7 @@ def _from_files(source: str, find: Callable[[str], Path | None]) -> FastTokenize
         tokenizer,
         chat_template=_template(find, config),
         special={name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name)))},
+        # generation_config.json lists all tokens that end a turn; tokenizer_config.json names only one.
         stop_ids=[stop for stop in (stops if isinstance(stops, list) else [stops]) if isinstance(stop, int)],
         source=source,
     )

@@ -48,6 +48,7 @@ def schema_check(schema: Mapping[str, JSON], what: str) -> Validator:
     problems = []
     for draft in (validator_for, Draft7Validator, Draft4Validator):
         try:
+            # A copy for each draft, because `_validator` removes patterns from it.
             return _validator(draft, copy.deepcopy(dict(schema)))
         except (ValidationError, ReferencingError, ValueError, RecursionError) as error:
             problems.append(error)
@@ -63,6 +64,7 @@ def _validator(draft: Callable[..., Validator], schema: dict[str, JSON]) -> Vali
         except ValidationError as error:
             if error.kind.name != "format" or error.instance_path[-1] != "pattern":
                 raise
+            # Each error names only one unreadable pattern, so the schema is compiled again without it.
             *way, last = error.instance_path
             del reduce(getitem, way, schema)[last]  # type: ignore[arg-type]
 
@@ -136,6 +138,7 @@ class ArgumentSchema:
     def _decode(self, raw: str) -> JSON:
         try:
             value = _DECODER.decode(raw)
+            # A half of a surrogate pair in the text itself; the next lines look for escaped ones.
             raw.encode()
             if "\\ud" in raw or "\\uD" in raw:  # half of a surrogate pair cannot be encoded
                 json.dumps(value, ensure_ascii=False).encode()

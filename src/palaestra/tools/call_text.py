@@ -174,6 +174,7 @@ def _json_end(text: str, start: int) -> int:
     """Return the end of the JSON that begins at `start`, or `start` if there is none. Reads little beyond that end."""
     size = 256
     while True:
+        # A window, because a JSON error counts the lines before it: many broken blocks would take quadratic time.
         window = text[start : start + size]
         begin = len(window) - len(window.lstrip())
         try:

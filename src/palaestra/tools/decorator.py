@@ -138,6 +138,7 @@ class TypedTool(Tool):
         if inspect.iscoroutinefunction(self.function):
             return reply_from(await self.function(**given))
         answer = await in_own_thread(partial(self.function, **given))
+        # A plain function may return an awaitable, which belongs to this event loop and not to the thread.
         return reply_from(await settled(answer))
 
     def _converted(self, arguments: Mapping[str, JSON]) -> dict[str, Any]:
@@ -285,6 +286,7 @@ def _inlined(called: str, value: JSON, definitions: Mapping[str, JSON], above: t
         inner = _inlined(called, definitions[target], definitions, (*above, target))
         return {**inner, **{name: each for name, each in value.items() if name != "$ref"}}
     return {
+        # Below `properties`, keys are the names of parameters: only elsewhere is `title` a keyword.
         name: {key: _inlined(called, each, definitions, above) for key, each in entry.items()}
         if name == "properties" and isinstance(entry, dict)
         else _inlined(called, entry, definitions, above)

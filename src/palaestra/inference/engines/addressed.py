@@ -15,6 +15,7 @@ from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
 
+# Tasks copy their context when they start, so rollouts in several blocks can run at the same time.
 _SERVER: ContextVar[ServerEngine | None] = ContextVar("addressed_server", default=None)
 
 

@@ -123,6 +123,8 @@ class Batcher:
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed and self._thread.ident is not None:
+            # `_send` reads `_closed` under the same lock, so nothing follows this
+            # message, and `_drain` answers what precedes it.
             self._inbox.put(_End())
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -194,6 +196,8 @@ class Batcher:
                 request.finish(reason, self.version)
 
     def _change_weights(self, decoder: TorchDecoder, message: _NewWeights) -> None:
+        # The rows' cached keys and values come from the old weights, so the rows end here. The
+        # client resumes them with their tokens so far.
         for request in self._rows:
             request.finish("abort", self.version)
         self._leave(decoder)
@@ -209,10 +213,13 @@ class Batcher:
         rows, self._rows = self._rows, []
         for request in rows:
             _fail(request.answer, error)
+        # A step that failed may have consumed the last tokens already
+        # (`TorchDecoder._advance`), so no row can continue.
         decoder.keep([])
 
     def _drain(self, error: Exception) -> None:
         with self._lock:
+            # First, because nobody would answer a message that is sent after the loop below.
             self._closed = True
         messages: list[_Message] = [*self._rows, *self._waiting]
         while not self._inbox.empty():

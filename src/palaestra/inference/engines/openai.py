@@ -91,11 +91,11 @@ class OpenAIEngine(ServerEngine):
         if names and self.name not in names:
             logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, ", ".join(names[:10]))
         if (kind := server_kind(models)) != "other":
+            # Only for these servers: OpenAI's own API refuses requests with names that it does not know, such as top_k.
             self._neutral = NEUTRAL
             logger.warning(
                 "%s speaks the protocol of %s, but chat completions give only placeholder tokens. For exact tokens, "
-                "which training needs, "
-                "set --openai.server_type %s; palaestra doctor %s checks the server",
+                "which training needs, set --openai.server_type %s; palaestra doctor %s checks the server",
                 *(shown(self.base_url), "vLLM" if kind == "vllm" else "SGLang", kind, shown(self.base_url)),
             )
 
@@ -206,13 +206,16 @@ class OpenAIEngine(ServerEngine):
             body["messages"] = plainer_history(messages, self._strict_history) or messages
         try:
             return await self._limited(body, ask)
+        # Both are refusals too, but another form of the history would change neither.
         except (ContextExceeded, ReplyWithheld):
             raise
         except EngineRefused as error:
+            # If the rewritten history is refused as well, the refusal has another cause.
             plain = None if self._strict_history else plainer_history(messages, str(error))
             if plain is None:
                 raise
             completion = await self._limited({**body, "messages": plain}, ask)
+            # Kept only now that the server has accepted the rewritten history, which proves the cause.
             self._strict_history = str(error)
             logger.warning("The server refuses parts of the history; they are rewritten for it from now on: %s", error)
             return completion
@@ -225,6 +228,7 @@ class OpenAIEngine(ServerEngine):
         if not isinstance(limit, int):
             return await ask(rest if limit is None else {**rest, name: limit})
         for _ in range(_MOST_CHANGES):
+            # Read in every round, because requests share both: another one may have learned them in the meantime.
             name = self._limit_name or name
             limit = min(limit, self._largest_limit or limit)
             try:
@@ -234,6 +238,7 @@ class OpenAIEngine(ServerEngine):
                 if name == "max_tokens" and wants_newer_name(str(error)):
                     self._limit_name = "max_completion_tokens"
                 elif allowed is None or allowed.tokens >= limit:
+                    # A limit that is not smaller would be refused again.
                     raise
                 elif allowed.always:
                     self._largest_limit = allowed.tokens
@@ -242,6 +247,7 @@ class OpenAIEngine(ServerEngine):
         return await ask({**rest, self._limit_name or name: limit})
 
     async def _repeated(self, body: dict[str, JSON], lane: str, n: int, on_delta: DeltaHook | None) -> ChatCompletion:
+        # Each request gets a copy of the body, because `_complete` rewrites its messages.
         hooks = [on_delta and partial(_call_as, on_delta, index) for index in range(n)]
         return _together(await _all([self._complete(dict(body), lane, hook) for hook in hooks]))
 

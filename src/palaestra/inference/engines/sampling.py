@@ -51,6 +51,7 @@ class Sampling:
         left = {name: value for name, value in settings.items() if value is not None and name not in _IGNORED}
         own = () if left.pop("ignore_eos", False) else stop_ids
         max_tokens = left.pop("max_completion_tokens", None) or left.pop("max_tokens", None)
+        # If a request has both names, the second one is still there and would count as unknown below.
         left.pop("max_tokens", None)
         mode = left.pop("logprobs_mode", "raw_logprobs")
         if mode not in ("raw_logprobs", "processed_logprobs"):
@@ -68,12 +69,12 @@ class Sampling:
             raise _refused("max_tokens", max_tokens, "a positive integer")
         if read.seed is not None and not isinstance(read.seed, int):
             raise _refused("seed", read.seed, "an integer")
+        # Clients also send settings that this engine lacks with the values that turn them off, which changes nothing.
         idle = [name for name, value in left.items() if value not in (0, 0.0, False, [], {}, "", NEUTRAL.get(name, 0))]
         if idle:
             raise EngineRefused(
-                f"This engine has no sampling setting '{idle[0]}'. It supports max_tokens, "
-                "temperature, top_p, "
-                "top_k, seed, stop_token_ids, ignore_eos and logprobs_mode; remove other settings from extra_body."
+                f"This engine has no sampling setting '{idle[0]}'. It supports max_tokens, temperature, top_p, top_k, "
+                "seed, stop_token_ids, ignore_eos and logprobs_mode; remove other settings from extra_body."
             )
         return read
 

@@ -189,6 +189,7 @@ class ReplayPolicy(Policy):
                 f"{self._path} has no trajectory of task '{task.id}' with index {context.index}. "
                 "Replay the same tasks, with at most the group size of the recorded run."
             )
+        # Not `turns_taken`: a recording begins with the prompt's example messages as well.
         turn = _assistant_messages(messages)
         if turn >= len(turns):
             raise EngineUnavailable(

@@ -56,6 +56,8 @@ class TokenChat(ServerEngine):
         """Load the tokenizer, its template and the parser. Raises `ConfigError`."""
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_name)
+        # Made only to raise: a template or parser that cannot be used is an
+        # error of the start, not of the first rollout.
         self.managed_server()
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
@@ -265,6 +267,8 @@ class TokenServer(TokenChat):
         return await self.transport.request(
             "POST",
             url,
+            # The ids' JSON is kept with a long segment (`Prompt.json`), so it is
+            # put before the rest and not encoded with it.
             lambda: b"".join((b'{"', name.encode(), b'":', ids_json(ids), b",", rest[1:])),
             lane=lane,
             read=self._reader(url, on_ids),
@@ -322,13 +326,16 @@ class SGLangEngine(TokenServer):
         Source: SGLang's `PauseGenerationReqInput`, `UpdateWeightFromDiskReqInput` and `ContinueGenerationReqInput`
         (`sglang.srt.managers.io_struct`), and their routes in `sglang.srt.entrypoints.http_server`.
         """
+        # Requests that arrive from here on wait at the server, so no reply begins before the load and ends after it.
         await self._post("pause_generation", {"mode": "abort"})
         try:
+            # `flush_cache`: the cached keys and values were computed with the old weights.
             update = {"model_path": folder, "weight_version": version, "flush_cache": True}
             reply = await self._post("update_weights_from_disk", update)
             if reply.get("success") is not True:
                 raise EngineRefused(f"The server of model '{self.name}' did not load {folder}: {reply.get('message')}")
         finally:
+            # Also after a failed load: until then, the server keeps every request waiting.
             await self._post("continue_generation", {})
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
@@ -340,6 +347,8 @@ class SGLangEngine(TokenServer):
         reply: _SGLangReply = response.value
         info = reply.meta_info
         reason = info.finish_reason
+        # An abort with a 4xx status is a refusal. Without this check, `sample` would resume the
+        # request, as after a weight update, until it gives up.
         if reason.type == "abort" and reason.status_code is not None and 400 <= reason.status_code < 500:
             raise self.transport.refusal(url, reason.status_code, reason.message.encode())
         if info.prompt_tokens is not None and info.prompt_tokens != len(input_ids):
@@ -354,6 +363,7 @@ class SGLangEngine(TokenServer):
             raise self._wrong(url, len(input_ids), "its log-probabilities are not those of its output_ids")
         return Sampled(
             ids=ids,
+            # The type checker needs the `or`: None was refused above.
             logprobs=[entry[0] or 0.0 for entry in info.output_token_logprobs],
             finish_reason=reason.type,
             policy_version=str(info.weight_version or ""),
@@ -367,6 +377,8 @@ def _sglang_request(sampling: Mapping[str, JSON]) -> bytes:
         {
             "sampling_params": {**settings, "skip_special_tokens": False},
             "return_logprob": True,
+            # -1 stands for the output alone; from 0, the server would compute
+            # log-probabilities for the whole prompt too.
             "logprob_start_len": -1,
             **({"stream": True} if sampling.get("on_ids") is not None else {}),
         }
@@ -462,6 +474,7 @@ class VLLMEngine(TokenServer):
         if not reply.choices or reply.choices[0].logprobs is None:
             raise self._wrong(url, len(input_ids), "it has no log-probabilities")
         choice, logprobs = reply.choices[0], reply.choices[0].logprobs
+        # A server that cut or re-encoded the prompt has sampled from a conversation other than the ledger's (T1).
         if not _are(choice.prompt_token_ids, input_ids):
             raise self._wrong(url, len(input_ids), "the prompt tokens it reports are not the ones that were sent")
         if reply.usage is not None and reply.usage.prompt_tokens != len(input_ids):

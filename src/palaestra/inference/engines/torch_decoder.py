@@ -69,6 +69,7 @@ class TorchDecoder:
         ones."""
         import torch
 
+        # Rows whose last token is unread have no logits yet, and the new rows' logits are appended to theirs.
         self._advance()
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
@@ -115,6 +116,7 @@ class TorchDecoder:
         self._unread = None if self._unread is None else self._unread[chosen]
 
     def load(self, folder: str) -> None:
+        # On the CPU, so that the GPU never holds the model twice.
         fresh = load_model(folder, device="cpu", dtype=str(self.model.dtype).removeprefix("torch."))
         self.model.load_state_dict(fresh.state_dict())
 
@@ -144,9 +146,12 @@ class TorchDecoder:
                 out = self.model(
                     input_ids=ids_bt,
                     attention_mask=(positions >= 0).long(),
+                    # Padding has negative positions. It is masked, but a table of positions
+                    # cannot look up a negative one.
                     position_ids=positions[:, -ids_bt.shape[1] :].clamp(min=0),
                     past_key_values=cache,
                     use_cache=True,
+                    # The logits of all positions would be T times as large, and only the last ones are sampled from.
                     logits_to_keep=1,
                 )
         except torch.OutOfMemoryError as error:
@@ -156,6 +161,7 @@ class TorchDecoder:
             )
             full.by_request = True
             raise full from error
+        # In bfloat16, log-probabilities would have only two or three digits.
         return out.logits[:, -1].float(), [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -171,14 +177,20 @@ def sample(
 
     device = logits.device
     own = torch.log_softmax(logits, dim=-1)
+    # A temperature of 0 would divide by zero; the rows that have it take the argmax below.
     temperatures = torch.tensor([each.temperature or 1.0 for each in sampling], device=device)
     drawn_from = torch.log_softmax(_cut(logits / temperatures[:, None], sampling), dim=-1)
+    # Double precision, because the sum over a large vocabulary in float32 visibly differs from 1. The random number is
+    # scaled by the actual sum, so that it never lies beyond the last token.
     heaped = drawn_from.double().exp().cumsum(dim=-1)
     wanted = torch.tensor(chances, device=device, dtype=torch.float64) * heaped[:, -1]
+    # `right=True` skips tokens of probability 0, which share their sum with the token
+    # before: a chance of exactly 0 must not choose one.
     ids = torch.searchsorted(heaped, wanted[:, None], right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
     greedy = torch.tensor([each.temperature == 0 for each in sampling], device=device)
     ids = torch.where(greedy, logits.argmax(dim=-1), ids)
     processed = torch.tensor([each.processed_logprobs for each in sampling], device=device)
+    # The greedy choice has probability 1 in the distribution that was sampled.
     drawn_from = torch.where(greedy[:, None], torch.zeros_like(drawn_from), drawn_from)
     chosen = torch.where(processed[:, None], drawn_from, own).gather(1, ids[:, None]).squeeze(1)
     return ids, chosen
@@ -195,6 +207,7 @@ def _cut(scaled: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
     most = torch.tensor([each.top_k or scaled.shape[1] for each in sampling], device=scaled.device)
     share = torch.tensor([each.top_p for each in sampling], device=scaled.device)
     probabilities = ordered.softmax(dim=-1)
+    # The token with which the sum reaches `top_p` belongs to the nucleus, so the sum before each token counts.
     before = probabilities.cumsum(dim=-1) - probabilities
     out = (ranks >= most[:, None]) | ((before >= share[:, None]) & (ranks > 0))
     return torch.full_like(scaled, float("-inf")).scatter(1, places, ordered.masked_fill(out, float("-inf")))

@@ -111,6 +111,7 @@ class TransformersEngine(TokenChat):
                 f"The ids of model '{self.name}' are 0 to {config.vocab_size - 1}; the prompt is empty or has others. "
                 "Is --openai.tokenizer_name the tokenizer of this model?"
             )
+        # A copy, because the thread reads the prompt later and looks for equal ones.
         answer = self.batcher.submit(tuple(input_ids), wanted, min(room, wanted.max_tokens or room))
         return await asyncio.wrap_future(answer)
 

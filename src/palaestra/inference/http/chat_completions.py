@@ -32,6 +32,8 @@ def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
     """
     try:
         completion = _DECODER.decode(raw)
+    # A ValidationError is a DecodeError too, so it comes first: JSON of
+    # another shape can be converted, other bytes not.
     except (msgspec.ValidationError, RecursionError):
         completion = _converted(raw, source)
     except NOT_JSON as error:

@@ -48,6 +48,7 @@ def wants_newer_name(refusal: str) -> bool:
 def largest_limit(refusal: str) -> AllowedLimit | None:
     """Return the largest limit that the server accepts, or None if the refusal has another cause. One token of the
     window is left free, because SGLang does not let a request fill it."""
+    # First, because `_MOST` would read the window in a message such as TGI's as the limit of every reply.
     if prompt := _number(_PROMPT, refusal):
         room = (_number(_PLUS, refusal) or window_tokens(refusal) or 0) - prompt - 1
         return AllowedLimit(room, False) if room > 0 else None

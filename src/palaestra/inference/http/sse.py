@@ -88,6 +88,7 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     async for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
+            # Lines end with \r\n or \n. A chunk may end between the two bytes, so the text is split at \n alone.
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 lines.append(line[5:].removeprefix(b" "))
@@ -116,6 +117,8 @@ class _Call:
     @property
     def whole(self) -> dict[str, JSON] | None:
         """The arguments so far, if they are a JSON object."""
+        # Only a piece that ends with a brace can complete an object. Parsing
+        # after each piece would take quadratic time.
         last = next((piece for piece in reversed(self.arguments) if piece.strip()), "")
         return _object("".join(self.arguments)) if last.rstrip().endswith("}") else None
 
@@ -178,6 +181,7 @@ class _ChoiceParts:
         if latest is None or latest.is_another(call):
             key = key if isinstance(call.get("index"), int) else id_ or f"call {len(self.calls)}"
             latest = _Call()
+            # A dict keeps the place of a key whose value is replaced, but the last key must be that of the last call.
             self.latest.pop(key, None)
             self.latest[key] = latest
             self.calls.append(latest)

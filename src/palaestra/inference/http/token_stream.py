@@ -82,6 +82,7 @@ class VLLMEvents:
         if fresh is None:
             fresh = [int(token.rpartition(":")[2]) for token in tokens]
         self._ids += fresh
+        # A null in a later event must not erase what an earlier one said, such as the prompt's ids.
         self._choice |= {key: value for key, value in choice.items() if value is not None}
         self.ended = self.ended or choice.get("finish_reason") is not None
         return list(fresh)

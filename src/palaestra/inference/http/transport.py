@@ -201,6 +201,7 @@ class Transport:
             try:
                 response = await self._send(method, url, body, left_s, read, decode)
             except EngineReplyError as error:
+                # A broken reply may be an accident of this one request, so it is retried like a lost connection.
                 raise TransientFailure(error, waited_s=waited_s) from error
             except EngineError:  # also an OSError, but the server's last word
                 raise
@@ -209,7 +210,10 @@ class Transport:
                     unreachable(url, error, self.model, tries, whole_s), waited_s=waited_s
                 ) from error
             finally:
+                # Before the wait for the next try, so that failing requests do not hold back the others of their lane.
                 self._lanes[lane].release()
+            # llama.cpp and Ollama report a conversation that is too long with
+            # status 500, which a retry would not change.
             if response.status in RETRIED_STATUSES and not is_too_long(response.status, server_says(response.body)):
                 asked_s = retry_after_s(response.retry_after, self._clock.wall())
                 raise TransientFailure(
@@ -261,6 +265,7 @@ class Transport:
             session = self._session or self._open()
             data = None if body is None else _SentOnce(body())
             timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+            # After a 301 or 302, aiohttp sends a GET without the body. The refusal names the new address instead.
             async with session.request(
                 method, url, params=self._query, data=data, timeout=timeout, allow_redirects=False
             ) as reply:
@@ -281,13 +286,16 @@ class Transport:
     def _without_key(self, body: bytes) -> bytes:
         """Return an error body without the key, which some servers repeat."""
         secrets = [self._headers.get("Authorization", "").partition(" ")[2], *(self._query or {}).values()]
+        # Shorter values are placeholders (EMPTY, none), which would also be cut out of ordinary words.
         for secret in (each.encode() for each in secrets if len(each) > 7):
             body = body.replace(secret, HIDDEN.encode())
         return body
 
     def _open(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(
+            # The lanes limit requests; aiohttp's own limit of 100 connections would hold back the rest of a lane.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=300),
+            # A load balancer's cookie would send every later request to the same server.
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
         )
@@ -383,6 +391,7 @@ class FailedWithin(Exception):
 
 
 def raise_failed_within(body: bytes) -> None:
+    # Nearly every reply ends here, because decoding a long one a second time costs too much.
     if b'"error"' not in body:
         return
     try:
@@ -467,6 +476,7 @@ def unreachable(url: URL, error: Exception, model: str, tries: int, timeout_s: f
     else:
         text = f"The connection to {where} broke: {error or type(error).__name__}. Check the server's log."
     failure = EngineUnavailable(f"{text} (model '{model}', {_times(tries)})")
+    # A server that took the request may have been busy with it; one that accepted no connection was not.
     failure.by_request = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
     return failure
 

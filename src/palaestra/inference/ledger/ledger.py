@@ -279,6 +279,8 @@ class Ledger:
 
     def _pieces(self, turn: LedgerTurn) -> list[SampledPiece]:
         segment = self._segments[turn.segment]
+        # Backwards from the end, because the wanted turns are the latest. Only sampled tokens have a stored
+        # log-probability, so its offset differs from the token's.
         pieces, stop = [], len(segment.logprobs)
         for span in takewhile(lambda span: span.turn >= turn.number, reversed(segment.spans)):
             if span.kind != "sampled":
@@ -317,6 +319,7 @@ class Ledger:
         found.turns = [
             msgspec.structs.replace(turn, segment=places[turn.segment]) for turn in self.turns if turn.segment in places
         ]
+        # The rollout's first conversation may be left out here, or be a sub-agent's now.
         first = next(iter(found.places()), None)
         for number, segment in enumerate(found._segments):
             if number == first:
@@ -345,6 +348,8 @@ class Ledger:
         other conversations, one conversation after the other."""
         own, keys = 0, {}
         for turn in self.turns:
+            # Between two turns of its own conversation, a rollout's sub-agents end
+            # in an order that depends on timing (D2).
             branch = self._segments[turn.segment].branch
             own += not branch
             keys[turn.number] = own, branch
@@ -370,6 +375,7 @@ class SequenceNode:
             "reason": segment.reason,
             "versions": [(span.start, span.stop, span.version) for span in segment.spans if span.kind == "sampled"],
         }
+        # The segment may grow; the node stays as it was when the state was read.
         self._segment, self._spans, self._tokenizer = segment, len(segment.spans), tokenizer
 
     @cached_property

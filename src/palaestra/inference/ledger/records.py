@@ -174,6 +174,7 @@ def _unpacked(values: array, raw: bytes) -> array:  # type: ignore[type-arg]
 
 
 def feed_digest(hasher: hashlib.blake2b, kind: str, version: str, tokens: bytes, logprobs: bytes) -> None:
+    # The length keeps ids and log-probabilities apart: without it, different spans could feed the same bytes.
     hasher.update(b"".join((f"{kind}\0{version}\0{len(tokens)}\0".encode(), tokens, logprobs)))
 
 

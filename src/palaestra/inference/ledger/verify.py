@@ -103,6 +103,7 @@ def _turns(record: LedgerRecord) -> Iterator[Violation]:
         yield Violation("T3", "the list of turns", "it does not name each turn of the spans once, in order")
     for turn in record.turns:
         listed = turn.segment, turn.prompt_tokens, turn.sampled_tokens
+        # No KeyError: only the first violation is read, and a turn that the spans lack is one, above.
         if listed != found[turn.number]:
             what = f"its (segment, prompt, sampled) is {listed}, but the spans have {found[turn.number]}"
             yield Violation("T3", f"turn {turn.number}", what)
@@ -188,12 +189,15 @@ class _SegmentCheck:
         if not sampled:
             if self.segment.logprobs[span.start * ITEM_BYTES : span.stop * ITEM_BYTES] != _ONE * length:
                 yield self._at("T4", "a log-probability for a token that was not sampled", span)
+        # A NaN anywhere makes the sum NaN, while `max` misses one that is not the first value.
         elif length and not (math.isfinite(sum(logprobs)) and max(logprobs) <= HIGHEST_LOGPROB):
             yield self._at("T4", "a sampled token without a log-probability", span)
 
     def _ends(self) -> Iterator[Violation]:
         """Check that no end-of-turn token is doubled between two turns."""
         for before, span in zip(self.segment.spans, self.segment.spans[1:], strict=False):
+            # Both the model and the template write the end of a turn, and only one
+            # of them may stay (`TurnRenderer.step`).
             both = before.start < before.stop and span.start < span.stop
             if both and before.kind == "sampled" and span.kind == "prompt":
                 last = self.tokens[span.start - 1]
@@ -238,6 +242,7 @@ class RepeatedReplies:
         repeated = [replies for replies in self.prompts.values() if len(replies) > 1]
         if any(len({ids for ids, _ in replies}) > 1 for replies in repeated):
             return ""
+        # The first reply may be any; each further one repeats it with the probability that the log-probabilities give.
         chance = sum((len(replies) - 1) * replies[0][1] for replies in repeated)
         if chance >= IMPOSSIBLE or sum(map(len, repeated)) < _LEAST_REPLIES:
             return ""

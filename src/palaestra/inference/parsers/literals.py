@@ -15,6 +15,7 @@ def literal(text: str) -> JSON:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about unknown escapes
+            # In parentheses, a literal may begin with white space and extend over lines, as JSON may.
             return _json_value(ast.parse(f"({text})", mode="eval").body)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a literal: {error}"[:200]) from None
@@ -27,6 +28,7 @@ def _json_value(node: ast.expr | None) -> JSON:
         case ast.Constant(value=str() | int() | float() | None as value):
             return value
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=ast.Constant(value=int() | float() as value)) if (
+            # Python evaluates -True to -1; JSON has no such value.
             type(value) is not bool
         ):
             return -_json_value(node.operand) if isinstance(node.op, ast.USub) else value

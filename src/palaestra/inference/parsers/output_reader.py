@@ -123,6 +123,7 @@ class OutputReader:
         self.written = 0
         self.in_section = False
         self._grammar = grammar
+        # A format without thinking tags, such as gpt-oss's, marks its thinking in another way.
         self._thinking = thinking if grammar.thinking else False
         self._ends = tuple(sorted({end for _, end in grammar.thinking}))
         self._end_of = dict(grammar.thinking)
@@ -227,6 +228,7 @@ class OutputReader:
         """Read the part that begins at a mark; return where to continue."""
         if mark.text in self._end_of:
             if self._speaking:
+                # There is text before the mark, so the index is not -1.
                 begins_line = self.text[mark.start - 1] == "\n"
                 self._mention = _Mention(mark, begins_line, self.in_section, len(self.pieces))
                 return mark.end
@@ -272,6 +274,7 @@ class OutputReader:
         del self.pieces[mention.pieces :]
         self.pieces.append(TextPiece(self.text[start : begin.start], start, begin.start))
         self.reasoning(begin.start, slice(begin.end, end.start), end.end)
+        # Sections that were opened or closed in between are part of the thinking now.
         self.in_section = mention.in_section
 
     def _refused(self, piece: OutputPiece) -> OutputPiece:

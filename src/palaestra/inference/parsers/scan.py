@@ -40,6 +40,7 @@ def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
 def find(text: str, start: int, *tags: str, before: int | None = None) -> Mark | None:
     """Return the first of `tags` that begins at or after `start` and, if `before` is set, before that position. Returns
     None if there is no such tag."""
+    # A tag that begins before `before` may end after it.
     stop = len(text) if before is None else before + max(map(len, tags)) - 1
     found = _any_of(tags).search(text, start, stop)
     if found is None or (before is not None and found.start() >= before):
@@ -80,6 +81,7 @@ def closing(text: str, position: int, *tags: str) -> Closing:
     return Closing(position, "tags")
 
 
+# Possessive (`*+`): for a string without an end, other quantifiers would try every shorter match.
 _STRING_REST = re.compile(r'[^"\\\x00-\x1f]*+(?:\\["\\/bfnrtu][^"\\\x00-\x1f]*+)*+')
 _TOKEN = re.compile(r'["{}\[\]]|[^ \t\r\nA-Za-z0-9+\-.,:]')
 _BRACKET = re.compile(r"[{}\[\]()]")
@@ -141,6 +143,7 @@ def _refuse(constant: str) -> NoReturn:
 
 def _finite(digits: str) -> float:
     value = float(digits)
+    # Python reads 1e999 as infinity, which cannot be written as JSON again.
     if math.isinf(value):
         raise Malformed(BrokenReason.NOT_FINITE, f"{digits[:40]} is too large a number")
     return value
@@ -257,6 +260,7 @@ def typed(text: str, types: frozenset[str]) -> JSON:
     if not types or types == {"string"}:
         return text
     name, printed = _PRINTED.get(text.strip(), ("", None))
+    # If the argument may be text, the model may mean the word itself.
     if name in types and "string" not in types:
         return printed
     try:
@@ -293,6 +297,7 @@ def _parameters(tools: Tools) -> Iterator[tuple[str, Mapping[str, JSON]]]:
 
 def _types(schema: JSON, root: Mapping[str, JSON], depth: int) -> Iterator[str]:
     """Yield the types that a schema allows, through its unions, references, enumerations and constants."""
+    # References may be circular; the depth ends them.
     if not isinstance(schema, Mapping) or depth == 0:
         return
     declared = schema.get("type")

@@ -127,6 +127,7 @@ class RecordingEndpoint:
 
     async def __aexit__(self, *_: object) -> None:
         for address in self._rollouts.values():
+            # Calls in progress end first, because a server that closes waits for its handlers.
             address.conversations.end()
         await self._listening.__aexit__(None, None, None)
         self._thread.close()
@@ -145,10 +146,12 @@ class RecordingEndpoint:
             conversations.end()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        # Not the decoded path, in which %2F would be a slash and end a name early.
         path = request.raw_path.partition("?")[0].lstrip("/")
         root, _, rest = path.partition("/")
         name, _, rest = rest.partition("/")
         dialect = _PATHS.get("v1/messages" if rest == _COUNT_PATH else rest, _PATHS["v1/chat/completions"])
+        # An error at a path that does not exist must also have the form that the caller's client can read.
         if "anthropic-version" in request.headers and rest not in _PATHS:
             dialect = _PATHS["v1/messages"]
         try:
@@ -179,6 +182,7 @@ class RecordingEndpoint:
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         address = self._rollouts.get(name) if root == "rollouts" else None
         key = self._nobody if address is None else address.key
+        # As bytes, because `compare_digest` refuses texts with characters outside ASCII, which a header may have.
         same = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
         if address is None or not same:
             raise Refusal(401, "The key is not valid for the rollout at this address.", code="invalid_api_key")
@@ -223,6 +227,7 @@ class _Call:
             news.set()
 
         shown = hook if "on_delta" in self._conversations.features else None
+        # In a task of its own, so that pings keep the connection open while the model works.
         answering = asyncio.ensure_future(self._conversations.answer(self._asked, self._id, shown))
         answering.add_done_callback(lambda _: news.set())
         try:
@@ -240,10 +245,13 @@ class _Call:
                 await response.prepare(self._request)
         except Refusal as refusal:
             if not response.prepared:
+                # Before the headers are sent, a refusal has its own status; after that,
+                # it can only be an event of the stream.
                 raise
             self._conversations.note(refusal)
             last = writer.failure(refusal)
         finally:
+            # Also if the client has disconnected: nobody would read the rest of the reply.
             answering.cancel()
         await self._within(response.write_eof(last))
         return response
@@ -256,6 +264,7 @@ class _Call:
         except TimeoutError:
             if self._request.transport is not None:
                 self._request.transport.abort()
+            # The handler ends as if the client had disconnected.
             raise asyncio.CancelledError from None
 
 

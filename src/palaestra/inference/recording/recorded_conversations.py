@@ -259,6 +259,7 @@ class Conversations:
         time. Without a `thread`, call it directly."""
         if self.thread is None:
             return function()
+        # All rollouts share the thread: with one function each, nobody waits behind a whole queue of one agent.
         async with self._one_long:
             return await self.thread.call(function)
 
@@ -390,6 +391,7 @@ class Conversations:
         if request.size > self.limits.text_bytes and "images" not in self.features:
             message = f"The conversation is longer than {self.limits.text_bytes} bytes."
             raise Refusal(400, message, param="previous_response_id", code="context_length_exceeded")
+        # Tools are encoded only if the whole request is longer than they may be.
         if request.size > MOST_TOOL_BYTES and len(msgspec.json.encode(request.tools)) > MOST_TOOL_BYTES:
             raise invalid("tools", f"the tools are longer than {MOST_TOOL_BYTES} bytes")
 
@@ -402,6 +404,7 @@ class Conversations:
     async def _reply(self, line: RecordedConversation, asked: Mapping[str, JSON]) -> ChatCompletion:
         messages = asked["messages"]
         more: dict[str, JSON] = {}
+        # Only the endpoint knows the agent's conversations. For the ledger, a shorter history is just another text.
         if line.server.ledger is not None and _is_compacted(line, messages):
             more["opens"] = SegmentReason.COMPACTION
         started = time.perf_counter()
@@ -475,6 +478,7 @@ class Conversations:
     def _keep(self, reply_id: str, messages: list[Message], size: int) -> None:
         self._replies[reply_id] = messages, size
         self._kept_bytes += size
+        # The latest reply stays, however long its conversation is: its client is about to continue it.
         while len(self._replies) > KEPT_REPLIES or (len(self._replies) > 1 and self._kept_bytes > KEPT_BYTES):
             _, dropped = self._replies.pop(next(iter(self._replies)))
             self._kept_bytes -= dropped
@@ -484,6 +488,7 @@ class Conversations:
         count = getattr(self.server, "prompt_tokens", None)
         self._check_size(request)
         messages = one_system_message(request.messages)
+        # A conversation without replies restores nothing, but writes arguments that are objects as JSON.
         RecordedConversation(0, "", [], self.server).restore(messages)
         if count is not None:
             try:

@@ -117,6 +117,7 @@ def sampling(body: Mapping[str, JSON]) -> dict[str, JSON]:
     for name, value in settings.items():
         if name in _RANGES:
             least, most = _RANGES[name]
+            # In Python, booleans are integers; in JSON, true is not a number.
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
                 raise invalid(name, f"{name} must be a number from {least:g} to {most:g}")
         elif name in _COUNTS and (isinstance(value, bool) or not isinstance(value, int) or value < _COUNTS[name]):
@@ -134,6 +135,7 @@ def sampling(body: Mapping[str, JSON]) -> dict[str, JSON]:
 
 def _is_text_or_texts(value: JSON) -> bool:
     texts = [value] if isinstance(value, str) else value
+    # An empty stop string would end every reply before its first token.
     return isinstance(texts, list) and len(texts) <= 16 and all(isinstance(text, str) and text for text in texts)
 
 

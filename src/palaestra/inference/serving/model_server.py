@@ -94,6 +94,7 @@ class ModelServer(TokenLoopback):
         folder = Path(body["model_path"])
         version = str(body.get("weight_version") or next(self._loads))
         try:
+            # `from_pretrained` takes other text as the name of a model on the hub, and downloads it.
             if not folder.is_dir():
                 raise ConfigError(f"{folder} is not a folder on the server's machine")
             await load(str(folder), version)

@@ -107,6 +107,7 @@ class TokenLoopback:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
+        # SGLang and Atropos' vLLM share this path; their requests differ in the name of the ids.
         if "prompt" in body:
             sampled = await self._sampled(body["prompt"]["prompt_token_ids"], body)
             positions = [[{str(number): logprob}] for number, logprob in _pairs(sampled)]
@@ -136,6 +137,7 @@ class TokenLoopback:
         body = await self._body(request)
         prompt = body["prompt"]
         if isinstance(prompt, str):
+            # vLLM adds special tokens to a text unless the request says otherwise.
             special = body.get("add_special_tokens", True)
             prompt = list(self._tokenizer.encode(prompt, add_special_tokens=special))
         sampled = await self._sampled(prompt, body)

@@ -76,8 +76,11 @@ class _Tokens:
         """Return the text with marks where its changed form contains a token."""
         assert self._normalize is not None
         assert self._normalized is not None
+        # A place in the changed text cannot be mapped back to the original one, so
+        # the text is halved until no half has a token.
         if not self._normalized.search(self._normalize(text)):
             return text
+        # A single character that the tokenizer changes into a whole token cannot be split.
         if len(text) == 1:
             return _REPLACEMENT
         middle = len(text) // 2

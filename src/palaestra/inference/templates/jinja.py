@@ -122,6 +122,7 @@ def tojson(
     if isinstance(value, WrittenOnce) and not (ensure_ascii or indent or separators or sort_keys):
         return value.text
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    # `ensure_ascii` escapes the mark too, but the text is split at the character.
     return text.replace("\\ufdd0", MARK) if ensure_ascii else text
 
 
@@ -214,9 +215,8 @@ def content_of(message: Mapping[str, JSON]) -> str:
     joined = [text for text in texts if text is not None]
     if content is not None and len(joined) < len(texts):
         raise ConfigError(
-            f"A message ({message.get('role')}) contains more than text: {content!r:.200}. Token-exact chat "
-            "accepts text, "
-            "or a list of parts {'type': 'text', 'text': …}; convert images and data first."
+            f"A message ({message.get('role')}) contains more than text: {content!r:.200}. Token-exact chat accepts "
+            "text, or a list of parts {'type': 'text', 'text': …}; convert images and data first."
         )
     return "".join(joined)
 

@@ -79,6 +79,8 @@ class Outlines:
         if new is None or not self._holds(new, head, ready, look):
             self._opaque = {*list(self._opaque)[-_MOST_FORMS:], (case, form)}
         else:
+            # A new dict and not a changed one: long requests are rendered in
+            # another thread, which may be reading this one.
             kept = list(self._known.items())[-_MOST_FORMS:]
             self._known = {**dict(kept), (case, form): [new, *known]}
         return measured
@@ -94,6 +96,7 @@ class Outlines:
 
     def _holds(self, outline: Outline, head: Sequence[Message], ready: Sequence[Message], look: Look) -> bool:
         """Return whether, for adversarial texts, the outline either reproduces the rendering or does not fit."""
+        # None stands for the messages' own texts.
         for content in (None, *_ADVERSARIAL):
             other = [ready[0], *({**m, "content": m["content"] if content is None else content} for m in ready[1:])]
             filled = outline.filled(list(_texts(other)))
@@ -326,6 +329,8 @@ def _refused(name: str) -> Callable[..., JSON]:
 _ITS_OWN = {"__new__", "__str__", "__add__", "__getattribute__", "__getnewargs__", "__init__", "__class__"}
 _OPAQUE = {"__iter__", "__hash__", "__repr__", "__format__", "__sizeof__", "format", "format_map", "join", "translate"}
 
+# All methods, also those of later versions of Python: one that is missing here
+# would answer for the mark and not for the text.
 for _name in {name for name in vars(str) if callable(getattr(str, name))} - _ITS_OWN - {"__doc__", "maketrans"}:
     _kind = _refused if _name in _OPAQUE else _compared if _name in ("__eq__", "__ne__") else _recorded
     setattr(Blank, _name, _kind(_name))
@@ -351,6 +356,7 @@ class _Generator(CodeGenerator):
     """Compiles `~` and `in` to calls of the environment's own methods."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja's name
+        # Jinja's own code for `~` calls `str.join`, which reads a blank's characters without asking the blank.
         self.write("environment.concat(map(str, (")
         for part in node.nodes:
             self.visit(part, frame)
@@ -358,6 +364,7 @@ class _Generator(CodeGenerator):
         self.write(")))")
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802 - jinja's name
+        # Python's `in` reads the characters of a blank that is looked for in a plain text.
         if len(node.ops) != 1 or node.ops[0].op not in ("in", "notin"):
             super().visit_Compare(node, frame)
             return
@@ -383,6 +390,7 @@ class _Tracing(TemplateSandbox):
         super().__init__()
         self.filters = {name: _watched(name, function) for name, function in self.filters.items()}
         self.filters["tojson"] = _blank_tojson
+        # A blank refuses to be iterated over, but every text passes these two tests.
         self.tests = {**self.tests, "iterable": _or_text(self.tests["iterable"])}
         self.tests["sequence"] = _or_text(self.tests["sequence"])
 
@@ -426,6 +434,7 @@ def _watched(name: str, function: Callable[..., JSON]) -> Callable[..., JSON]:
         if any(isinstance(value, Blank) for value in (*given, *named.values())):
             raise Opaque(name)
         answer = function(*given, **named)
+        # A filter in C may read a blank's characters without calling its methods; the mark in the answer shows it.
         if isinstance(answer, str) and not isinstance(answer, Blank) and f"B{NONCE}" in answer:
             raise Opaque(name)
         return answer

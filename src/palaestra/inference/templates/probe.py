@@ -101,6 +101,7 @@ def with_latest(kinds: tuple[StepKind, ...], latest: StepKind) -> tuple[StepKind
     occurred."""
     if kinds and kinds[-1] == latest:
         return kinds
+    # Sorted, so that conversations with the same kinds of steps share what was measured.
     return (*sorted(kind for kind in kinds if kind != latest), latest)
 
 

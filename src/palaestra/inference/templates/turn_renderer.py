@@ -117,6 +117,7 @@ class TurnRenderer:
         self._tokenizer = tokenizer
         self._control = ControlText(tokenizer)
         self._shown = {
+            # `bos_token` and the like are meant as control tokens.
             name: value if name in NAMED_TOKENS else self._control.marked(value)
             for name, value in self.variables.items()
         }
@@ -146,6 +147,8 @@ class TurnRenderer:
             ids = self._encoded(text)
             if len(text) > _LONGEST_KEPT:
                 return Opening(ids, step_kinds(messages))
+            # A new dict and not a changed one: long requests are rendered in
+            # another thread, which may be reading this one.
             self._opened = {**dict(list(self._opened.items())[-_KEPT_OPENINGS:]), text: ids}
         return Opening(ids, step_kinds(messages))
 
@@ -250,6 +253,7 @@ class TurnRenderer:
 
     def _tail(self, after: str, said: int) -> str:
         """Return the text from the end of the turn on; `said` is where the assistant's last words end."""
+        # The first end after the reply: a later one belongs to the messages that follow.
         found = [at for end in self._ends if (at := after.find(end, said)) >= 0]
         return after[min(found, default=said) :]
 

@@ -338,6 +338,7 @@ class ManagedChat(ChatServer):
         messages = plain_messages(messages)  # copied, because the caller's list may grow while the engine samples
         thread = None if self._declared is not None else self._continued(renderer, messages)
         thread = thread or _Thread(renderer)
+        # Before the first await: a concurrent request with the same messages then opens a segment of its own.
         thread.busy = True
         try:
             if in_thread is None:
@@ -417,6 +418,7 @@ class ManagedChat(ChatServer):
     ) -> _Reply:
         ids = [number for piece in pieces for number in piece.sampled.ids]
         finish_reason = pieces[-1].sampled.finish_reason
+        # Engines differ in whether they return the stop token. It belongs to the ledger, but never to the text.
         spoken = ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids
         message = self._reader.read(  # before anything is recorded, because a parser may raise
             self._format.tokenizer.decode(spoken, skip_special_tokens=False),
@@ -430,7 +432,9 @@ class ManagedChat(ChatServer):
             reason = plan.reason or self._undeclared_reason(messages, opens)
             thread.segment = self.ledger.open(reason, self._branch)
             self._segments.append(thread.segment)
+            # Another request may have declared a reason of its own while this one was sampled.
             self._declared = None if plan.reason is self._declared else self._declared
+            # A conversation that goes on in a new segment, after a rewrite, is in the list already.
             if not thread.seen:
                 self._threads = [*self._threads[-_KEPT_THREADS + 1 :], thread]
         thread.kinds = plan.kinds

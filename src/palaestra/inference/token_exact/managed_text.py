@@ -97,6 +97,7 @@ class ManagedText:
     ) -> _Continuation:
         known = self._continued(prompt)
         fresh = prompt if known is None else prompt[len(known.text) :]
+        # A continuation is the middle of a text, so only a first prompt gets the token that begins a text.
         encode = partial(self._tokenizer.encode, fresh, add_special_tokens=known is None)
         if known is not None:
             known.busy = True

@@ -50,11 +50,14 @@ async def sample(
             return [*pieces, piece]
         if not sampled.ids:
             empty += 1
+            # While it loads weights, an engine may abort each request immediately:
+            # without a wait, all resumes would soon be used.
             await clock.sleep(min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0**empty))
             continue
         ids, empty = array("i", sampled.ids), 0
         prompt.grow(ids)
         pieces.append(piece)
+        # The request was aborted exactly at its limit, so there is nothing left to resume.
         if left is not None and (left := left - len(ids)) <= 0:
             return [*pieces[:-1], replace(piece, sampled=replace(sampled, finish_reason="length"))]
     raise EngineUnavailable(
@@ -74,6 +77,7 @@ def _problem(sampled: Sampled, most: int | None, vocabulary: int | None) -> str:
     if ids and (min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary)):
         wrong = min(ids) if min(ids) < 0 else max(ids)
         return f"token id {wrong}, which the tokenizer ({vocabulary} ids) does not have"
+    # The sum is NaN if any value is; `min` and `max` may miss it.
     known = not ids or (math.isfinite(sum(logprobs)) and LOWEST_LOGPROB <= min(logprobs) <= max(logprobs))
     if not known or (ids and max(logprobs) > HIGHEST_LOGPROB):
         return "an impossible log-probability"
@@ -97,6 +101,7 @@ class ReplyReader:
         self._parser = parser
         self._accepts = frozenset[str]()
         if parser is not None:
+            # The function and not the bound method, so that the cache keeps no parser alive.
             self._accepts = _accepted(getattr(parser.parse, "__func__", parser.parse))
 
     def read(
@@ -146,6 +151,7 @@ def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
     except (TypeError, ValueError):
         return frozenset()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        # A parser with `**kwargs` takes `thinking` too, but need not return the pieces that `read` then expects.
         return frozenset({"tools", "cut"})
     return frozenset(parameter.name for parameter in parameters) & {"tools", "cut", "thinking", "turn"}
 

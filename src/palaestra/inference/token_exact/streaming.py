@@ -58,5 +58,6 @@ class ShownReply:
 
 
 def _settled(text: str) -> str:
+    # From near the end, because a reply is looked at again with each token.
     match = _MARKER.search(text, max(0, len(text) - _LONGEST_MARKER))
     return text[: match.start()].rstrip("\ufffd" if match[0] == "\ufffd" else None) if match else text

@@ -43,6 +43,7 @@ NOT_FROM_PROGRAMS = frozenset({"execute_code", "delegate_task", "clarify"})
 _CLEAN_UP_S = 10.0
 _CUT_OFF = "The program was ended together with its call channel."
 _NOT_FOUND = 127
+# `-I -S`: the supervisor must not import the agent's files, such as a json.py in the workspace or a sitecustomize.
 _START = """\
 folder="$TMPDIR/{name}"
 [ -d "$folder" ] || folder=/tmp/{name}
@@ -135,6 +136,7 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
             status = await channel.serve(calls.answer)
             code, error = (status, None) if status is not None else (await _own_end(process), _CUT_OFF)
     except TimeoutError:
+        # `ToolStuck`, the infrastructure failure of a call, is a TimeoutError too.
         if not limit.expired():
             raise
         code, error = 124, f"The program took longer than {timeout_s:g}s and was killed with everything it had started."

@@ -97,6 +97,7 @@ def numbered(lines: list[str], offset: int, limit: int) -> list[str]:
     size = 0
     for number, line in enumerate(lines[offset - 1 : offset - 1 + limit], start=offset):
         entry = f"{number}|{_cut(line.removesuffix(chr(13)))}"
+        # A line end is sent as two characters, because JSON escapes it.
         size += sent_chars(entry) + 2
         if shown and size > MAX_CONTENT_CHARS:
             break

@@ -72,6 +72,7 @@ class FileMaker(Tool):
 
     async def run(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> ToolReply:
         slot = await run.slot()
+        # The path is not part of the request, so a recorded answer fits whatever the path is.
         asked = {name: value for name, value in arguments.items() if name != "output_path"}
         reply = (await run.call_tool(self._request, asked)).reply
         if not isinstance(reply, Mapping) or "data" not in reply:
@@ -122,6 +123,7 @@ async def _image(settings: ToolSettings, arguments: Mapping[str, JSON], run: Too
         request["response_format"] = "b64_json"
     reply = await server.post("images/generations", request)
     try:
+        # Without `validate`, characters that are not base64 would be skipped, and the file would be broken.
         data = base64.b64decode(reply["data"][0]["b64_json"], validate=True)
     except (LookupError, TypeError, binascii.Error):
         raise server.malformed(reply if len(str(reply)) < 1000 else "a long reply without b64_json") from None

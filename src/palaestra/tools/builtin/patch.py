@@ -180,11 +180,13 @@ async def _write_all(slot: Slot, edits: list[FileEdit]) -> None:
             begun.append(edit)
             await _put(slot, edit.path, edit.after)
     except ToolMistake as mistake:
+        # A write that failed has changed nothing, so its file is not restored.
         unrestored = await _put_back(slot, begun[:-1] if begun and edit is begun[-1] else begun)
         if unrestored:
             raise ToolMistake(f"{mistake}. These files were changed and could not be restored: {unrestored}") from None
         raise
     except asyncio.CancelledError:
+        # A write that was cancelled may have been carried out.
         await _put_back(slot, begun)
         raise
 

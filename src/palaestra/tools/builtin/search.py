@@ -280,6 +280,8 @@ def _records(output: str) -> Iterator[tuple[str, str]]:
 
 
 def _rg(engine: str, query: SearchQuery) -> list[str]:
+    # `--no-config`: results must not depend on a file that the agent writes. `--encoding=none`: otherwise, ripgrep
+    # would decode files with a byte order mark, and grep would not.
     scope = ["--hidden", "--no-ignore", "--no-messages", "--no-config", "--encoding=none"]
     form = ["--null", "--no-heading", "--with-filename", "--color=never", "--engine=auto"]
     return [engine, *scope, *form, *(["--no-unicode"] if query.pattern.isascii() else [])]
@@ -298,6 +300,7 @@ async def _run(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResu
 async def _execute(
     slot: Slot, argv: list[str], query: SearchQuery, most_bytes: int = MAX_LISTING_BYTES
 ) -> ExecutionResult:
+    # In a UTF-8 locale, grep takes files with other bytes as binary.
     locale = {"LC_ALL": "C" if query.pattern.isascii() else "C.UTF-8"}
     return await slot.execute(argv, env=locale, timeout_s=query.timeout_s, max_output_bytes=most_bytes)
 

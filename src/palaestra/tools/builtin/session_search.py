@@ -137,8 +137,10 @@ class Sessions:
     def _newest(self) -> Iterator[PastSession]:
         if self.folder is None or not self.folder.is_dir():
             return
+        # A link could show a file outside the folder.
         files = [path for path in self.folder.glob("*.json") if path.stem != self.current and not path.is_symlink()]
         sized = [(path.stat(), path) for path in files if path.is_file()]
+        # Names decide between equal times, so that the same folder gives the same answer.
         sized.sort(key=lambda each: (-each[0].st_mtime_ns, each[1].name))
         for status, path in sized[:MAX_SESSIONS]:
             if status.st_size > MAX_SESSION_BYTES:

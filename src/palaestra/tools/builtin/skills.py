@@ -143,6 +143,7 @@ class Skills:
                 )
         _check(name, content)
         with self._changing():
+            # With the lock held, because another process may be creating the same skill.
             if any(skill.name == name for skill in self.all()):
                 raise ToolMistake(f"The skill {name!r} already exists; change it with edit or patch")
             _write(_inside(self.folder, f"{category}/{name}".lstrip("/")), DOCUMENT, content)
@@ -324,6 +325,7 @@ def _read(folder: Path, file_path: str) -> str:
     if not path.is_file():
         raise ToolMistake(f"The skill has no file {file_path!r}", files=_files(folder))
     with path.open("rb") as file:
+        # One byte more shows that the file is too long, even if it grows meanwhile.
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise ToolMistake(f"{file_path} has more than {MAX_BYTES} bytes")

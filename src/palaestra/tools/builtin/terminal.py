@@ -140,6 +140,7 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
     except (FileNotFoundError, NotADirectoryError):
         return _reply("", 1, f"workdir {workdir} is not a directory; nothing was run. Use a directory such as /")
     except InfraError:
+        # A lost slot is also an OSError, but not about the directory.
         raise
     except OSError as error:
         return _reply("", 1, f"workdir {workdir} cannot be used: {reason(error)}; nothing was run")

@@ -108,6 +108,7 @@ async def _start(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun)
     size = TerminalSize(arguments.get("pane_height", ROWS), arguments.get("pane_width", COLUMNS))
     with as_mistake("No terminal can be opened"):
         pane.terminal, pane.cursor = await Terminal.open(slot, size=size, env=PROMPTED), 0
+    # The shell's first prompt ends the wait, so the reply shows it.
     await pane.terminal.command_ended(0, DEFAULT_MAX_WAIT_S)
     return _shown(await pane.terminal.capture(quiet_s=MIN_QUIET_S, timeout_s=DEFAULT_MAX_WAIT_S))
 
@@ -118,6 +119,7 @@ async def _send_keys(pane: RolloutPane, arguments: Mapping[str, JSON], run: Tool
         raise ToolMistake("keys is needed for send_keys")
     quiet_s = max(float(arguments.get("min_wait_s", 0)), MIN_QUIET_S)
     patience_s = float(min(arguments.get("max_wait_s", DEFAULT_MAX_WAIT_S), run.timeout_s))
+    # Measured before the keys are sent: only a prompt after this place means that the command has ended.
     before, typing_s = (await terminal.process.status()).output_total_bytes, max(patience_s, MIN_TYPING_S)
     try:
         async with asyncio.timeout(typing_s):

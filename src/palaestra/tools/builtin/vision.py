@@ -134,6 +134,7 @@ async def _image(settings: ToolSettings, where: str, run: ToolRun) -> Image:
     if not where.startswith(("http://", "https://")):
         return await _read(settings, where, run)
     try:
+        # One byte more, which shows that a file is too long.
         found = await fetch(where, AddressPolicy(settings.web_allow), max_bytes=most + 1)
     except PageUnreadable as error:
         raise ToolMistake(f"{where} cannot be fetched: {error}") from None
@@ -152,11 +153,13 @@ def _from_data_url(url: str, most_bytes: int) -> Image:
     head, comma, body = url.partition(",")
     if not comma:
         raise ToolMistake("This data URL has no comma, so it contains no data")
+    # Base64 has 4 characters for 3 bytes, and a URL may write each of them as %XX.
     if len(body) > 4 * most_bytes:
         raise ToolMistake(f"This data URL contains more than the {most_bytes} bytes that an image may have")
     try:
         data = unquote_to_bytes(body)
         if head.lower().endswith(";base64"):
+            # White space may break the lines of base64, but `validate` refuses it.
             data = base64.b64decode(b"".join(data.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ToolMistake(f"This data URL is not base64: {error}") from None

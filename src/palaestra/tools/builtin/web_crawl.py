@@ -145,6 +145,7 @@ class _Crawl:
         self._note(first.links, 1)
         while self._waiting and len(self.pages) < self._limit:
             batch = self._next(min(AT_ONCE, self._limit - len(self.pages)))
+            # Taken in the order of the links, not of their arrival, so that the same site gives the same pages.
             visits = await asyncio.gather(*(self._visit(link.url) for link in batch))
             for link, visit in zip(batch, visits, strict=True):
                 self._take(visit)
@@ -200,6 +201,7 @@ class _Crawl:
         try:
             rules = await fetch(address, policy, max_bytes=MAX_ROBOTS_BYTES, timeout_s=10.0)
         except PageUnreadable:
+            # Until it has parsed something, `RobotFileParser` allows no page at all.
             self._robots.parse([])
         else:
             self._robots.parse(rules.body.decode("utf-8", "replace").splitlines())

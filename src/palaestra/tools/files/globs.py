@@ -135,6 +135,7 @@ def _matches(parts: list[re.Pattern[str] | None], names: list[str]) -> bool:
             again, at = (at, here), at + 1
         elif part.fullmatch(names[here]) is not None:
             at, here = at + 1, here + 1
+        # Only the last `**` is tried again: it can take any directories that an earlier one could leave to it.
         elif again is not None:
             again = (again[0], again[1] + 1)
             at, here = again[0] + 1, again[1]

@@ -104,6 +104,7 @@ def as_mistake(problem: str) -> Iterator[None]:
     try:
         yield
     except InfraError:
+        # Lost slots and the like are also OSErrors, but no mistake of the model.
         raise
     except OSError as error:
         raise ToolMistake(f"{problem}: {reason(error)}") from error

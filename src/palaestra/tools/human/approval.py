@@ -86,6 +86,7 @@ class ApprovalRequest:
 
 Ask: TypeAlias = Callable[[ApprovalRequest], Awaitable[ApprovalAnswer]]
 
+# Repetitions have bounds here, because the model chooses the text and the search blocks the event loop.
 _START = r"(?:^|[;&|(`\n]|\$\(|\b(?:sudo|exec|xargs|env|nohup|time|then|do|else)\s)\s{0,20}(?:/[\w./-]{0,100}/)?"
 """The position of a program's name: at the start of a command, or after another program that starts it."""
 
@@ -121,6 +122,7 @@ _MOST_CHARS = 20_000
 
 def dangers(command: str) -> list[str]:
     """Return the kinds of danger in the first 20,000 characters of a command line, each once."""
+    # A shell joins lines that end with a backslash, so a command may be split anywhere.
     text = command[:_MOST_CHARS].replace("\\\n", " ")
     return list(dict.fromkeys(danger for danger, pattern in _COMPILED if pattern.search(text)))
 

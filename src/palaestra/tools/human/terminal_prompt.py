@@ -96,6 +96,8 @@ class TerminalPerson:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
+        # The terminal is opened anew, because O_NONBLOCK belongs to the open file description: set on an inherited one,
+        # it would also apply to the shell and to all its programs.
         terminal = os.open(self._path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             yield terminal
@@ -124,6 +126,8 @@ def _asking_mode(mode: list[int | list[bytes | int]]) -> list[int | list[bytes |
     assert isinstance(lflag, int)
     assert isinstance(characters, list)
     ends = [*characters]
+    # In canonical mode, a read returns at the end of a line. Without ISIG, Ctrl-C is an ordinary character,
+    # so it must end the line to arrive before Enter.
     ends[termios.VEOL] = _INTERRUPT
     lflag = (lflag | termios.ICANON | termios.ECHO) & ~termios.ISIG
     return [iflag | termios.ICRNL, oflag, cflag, lflag, ispeed, ospeed, ends]
@@ -146,6 +150,7 @@ async def _line(terminal: int) -> str | None:
         except BlockingIOError:
             await _ready(terminal)
             continue
+        # In canonical mode, Ctrl-D at the beginning of a line reads as no data.
         return None if not data or _INTERRUPT in data else data.decode(errors="replace")
 
 

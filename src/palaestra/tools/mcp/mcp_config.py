@@ -97,6 +97,7 @@ class MCPServerConfig(Settings):
             if getattr(self, name):
                 raise ConfigError(f"{name} has no effect for a server with {'command' if self.command else 'url'}")
         named = self.env | self.headers
+        # A text with a variable is not yet the secret; `resolved` remembers the text with its value.
         remember_named({name: value for name, value in named.items() if not _VARIABLE.search(value)})
         return self
 
@@ -140,6 +141,7 @@ class MCPServerConfig(Settings):
         for name, default in _VARIABLE.findall("\n".join(self._texts())):
             if name in environ:
                 self._variables[name] = environ[name]
+            # `findall` returns an empty text both for an empty default and for none.
             elif f"${{{name}:-{default}}}" not in "\n".join(self._texts()):
                 raise ConfigError(
                     f"${{{name}}} is not set in the environment: export it, or write ${{{name}:-default}}"

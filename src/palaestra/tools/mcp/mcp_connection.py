@@ -214,9 +214,11 @@ class Connection:
         """
         await _need_extra(name)
         connection = cls(name, config, open_transport)
+        # anyio's scopes must be left by the task that entered them, and callers come and go.
         connection._task = asyncio.create_task(connection._hold(), name=f"mcp {name}")
         try:
             async with asyncio.timeout(config.connect_timeout):
+                # Shielded, because cancelling the wait would also cancel the future, which `_hold` reports to.
                 await asyncio.shield(connection._ready)
         except TimeoutError:
             await connection.aclose()

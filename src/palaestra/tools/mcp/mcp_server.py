@@ -106,6 +106,7 @@ class MCPServer:
             if self._closed:
                 raise ToolServerUnavailable(f"MCP server '{self.name}' is closed: the run has ended")
             connection = self._connection
+            # Several calls may notice the end of one session: only the first of them finds it here and opens another.
             if connection is not None and (connection is instead_of or not connection.alive):
                 self._connection = None
                 await connection.aclose()

@@ -80,6 +80,8 @@ class MCPServers:
         if self._installed:
             return
         self._servers = {name: MCPServer(name, config) for name, config in self._configs.items()}
+        # All have opened or failed before an error is raised, so that `aclose`
+        # leaves none behind that is still opening.
         ended = await asyncio.gather(*(server.open() for server in self._servers.values()), return_exceptions=True)
         problems = dict(zip(self._servers, ended, strict=True))
         for name, error in problems.items():

@@ -75,10 +75,13 @@ class AddressPolicy:
             return False
         if any(address.version == network.version and address in network for network in _SPECIAL):
             return False
+        # Python counts multicast addresses as global.
         return address.is_global and not address.is_multicast and not address.is_reserved
 
     def socket(self, info: tuple[Any, ...]) -> socket.socket:
         """Return a socket for a resolved address, as aiohttp's `socket_factory`. Raises `PrivateAddress`."""
+        # A name that was checked earlier may have another address by now (DNS
+        # rebinding); this is the address of the connection.
         family, kind, protocol, _, where = info
         self.check(str(where[0]))
         return socket.socket(family, kind, protocol)

@@ -108,6 +108,7 @@ class JsonServer:
                 session.request(method, url, data=body, headers=headers, allow_redirects=False) as reply,
             ):
                 content = bytearray()
+                # Counted while it arrives, because the length in the headers may be missing or wrong.
                 async for chunk in reply.content.iter_any():
                     content += chunk
                     if len(content) > MAX_REPLY_BYTES:
@@ -119,6 +120,7 @@ class JsonServer:
     def _accepted(self, status: int, told: bytes) -> bytes:
         if status in (401, 402, 403):
             raise self._down(f"denied access (HTTP {status}); check {self.key}: {self._said(told)}")
+        # Such a request contains what the model wrote, so the model can correct it.
         if status in (400, 413, 414, 422):
             raise ToolMistake(f"{self.name} rejected this request (HTTP {status}): {self._said(told)}")
         if not 200 <= status < 300:

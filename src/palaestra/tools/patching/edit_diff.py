@@ -73,6 +73,8 @@ class BoundedMatcher(difflib.SequenceMatcher[str]):
         inner_old, inner_new = (lines[self._head : len(lines) - self._tail] for lines in (old, new))
         size = len(inner_old) + len(inner_new)
         self._too_large = size > _MAX_COMPARED_LINES
+        # `autojunk` ignores frequent lines. That keeps long comparisons short,
+        # but makes the diffs of short files worse.
         super().__init__(None, inner_old, inner_new, autojunk=size > _MAX_EXACT_LINES)
         self._inner = inner_old, inner_new
         pairs = (1 + len(self.b2j.get(line, ())) for line in inner_old)

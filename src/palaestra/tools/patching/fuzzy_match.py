@@ -130,6 +130,7 @@ def _of_lines(
     text: str, old: str, new: str, apart: bool, *, begins: bool = True, ends: bool = True
 ) -> Iterator[EditSpan]:
     """Yield the places of `old` that begin at the start of a line (`begins`) and end at the end of one (`ends`)."""
+    # The line ends around the text let one search also find places at the edges of the file.
     wanted = "\n" * begins + old + "\n" * ends
     for at in _found(f"\n{text}\n", wanted, len(old) if apart else 1):
         start = at + begins - 1

@@ -80,6 +80,7 @@ def _sharing_words(line: str, others: set[str]) -> list[str]:
     """Return the few lines that share the most words with `line`: a cheap filter before the costly comparison."""
     words = set(_WORD.findall(line))
     shared = {other: len(words.intersection(_WORD.findall(other))) for other in others}
+    # Sorted, because the order of a set differs between processes and would decide between equal lines.
     return heapq.nlargest(_COMPARED_LINES, sorted(other for other in others if shared[other]), key=shared.__getitem__)
 
 

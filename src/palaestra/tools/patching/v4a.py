@@ -190,6 +190,7 @@ def apply_patch(changes: Sequence[FileChange], contents: Mapping[str, str | None
             raise PatchError(f"{change.path} does not exist")
         if change.target is not None:
             _refuse_existing(change.target, contents)
+        # An update in place replaces this value below.
         results[change.path] = None
         if change.action != "delete":
             results[change.target or change.path] = _updated(change, before)

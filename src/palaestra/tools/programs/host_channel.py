@@ -149,6 +149,8 @@ class ProgramChannel:
     async def _frames(self) -> AsyncIterator[tuple[bytes, bytes]]:
         buffer, cursor = bytearray(), 0
         async for piece in self._process.output():
+            # The supervisor sends a frame only after the answer to the last one, so
+            # a gap means that something else has written.
             if piece.lost or piece.start != cursor:
                 raise BrokenChannel(f"{piece.lost} bytes that were not requested")
             cursor = piece.end

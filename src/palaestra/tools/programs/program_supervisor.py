@@ -34,6 +34,7 @@ class Host:
     def __init__(self) -> None:
         self._out = os.dup(1)
         self._in = os.fdopen(os.dup(0), "rb")
+        # The program inherits 0, 1 and 2. If they still led to the host, it could write frames itself.
         nothing = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):
             os.dup2(nothing, standard)
@@ -62,8 +63,10 @@ class ChildProgram:
         self._woken, waker = os.pipe()
         for end in (self.output, self._woken, waker):
             os.set_blocking(end, False)
+        # Only a signal with a handler of Python writes to the wake-up descriptor; by default, SIGCHLD is ignored.
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(waker)
+        # A blocked signal stays blocked across exec, and whoever started this process may have blocked it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         self.pid = os.fork()
         if self.pid == 0:
@@ -72,11 +75,13 @@ class ChildProgram:
         os.close(writer)
 
     def _become(self, folder: str, channel: socket.socket, writer: int) -> None:
+        # A signal before exec would otherwise wake the parent, which shares the pipe.
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for standard in (1, 2):
             os.dup2(writer, standard)
         channel.set_inheritable(True)
+        # Unbuffered, so that output comes before the calls that follow it.
         environment = dict(os.environ, PALAESTRA_TOOLS_FD=str(channel.fileno()), PYTHONUNBUFFERED="1")
         os.execve(sys.executable, [sys.executable, os.path.join(folder, "program.py")], environment)  # noqa: S606
 
@@ -90,6 +95,7 @@ class ChildProgram:
                 os.read(self._woken, 512)
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 if pid:
+                    # The pipe still holds what the program printed last.
                     self._print(host)
                     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
             if self.output in ready and not self._print(host):
@@ -99,6 +105,8 @@ class ChildProgram:
 
     def _print(self, host: Host) -> bool:
         """Send the content of the pipe, in at most 64 frames. Returns False at the end of the output."""
+        # More than a pipe holds. A process that the program has left behind may print without end, which must
+        # delay neither the program's end nor its requests.
         for _ in range(64):
             try:
                 data = os.read(self.output, FRAME_BYTES)

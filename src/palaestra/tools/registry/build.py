@@ -89,6 +89,7 @@ def builtin_tools(settings: ToolSettings | None = None, toolsets: Collection[str
     wanted = _BUILTIN if toolsets is None else [toolset for toolset in _BUILTIN if toolset in toolsets]
     found: list[Tool] = []
     for offered in (each for toolset in wanted for each in _references(toolset)):
+        # A tool made by a decorator is callable too, but calling it would run it.
         made = offered(settings) if callable(offered) and not isinstance(offered, Tool) else offered
         found += _tools(made)
     return tuple(found)
@@ -121,6 +122,7 @@ def load(point: EntryPoint) -> Installed:
 
 
 def _tools(offered: object) -> tuple[Tool, ...]:
+    # As above, calling a tool would run it.
     if callable(offered) and not isinstance(offered, (Tool, type)):
         offered = offered()
     found = (offered,) if isinstance(offered, Tool) else tuple(offered) if isinstance(offered, Iterable) else (offered,)

@@ -321,6 +321,7 @@ class TrajectoryTools:
 
     async def release(self) -> None:
         """End the delegated work and the tools, then give back the slot."""
+        # First, so that calls that wait for their turn fail and do not lease another slot.
         self._released = True
         await self._delegated.end()
         slot, self.slot = self.slot, None

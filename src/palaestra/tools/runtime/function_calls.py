@@ -85,6 +85,7 @@ class _SessionLoop:
     def stop(self, end: Callable[[], Coroutine[object, object, None]]) -> None:
         """Run `end` if there was work, and stop the loop. Idempotent; a stopped loop accepts no work."""
         with self._starting:
+            # `post` reads this under the same lock, so no work begins after `end`.
             already, self._closed = self._closed, True
         if not already and self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(end(), self.events).result(_CLOSE_S)
@@ -93,6 +94,7 @@ class _SessionLoop:
 
     def close(self) -> None:
         """Close the loop unless it still runs."""
+        # A loop that did not stop in time still runs in its thread, and asyncio refuses to close it.
         if not self.events.is_running():
             self.events.close()
 
@@ -294,6 +296,7 @@ def use_session(session: ToolSession) -> None:
     with _choosing:
         before, _own, _chosen = _own, session, True
     atexit.register(session.close)
+    # After the lock is released: closing waits for calls, which may need the lock for `default_session`.
     if before is not None and before is not session:
         before.close()
 

@@ -157,6 +157,7 @@ class ToolRuntime(ToolRun):
             async with asyncio.timeout(timeout_s if call.tool.schema.external else None) as limit:
                 return await self._answer(call)
         except TimeoutError:
+            # `ToolStuck` is a timeout too, but an infrastructure failure that the model must not see.
             if not limit.expired():
                 raise
             return ToolOutcome.refused(f"The tool did not answer within {timeout_s:g} s.")
@@ -168,6 +169,7 @@ class ToolRuntime(ToolRun):
 
     def _limited(self, timeout_s: float) -> ToolRun:
         """Return a copy of this runtime with a different time limit. It shares the slot and all state."""
+        # A copy, because other calls of this runtime run concurrently with their own limits.
         limited = copy.copy(self)
         limited.timeout_s = timeout_s
         return limited
@@ -209,6 +211,7 @@ class _SlotOnce:
         self._acquiring = asyncio.Lock()
 
     async def get(self) -> Slot:
+        # Concurrent first calls must not acquire two slots.
         async with self._acquiring:
             if self._slot is None:
                 self._slot = await self._source()

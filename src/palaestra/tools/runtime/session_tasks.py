@@ -130,6 +130,7 @@ class SessionTasks:
         if self._sweeping is not None:
             self._sweeping.cancel()
         if self.are_kept:
+            # Before the executor closes, because that releases all slots.
             self.slots.leave()
         await self._processes.aclose()
         await self._executor.close()

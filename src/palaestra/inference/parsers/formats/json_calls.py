@@ -132,6 +132,7 @@ def why_not_json(output: OutputReader, begin: int, failed: int) -> Malformed:
     if failed >= output.end:
         return Malformed(BrokenReason.UNCLOSED, CUT_OFF if output.cut else "the JSON does not end")
     try:
+        # With the character at which the scan stopped, so that the decoder meets it and names the problem.
         decode_object(output.text[begin : failed + 1])
     except Malformed as problem:
         return problem
@@ -284,6 +285,7 @@ def _settled(output: OutputReader, body: JsonBody, sign: str, after: int) -> Jso
     return body._replace(problem=Malformed(BrokenReason.UNCLOSED, CUT_OFF)) if output.cut else body
 
 
+# A string in single or double quotes ends at the latest with its line, in JSON as in Python.
 _INSIDE = {quote: re.compile(rf"[^\\\n{quote}]*") for quote in "'\""}
 _INSIDE_LONG = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
 

@@ -87,6 +87,7 @@ class LlamaJson(Grammar):
 def _is_call(text: str, complete: bool) -> bool:
     """Return whether a bare object is a call, which may be broken if the object begins with `name`. Any other object is
     text."""
+    # Only so far, because a long run of white space may follow each brace of a text.
     named = _NAMED.match(text[:_NAMED_CHARS]) is not None
     if not complete:
         return named
@@ -161,6 +162,7 @@ def _begins_calls(text: str, position: int) -> bool:
         return True
     key_end = skip(text, inner, _KEY)
     equals = skip(text, key_end)
+    # `==` is a comparison, so the brackets hold code.
     return key_end > inner and text.startswith("=", equals) and not text.startswith("==", equals)
 
 

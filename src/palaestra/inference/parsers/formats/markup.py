@@ -92,6 +92,7 @@ class Markup(Grammar):
                 position = self._arguments(output, name, position, arguments)
             return FoundCall(name, arguments, position)
         except Malformed as problem:
+            # A call that closes itself has no end tag, so the next one belongs to another call.
             if not closes_itself:
                 begins = (self.section[1], self.call[0])
                 position = end_of_broken(output.text, max(position, problem.at), self.call[1], *begins)
@@ -113,6 +114,7 @@ class Markup(Grammar):
             try:
                 key, value = self.argument(output, name, head, text[begin:end])
             except Malformed as problem:
+                # The value has been read to its end, so the broken call ends after it and not inside it.
                 problem.at = position
                 raise
             if key in arguments:
@@ -124,6 +126,7 @@ class Markup(Grammar):
         """Read all arguments as one JSON object; return where the markup continues."""
         scan = scan_value(text, start)
         try:
+            # With the character at which the scan stopped, so that the decoder meets it and names the problem.
             arguments.update(decode_object(text[start : scan.end + (not scan.complete)]))
         except Malformed as problem:
             problem.at = scan.end
@@ -154,6 +157,7 @@ class Markup(Grammar):
 
     def _is_over(self, text: str, mark: Mark, after: int) -> bool:
         """Return whether a parameter's opening tag or a call's end tag is certainly not part of a value."""
+        # Templates begin a line with each parameter; the same tag inside a line may be part of a value.
         if mark.text == self.parameter[0]:
             return text[mark.start - 1] == "\n"
         return text.startswith(self.section[1], after)

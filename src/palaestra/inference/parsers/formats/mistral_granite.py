@@ -65,6 +65,7 @@ class Mistral(Grammar):
             return add_json(output, mark.start, name, self._body(output, position), call_id)
         again = text.startswith((_ARGUMENTS, _ID), position)
         ended = not again and (breaks_off(text, position, _ARGUMENTS, _ID) or position >= output.end)
+        # Without `[ARGS]`, a name touches the mark and JSON follows it. In prose, a space follows the mark.
         touching = begin == mark.end and end == position and bool(name)
         meant = output.cut if ended else text[position : position + 1] in ("[", '"')
         if not marked and not (touching and meant):

@@ -144,6 +144,7 @@ class ChatStream(ChunkStream):
             message = choice.message
             delta: dict[str, JSON] = {} if choice.index == 0 else {"role": "assistant"}
             for name, text in (("reasoning_content", reasoning_text(message)), ("content", message.content or "")):
+                # Only the first choice has been sent in pieces.
                 rest = text[self._sent[name] :] if choice.index == 0 else text
                 if rest:
                     delta[name] = rest

@@ -158,6 +158,7 @@ class _MessageReader:
             if block.get("type") != "tool_result":
                 rest.append(block)
                 continue
+            # Anthropic's format has results and text in one message; templates expect each result right after its call.
             content = content_parts(block.get("content"), f"{place}.content", self._features, _image)
             call_id = text_field(block, "tool_use_id", place)
             self._request.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
