@@ -10,9 +10,9 @@ from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.scripted import ScriptedEngine
-from palaestra.inference.server_group import ServerGroup, create_engine
+from palaestra.inference.server_group import ServerGroup, _FirstAvailable, create_engine
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
-from palaestra_slots.core.errors import ConfigError, EngineRefused
+from palaestra_slots.core.errors import ConfigError, EngineRefused, EngineUnavailable
 from palaestra_slots.core.types import JSON, Message
 
 HI: list[Message] = [{"role": "user", "content": "hi"}]
@@ -49,6 +49,29 @@ def test_one_config_or_a_list_but_not_none() -> None:
         ServerGroup([])
     with pytest.raises(ConfigError, match=r"--openai\.base_url"):
         ServerGroup(ServerBaseline())
+
+
+def test_calls_that_fail_together_find_the_next_server() -> None:
+    class Server:
+        def __init__(self, name: str, broken: bool) -> None:
+            self.name, self.broken = name, broken
+
+        async def generate(self, input_ids: list[int], sampling: JSON) -> str:
+            await asyncio.sleep(0)
+            if self.broken:
+                raise EngineUnavailable("it is down")
+            return self.name
+
+    async def go(broken: str, calls: int) -> list[str | BaseException]:
+        group = _FirstAvailable([Server(name, name in broken) for name in "abc"])
+        asked = [group.generate([1], {}) for _ in range(calls)]
+        first = await asyncio.gather(*asked, return_exceptions=True)
+        return [*first, *await asyncio.gather(group.generate([1], {}), return_exceptions=True)]
+
+    for calls in (1, 2, 3, 4):
+        assert asyncio.run(go("a", calls)) == ["b"] * (calls + 1)
+        assert asyncio.run(go("ab", calls)) == ["c"] * (calls + 1)
+        assert all(isinstance(each, EngineUnavailable) for each in asyncio.run(go("abc", calls)))
 
 
 def test_sessions_go_round_and_stay() -> None:

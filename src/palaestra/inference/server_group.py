@@ -204,9 +204,12 @@ class _FirstAvailable(ChatServer):
         return await self._first(lambda server: server.generate(input_ids, sampling))
 
     async def _first(self, ask: Callable[[JSON], Awaitable[T]]) -> T:
-        for _ in self.servers[1:]:
+        for server in tuple(self.servers):
             try:
-                return await ask(self.servers[0])
-            except EngineUnavailable:
-                self.servers.append(self.servers.pop(0))
-        return await ask(self.servers[0])
+                return await ask(server)
+            except EngineUnavailable as error:
+                failure = error
+                # Of calls at the same time, only the first to fail makes the next server the first one.
+                if self.servers[0] is server:
+                    self.servers.append(self.servers.pop(0))
+        raise failure

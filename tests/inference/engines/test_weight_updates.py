@@ -55,6 +55,8 @@ class StandIn:
         self.broken = broken
         self.paused = False
         self.loaded: list[tuple[str, str | None]] = []
+        self.asked, self.updating = asyncio.Event(), asyncio.Event()
+        self.held: asyncio.Event | None = None
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -67,10 +69,20 @@ class StandIn:
             ("resume", self.resume),
             ("collective_rpc", self.rpc),
             ("reset_prefix_cache", self.reset),
+            ("v1/completions", self.complete),
         ):
             app.router.add_post(f"/{path}", answer)
         async with listening(app, "127.0.0.1", 0, token=None) as url:
             yield url
+
+    async def complete(self, request: web.Request) -> web.Response:
+        """Answer with one token, but not while the engine is paused, as vLLM's `AsyncLLM` does."""
+        self.asked.set()
+        while self.paused:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        logprobs = {"tokens": ["token_id:5"], "token_logprobs": [-0.5]}
+        choice = {"index": 0, "text": "", "finish_reason": "stop", "token_ids": [5], "logprobs": logprobs}
+        return web.json_response({"choices": [choice]})
 
     async def body(self, request: web.Request, shape: type) -> object:
         self.seen.append(request.path_qs)
@@ -99,6 +111,9 @@ class StandIn:
 
     async def rpc(self, request: web.Request) -> web.Response:
         asked = await self.body(request, Rpc)
+        self.updating.set()
+        if self.held is not None:
+            await self.held.wait()
         assert isinstance(asked, Rpc)
         assert self.paused
         assert asked.method == "reload_weights"
@@ -110,6 +125,29 @@ class StandIn:
     async def reset(self, request: web.Request) -> web.Response:
         await self.body(request, dict)
         return web.Response()
+
+
+def test_what_waits_for_new_weights_is_sampled_by_them() -> None:
+    server = StandIn()
+
+    async def main() -> tuple[str, str]:
+        async with server.serving() as url:
+            engine = VLLMEngine(APIServerConfig(model_name="m", base_url=f"{url}/v1"), tokenizer=toy_tokenizer())
+            try:
+                before = await engine.generate([1, 2], {"max_tokens": 4})
+                server.held = asyncio.Event()
+                update = asyncio.create_task(engine.load_weights("/weights/7", "7"))
+                await server.updating.wait()
+                server.asked.clear()
+                held = asyncio.create_task(engine.generate([1, 2], {"max_tokens": 4}))
+                await server.asked.wait()
+                server.held.set()
+                await update
+                return before.policy_version, (await held).policy_version
+            finally:
+                await engine.aclose()
+
+    assert asyncio.run(main()) == ("", "7")
 
 
 SGLANG = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]

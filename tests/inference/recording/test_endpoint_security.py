@@ -259,6 +259,16 @@ def test_requests_of_many_items_or_tools_are_refused() -> None:
     assert not mine.recorded().every
 
 
+@pytest.mark.parametrize("value", [5, ["x"], {"id": "x"}, True])
+@pytest.mark.parametrize("name", ["previous_response_id", "instructions"])
+def test_a_field_of_another_kind_is_refused(name: str, value: JSON) -> None:
+    async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
+        body: JSON = {"model": "m", "input": "x", name: value}
+        assert await status(session, f"{here.openai_url}/responses", bearer(here.key), body) == 400
+
+    attack(run, "hi")
+
+
 def test_a_conversation_kept_here_is_bounded_as_a_whole() -> None:
     async def run(session: aiohttp.ClientSession, here: RolloutAddress, there: RolloutAddress) -> None:
         body: JSON = {"model": "m", "input": "x" * 400}

@@ -439,9 +439,10 @@ class VLLMEngine(TokenServer):
             await self._post("resume", {})
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        version = self.policy_version  # an update ends the request, so one version has sampled its tokens
         sampled = await self._sampled(input_ids, await self._complete_settings(len(input_ids), sampling))
-        return replace(sampled, policy_version=version)
+        # An update ends the requests that run, so one version has sampled these tokens. It is known only now: vLLM
+        # holds back what arrives during an update, and samples it with the new weights.
+        return replace(sampled, policy_version=self.policy_version)
 
     async def _sampled(self, input_ids: Sequence[int], sampling: dict[str, JSON]) -> Sampled:
         lane, on_ids = sampling.pop("split", "train"), sampling.pop("on_ids", None)

@@ -119,9 +119,9 @@ class TokenStreamReader:
     def _fresh(self, found: TokenEvents, data: bytes) -> list[int]:
         try:
             event = msgspec.json.decode(data)
-            if isinstance(event, dict) and event.get("error"):
-                raise_failed_within(data)
-                raise EngineReplyError(f"{self._source} failed in the middle of its reply: {server_says(data)}.")
-            return found.take(event)
+            if not (isinstance(event, dict) and event.get("error")):
+                return found.take(event)
         except (*NOT_JSON, KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise EngineReplyError(f"{self._source} sent an invalid event: {server_says(data)!r}.") from None
+        raise_failed_within(data)
+        raise EngineReplyError(f"{self._source} failed in the middle of its reply: {server_says(data)}.")

@@ -83,6 +83,8 @@ class JsonServer:
             try:
                 timeout_s = min(left_s, self.try_timeout_s)
                 status, told, retry_after = await self._send(method, url, body, timeout_s)
+            except ToolUnavailable:  # an OSError, but an answer that was too long will be too long again
+                raise
             except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError too
                 why = str(error) or type(error).__name__
                 raise TransientFailure(self._down(f"cannot be reached ({why}), tried {_times(tries)}")) from error

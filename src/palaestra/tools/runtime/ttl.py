@@ -70,7 +70,7 @@ class Leases:
         while True:
             await self._clock.sleep(self.ttl_s / 4)
             for name in self._overdue():
-                if busy is not None and await busy(name):
+                if busy is not None and await _is_busy(busy, name):
                     if name in self._used:
                         self._used[name] = self._clock.monotonic()
                     continue
@@ -91,3 +91,10 @@ class Leases:
     def _overdue(self) -> list[str]:
         limit = self._clock.monotonic() - self.ttl_s
         return [name for name, used in self._used.items() if used <= limit and name not in self._calls]
+
+
+async def _is_busy(busy: Busy, name: str) -> bool:
+    try:
+        return await busy(name)
+    except Exception:  # its slot is dead, so nothing runs there; an error would end the sweep of all others
+        return False

@@ -59,8 +59,8 @@ class ResponsesDialect:
         request = ModelRequest(
             model=model,
             messages=messages,
-            instructions=None if body.get("instructions") is None else text_field(body, "instructions", "body"),
-            continues=body.get("previous_response_id"),
+            instructions=_text_or_none(body, "instructions"),
+            continues=_text_or_none(body, "previous_response_id"),
             settings=settings,
             stream=flag(body, "stream"),
             ignored=ignored_fields(body, _USED) + reader.ignored,
@@ -389,3 +389,7 @@ class ResponsesStream:
         )
         self._items.append(item)
         return written
+
+
+def _text_or_none(body: Mapping[str, JSON], name: str) -> str | None:
+    return None if body.get(name) is None else text_field(body, name, "body")
