@@ -193,6 +193,7 @@ class Environment(ABC):
         except CHECK_FAILURES as error:
             failure = error
         if not live:
+            # The reference needs a slot of its own, and a rollout that holds one slot must not wait for another.
             await grading.restart()
             reference = await blame(rollout, failure)
             grading.repeat_after(reference)

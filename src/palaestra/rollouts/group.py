@@ -281,6 +281,8 @@ class GroupRun:
             if recorded is None and begins is not None:
                 recorded = begins.recorded()
             seeded = self._seeded("rollout", index if begins is None else begins.point.index)
+            # All rollouts repeat the turns of one recorded rollout, whose random choices must come out again. Only what
+            # they sample afterwards differs.
             sampling = None if begins is None else Seeded(f"{begins.point.seed}:{index}")
             spec = RolloutSpec(
                 self.group.group_id, index, self.task, seeded, self._kit, self._preparation.snapshot, sampling
@@ -291,6 +293,7 @@ class GroupRun:
             try:
                 await rollout.run()
             finally:
+                # In `finally`, because a cancelled attempt leaves a record too.
                 restarts = recorded is not None and recorded.failed is not None
                 if recorded is not None and restarts and not recorded.restarts:
                     why = f"{recorded.failed}: {recorded.evidence}" if recorded.evidence else str(recorded.failed)
@@ -503,6 +506,7 @@ class Preparation:
         try:
             with stages.stage("prepare"):
                 await run_hook(PrepareError, work(self._task, slot), doing)
+        # Also on cancellation. After the block, sealing ends the lease, even if it fails.
         except BaseException:
             await asyncio.shield(workspaces.pool.release(slot))
             raise

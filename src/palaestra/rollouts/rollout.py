@@ -193,6 +193,8 @@ class Rollout:
             with self.stages.stage("grade"):
                 self.score = await self._graded()
                 self.run_context.events.announce(Graded(self.rollout_id, self.score.reward))
+        # Not before the score: a rollout that is cancelled while it is graded has been cut off, and a resumed run
+        # continues it.
         self.ending = _ending_of(result)
         self.projection = call_hook(
             TaskError, lambda: hooks.project(self, self.score), f"making the row of {self.rollout_id}"

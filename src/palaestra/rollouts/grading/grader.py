@@ -395,6 +395,8 @@ class Grading:
         `changes` are the changes that the slot shows, and `private` the directories of the check. Returns the paths of
         what was removed or replaced, which become labels too.
         """
+        # Short enough to be opened by its name. From there, `rm` descends directory by directory, so the depth does not
+        # matter to it.
         deep = {each.path[: 2 * _DEEPEST].rpartition("/")[0] for each in changes if _is_too_deep(each.path)}
         gone = tuple(sorted(deep))
         for some in batches(gone):
@@ -494,6 +496,7 @@ async def _has_code(slot: Slot, change: Change) -> bool:
     if change.kind != "file":
         return change.kind == "symlink"
     text = (await slot.read_bytes(change.path, max_bytes=_MOST_PTH_BYTES)).decode("utf-8", "replace")
+    # The same test as in Python's `site`, which runs exactly these lines.
     return any(line.startswith(("import ", "import\t")) for line in text.splitlines())
 
 
@@ -538,6 +541,7 @@ async def restore_directory(slot: Slot, path: str = WORKSPACE) -> None:
     """Create an empty directory if the agent removed it or put something else in its place, since deleted work must not
     look like a broken check."""
     try:
+        # With `/.`, a file or a broken link in place of the directory is an error, and a link to a directory is none.
         found = await slot.stat(f"{path}/.")
     except InfraError:
         raise

@@ -264,6 +264,7 @@ def _row(line: Mapping[str, JSON]) -> Imported:
     given = line.get("logprobs")
     logprobs = None
     if isinstance(given, list) and len(given) == len(mask):
+        # In rows, 1.0 stands for a token that was not sampled, because no log-probability is positive.
         logprobs = [1.0] * len(prompt) + [value if trained else 1.0 for value, trained in zip(given, mask, strict=True)]
     masks = [UNTRAINED] * len(prompt) + [
         token if trained else UNTRAINED for token, trained in zip(completion, mask, strict=True)

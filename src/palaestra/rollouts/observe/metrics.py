@@ -190,6 +190,7 @@ class Figures:
             return {}
         mean = _mean(rewards)
         correct = sum(reward >= 1 for reward in rewards)
+        # `hypot` does not overflow where the squares of large rewards would.
         numbers = {"reward/std": math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))}
         full = array("q", (sum(reward >= 1 for reward in each) for each in tasks))
         everyone = ([*those, *[0.0] * lost] for those, lost in zip(tasks, tasks.lost, strict=True))

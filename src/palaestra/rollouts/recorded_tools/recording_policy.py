@@ -131,6 +131,7 @@ def filling(recording: Reader, added: Writer) -> Policy:
 
     Calls of a session are always made, because a browser that was never opened cannot continue where a recording ends.
     """
+    # Weak, so that the locks of calls that nobody waits for do not add up over a long run.
     asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def asked(call: RecordedCall, ask: Ask) -> ToolOutcome:
@@ -145,6 +146,8 @@ def filling(recording: Reader, added: Writer) -> Policy:
         async with lock:
             heard = recording.find(call.key, call.rollout, call.n, failures=False)
             if heard is None:
+                # Another rollout may have added the reply while this one waited for the lock, as may another run on the
+                # same file.
                 recording.catch_up()
                 heard = recording.find(call.key, call.rollout, call.n, failures=False)
             return await asked(call, ask) if heard is None else ToolOutcome.of(heard.reply)

@@ -95,6 +95,8 @@ class RecordedTurns:
         self.replies = len(pending)
         known = [event.sampled for event in cut_off.events] + [reply.sampled for reply in pending]
         for sampled in chain.from_iterable(known):
+            # By the checksum of the prompt: sub-agents ask concurrently, so the order of the record says nothing. Equal
+            # prompts, which several of them may have, are answered in turn.
             self._sampled[sampled.pieces[0].sent].append(sampled)
         for place, reply in cut_off.replies:
             if not reply.sampled and (reply.branch or place >= len(cut_off.events)):

@@ -64,6 +64,7 @@ class CutOff:
         replace nothing."""
         while event.turn and self.events and self.events[-1].turn >= event.turn:
             self.events.pop()
+        # Their turns may just have been removed; they then belong to the turn that replaces these.
         self.replies = [(min(place, len(self.events)), reply) for place, reply in self.replies]
         self.events.append(event)
 

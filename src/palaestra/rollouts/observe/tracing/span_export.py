@@ -64,6 +64,8 @@ async def traced(
         yield spans
     finally:
         spans.end()
+        # A daemon, because Python waits for worker threads of asyncio when it ends, and an unreachable collector could
+        # then hold up the process.
         sending = threading.Thread(target=tracers.shutdown, name="spans", daemon=True)
         sending.start()
         await asyncio.to_thread(sending.join, GRACE_S)
