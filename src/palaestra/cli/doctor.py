@@ -259,6 +259,7 @@ def machine_facts() -> dict[str, str]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
         "user": "root" if os.geteuid() == 0 else f"uid {os.geteuid()}",
+        # Those that this process may use, which in a container can be fewer than the machine has.
         "cpus": str(len(os.sched_getaffinity(0))),
         "cgroup": _cgroup(),
         "git": _version("git"),

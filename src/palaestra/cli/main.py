@@ -149,8 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except click.ClickException as error:
             raise ConfigError(error.format_message()) from None
         except click.Abort:
+            # click turns a KeyboardInterrupt into Abort, also outside of its standalone mode.
             raise KeyboardInterrupt from None
         except OSError as error:
+            # An error that names a file is not about standard output.
             if error.errno not in _NO_ROOM or error.filename is not None:
                 raise
             _silence()

@@ -190,6 +190,7 @@ class ContinuedTurns(RecordedTurns):
     def answers_text(self, exact: bool) -> bool:
         """Drop the recorded tokens if the server of the new run returns none. If the earlier run has none, the shared
         turns are given as messages, and become part of the first prompt."""
+        # Called whenever somebody asks for the server, so it must not add up: each call begins from the exact turns.
         self._events = self._exact_events
         self._sampled.clear()
         if exact:

@@ -197,6 +197,7 @@ class Environment(ABC):
             await grading.restart()
             reference = await blame(rollout, failure)
             grading.repeat_after(reference)
+        # A live check cannot be repeated in a slot that has ended, nor once its live part has been settled.
         if not live or (grading.live and not isinstance(failure, SlotEnded)):
             with suppress(*CHECK_FAILURES):
                 repeated = await _score_soundly(rollout, grading, score)

@@ -137,6 +137,7 @@ class GroupRun:
             group.blame = error.blame if isinstance(error, InfraError) else Blame.TASK
             self._write_start()
         finally:
+            # A group that is cancelled must give its workspace back too.
             await asyncio.shield(self._preparation.aclose())
             if run.counterfactual is not None:
                 await asyncio.shield(run.counterfactual.aclose(run.workspaces.pool))
@@ -248,6 +249,7 @@ class GroupRun:
 
     def _free_place(self, places: Places, rollout: asyncio.Future[Any]) -> None:
         places.release()
+        # The runner frees the last place, after it has passed the group on.
         if self.reserved > 1:
             self.reserved -= 1
             places.free(1)

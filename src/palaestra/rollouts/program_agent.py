@@ -318,8 +318,7 @@ class _Play:
             hint = ". The sandbox has no files of this machine; add the program to the task's `files` or its image"
             raise ToolUnavailable(
                 f"agent {self._agent.program.name} ended with exit status {exit_code} without an answer "
-                "from the model: "
-                f"{told or 'it printed nothing'}{hint if missing else ''}"
+                f"from the model: {told or 'it printed nothing'}{hint if missing else ''}"
             )
         error = f"the agent's program ended with exit status {exit_code}" if exit_code else ""
         return Outcome.NATURAL, error, None

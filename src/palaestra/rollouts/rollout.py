@@ -187,6 +187,7 @@ class Rollout:
         if not isinstance(result, AgentResult) or not isinstance(result.outcome, Outcome):
             # a subclass's own method may return anything
             raise TaskError(f"playing {self.rollout_id} returned {result!r:.100}, not an AgentResult")
+        # A result that is not that of our own agent may have values that the journal refuses.
         self._foreign_result = result is not self.result
         self.result = result
         if result.outcome.scored:
@@ -254,6 +255,7 @@ class Rollout:
                 logger.warning("releasing the slot of %s failed: %s", self.rollout_id, error)
 
         try:
+            # At the limit, only this wait ends: the shielded work goes on in the background.
             async with asyncio.timeout(CLEAN_UP_S):
                 await asyncio.shield(close_all())
         except TimeoutError:

@@ -72,6 +72,7 @@ class RolloutCalls:
         if not call.by_agent or call.conversation:
             return await then(call)
         recorded = self._recorded if self._matching else None
+        # Before anything is awaited: parallel calls take their recorded answers in the order in which they start.
         expected = recorded.expected_observation(call.name, call.arguments) if recorded is not None else None
         outside = call.tool.touches_world and not call.tool.world_session
         if recorded is not None and expected is not None and recorded.answers(outside):
@@ -214,6 +215,8 @@ class TurnLog:
         if taken.turn.number:
             self._workspace.begin()
         self._write(taken)
+        # Only after the turn is written, so that a resumed run continues after it. A turn without results ends the
+        # rollout anyway.
         if taken.turn.number and taken.messages and taken.messages[-1].get("role") != "assistant":
             self._run.limits.check(begun=True)
 

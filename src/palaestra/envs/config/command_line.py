@@ -372,6 +372,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 servers = [[*layers, *file.servers] for layers in servers]
             else:
                 lower = [*servers, *(lowest for _ in file.servers)]
+                # The list in the file decides how many servers there are. Further ones begin without the values of a
+                # script.
                 servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=False)]
         flags = ConfigLayer(given.source, given.values["openai"], given.spelled["openai"])
         top = [environ, ConfigLayer(RECORDED, given.recorded[1]), flags]

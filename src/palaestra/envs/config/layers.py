@@ -314,6 +314,7 @@ def read_json(word: str) -> JSON:
     if word in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[word]
     try:
+        # By default, Python's parser accepts NaN and Infinity.
         return json.loads(word, parse_constant=_refuse_constant)
     except ValueError:
         return word
@@ -335,6 +336,7 @@ def _read_scalar(kinds: Sequence[Annotation], word: str) -> JSON:
         choice = _choice(kind, word)
         if choice is not None:
             return choice
+    # Where a field also takes numbers, 0 and 1 are numbers.
     if bool in kinds and lowered in _YES | _NO and not (int in kinds and lowered in "01"):
         return lowered in _YES
     if str in kinds and (int in kinds or float in kinds):

@@ -115,6 +115,7 @@ async def stream(env: object, **arguments: JSON) -> AsyncIterator[Group]:
             roll_out = assembled(env, "process", dotenv, **arguments)
         finished = _FinishedGroups()
         running = asyncio.create_task(roll_out(steering=Steering([finished], finished.has_room)), name="run")
+        # Also if the run fails or never starts: otherwise the loop below would wait for a group without end.
         running.add_done_callback(lambda _: finished.close())
         try:
             async for group in finished:

@@ -198,6 +198,7 @@ async def reopened(
     said |= set_fields(bound) if bound is not None else {}
     said |= {**changed, "isolation": isolation, "world": "replay", "world_file": str(recording.path.parent)}
     config = form.config_type()(**said)
+    # Also if the environment itself names a folder: a replay writes nothing.
     config.data_dir_to_save_evals = None
     server = APIServerConfig(server_type="scripted", model_name="noop")
     engine = ServerGroup(server)

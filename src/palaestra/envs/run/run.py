@@ -541,6 +541,7 @@ class CommandRun:
         """Close the run's files, and print how it ended unless it never began."""
         output, figures = self.output, dict[str, float]()
         try:
+            # If the files cannot be closed, because the disk is full, the summary still says what was kept.
             figures = output.close(self.reason)
         finally:
             if self.reason == "done" and self.steering.drive is None:
@@ -598,6 +599,7 @@ class CommandRun:
                 return await running
             except (asyncio.CancelledError, RunStopped):
                 current = asyncio.current_task()
+                # The limits cancel only the rollouts. If this task itself was cancelled, its cancellation must go on.
                 if not self.context.limits.reason or (current is not None and current.cancelling()):
                     raise
                 return Totals()
@@ -677,6 +679,7 @@ class CommandRun:
         async def open_gate() -> bool:
             evaluated = None if self.evaluations is None else self.evaluations.gate
             asked = [each for each in (evaluated, gate, self.steering.gate) if each is not None]
+            # A list, because `all` cannot iterate over an asynchronous generator.
             return await limits.gate() and all([await limits.unless_stopped(each()) for each in asked])
 
         begins = context.counterfactual

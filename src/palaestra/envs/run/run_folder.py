@@ -405,6 +405,7 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
     config = {**was.config, **settings}
     if copy is not None:
         config["groups_file"] = str(copy.path.resolve())
+    # The mark comes first: a run that is killed in between must not have recorded settings without a mark.
     mark_origin(folder.path, config)
     journal.append(RunResumed(at=time.time(), schema=JOURNAL_SCHEMA, torn=torn, config=config))
     return output

@@ -127,6 +127,7 @@ class Grading:
             raise GraderError(f"task {self.rollout.task.id} is graded live, so its work is not sealed")
         async with self._sealing:
             if not self.begun:
+                # Before the slot ends: its scratch directories are in no layer.
                 await self.carry_scratch()
                 self.begun = True  # set on failure too, because the agent's work is then lost
                 try:
@@ -160,6 +161,7 @@ class Grading:
                     return None
                 self.begun = True
                 self._made.append(self._sealed)
+                # The copies belong to the snapshot. The running slot has the originals.
                 await slot.remove(CARRIED)
                 return slot
 

@@ -144,6 +144,7 @@ class ZipDocuments:
             raise ConfigError(
                 f"{self.path}: {name[:200]!r} grows to more than {limit >> 20} MiB, which no log needs: it is not read"
             )
+        # `zipfile` would check this, but it knows zstd only since Python 3.14, so it does not read the members here.
         if zlib.crc32(data) != info.CRC:
             raise ConfigError(f"{self.path}: {name[:200]!r} is damaged")
         self._left -= len(data)

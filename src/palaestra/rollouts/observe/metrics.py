@@ -223,6 +223,8 @@ class _Tasks:
             for row, count in zip(row_of, counts, strict=True):
                 own[row] += count
         self._rewards = array("d", bytes(8 * len(rewards)))
+        # Rewards come by group, and a task may have several groups. They are sorted into the places of their tasks,
+        # without a list for each of very many tasks.
         free = array("q", itertools.accumulate(self.scored, initial=0))
         given = 0
         for row, count in zip(row_of, scored, strict=True):

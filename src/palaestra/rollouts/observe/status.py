@@ -319,6 +319,7 @@ class RunReader:
                 status.official_name = line.config.official_name
             case "resume":
                 self._group_size = line.config.env.group_size or self._group_size
+                # What was in flight or on a node when the earlier part ended is not there any more.
                 self._ended = ""
                 self._signs.clear()
                 self._nodes.clear()
@@ -326,6 +327,7 @@ class RunReader:
             case "group" if line.group is not None:
                 self._task_ids[line.group.group_id] = sys.intern(line.group.task_id)
                 rollouts = self._groups.setdefault(line.group.group_id, {})
+                # A resumed run plays rollouts again that were cut off.
                 for rollout_id in [name for name, each in rollouts.items() if each.blame in CUT_OFF]:
                     del rollouts[rollout_id]
                 if line.group.prepare_s:

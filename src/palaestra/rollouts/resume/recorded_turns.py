@@ -81,6 +81,8 @@ class RecordedTurns:
         """Whether the journal still counts these turns. False for the retry of a discarded attempt, which writes them
         again."""
         self.turns = sum(event.turn > 0 for event in cut_off.events)
+        # A hook may continue an ended conversation, with opening messages and a time limit of their own: only the time
+        # since then counts against the limit.
         started = max(place for place, event in enumerate(cut_off.events) if not event.turn)
         self.seconds = sum(sum(event.seconds) for event in cut_off.events[started:])
         self._events = cut_off.events

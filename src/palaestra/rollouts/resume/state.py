@@ -262,6 +262,7 @@ class _Reader:
         if self._schema != JOURNAL_SCHEMA:
             work.cut_off.clear()
         for cut_off in work.cut_off.values():
+            # Nobody knows how far its call came, so the turn is taken again.
             if _in_the_middle(cut_off.events[-1]):
                 cut_off.events.pop()
         return work

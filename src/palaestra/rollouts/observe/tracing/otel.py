@@ -118,6 +118,7 @@ class Spans:
             "palaestra.task.id": group.task_id,
         }
         links = [Link(self._run.get_span_context())] if self._run is not None else []
+        # An empty context begins a trace. Without one, the span that is current would become the parent.
         self._begin(group.group_id, "", f"invoke_workflow {self._env}", attributes, Context(), links)
 
     def _on_group_ended(self, event: GroupEnded) -> None:

@@ -55,6 +55,7 @@ async def traced(
             loop.call_soon_threadsafe(note, text)
 
     exporter = OTLPSpanExporter(endpoint=traces_url(endpoint), timeout=EXPORT_S)
+    # The SDK's own hook at exit would wait for an unreachable collector once more.
     tracers = TracerProvider(resource=Resource.create({"service.name": "palaestra"}), shutdown_on_exit=False)
     tracers.add_span_processor(BatchSpanProcessor(_warning_once(exporter, endpoint, lost)))
     tracer = tracers.get_tracer("palaestra")
