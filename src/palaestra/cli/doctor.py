@@ -305,6 +305,7 @@ def _show_table(facts: dict[str, str], ladder: Sequence[RungStatus]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    # Standard output escapes control sequences, also those of rich, so texts are made printable below.
     console = Console(file=getattr(sys.stdout, "raw", None))
     for name, value in facts.items():
         console.print(f"[dim]{name:>7}[/]  {escape(printable(value))}", highlight=False)

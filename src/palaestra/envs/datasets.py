@@ -202,5 +202,6 @@ def _read_hub(name: str, split: str) -> Iterable[Row]:
     except Exception as problem:  # for a missing network, the library raises its own, requests' or built-in errors
         raise ConfigError(
             f"the data set {name!r} (split {split!r}) cannot be read from the hub: "
-            f"{type(problem).__name__}: {problem}. Check the name and the network, or use a local .jsonl, .csv or .parquet file."
+            f"{type(problem).__name__}: {problem}. Check the name and the network, or use a local .jsonl, .csv or "
+            ".parquet file."
         ) from problem

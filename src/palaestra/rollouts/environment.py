@@ -229,6 +229,7 @@ class Environment(ABC):
 
 def broken(failure: Exception, reference: Rollout) -> Score:
     """Return the score of work that is to blame for the failure of its check, through which the reference got."""
+    # Whether the environment has official verdicts shows only in the score of the reference.
     official = None if reference.score is None or reference.score.official is None else 0.0
     return Score(0.0, {WORK_BREAKS_CHECK: 1.0}, {WORK_BREAKS_CHECK: without_middle(str(failure), 2000)}, official)
 

@@ -227,6 +227,7 @@ class GroupRun:
         except (InfraError, TaskError) as error:  # rollouts that have been played are still recorded
             failure, count = error, 0
             for rollout in self._played.values():
+                # `collect` could still have changed these scores, so they are not final.
                 if rollout.score is not None:
                     rollout.fail(error, error.blame if isinstance(error, InfraError) else Blame.TASK)
         indices = sorted({*range(count), *self._played} - {done.index for done in self.group.trajectories})
@@ -245,6 +246,8 @@ class GroupRun:
                 ending = self._roll_out_one(index) if played is None else self._record_played(played)
                 task = rollouts.create_task(ending, name=f"{self.group.group_id}/{index}")
                 if places is not None:
+                    # A task that is cancelled before its first step never runs, so a `finally` in it would not free the
+                    # place.
                     task.add_done_callback(partial(self._free_place, places))
 
     def _free_place(self, places: Places, rollout: asyncio.Future[Any]) -> None:
@@ -456,6 +459,7 @@ class Preparation:
             with stages.stage("store"):
                 taken = await prepared.take(recipe, partial(self._make, stages))
             self._group.from_store = taken.found
+            # If it was not found, `_make` has counted the time already.
             if taken.found:
                 self._group.prepare_s += round(stages.seconds["store"], 6)
             return taken.snapshot
@@ -504,6 +508,7 @@ class Preparation:
         before = stages.seconds.get("acquire", 0.0)
         with image_of(self._task):
             slot = await workspaces.lease(f"{self._group.group_id}:prepare", spec, base, stages)
+        # The time to make the slot belongs to the preparation, the wait for room (`admit`) does not.
         started = time.perf_counter() - (stages.seconds["acquire"] - before)
         try:
             with stages.stage("prepare"):
@@ -566,6 +571,7 @@ def _checked(task: Task) -> Task:
     for path, content in task.files.items():
         if not isinstance(content, str | bytes):
             raise TaskError(f"task {task.id}: its file {path!r} is {content!r:.100}, neither text nor bytes")
+    # A text would pass as a sequence of names of one letter each.
     if isinstance(task.toolsets, str):
         raise TaskError(f"task {task.id}: toolsets must be a list, such as [{task.toolsets!r}]")
     if isinstance(task.solutions, str):

@@ -141,6 +141,7 @@ class RunLimits:
     def _on_group(self, event: GroupFinished) -> None:
         group = event.group
         if not group.trajectories:
+            # A group that failed before it had a rollout counts as all the rollouts that it lacks.
             self._count([None if group.blame is Blame.TASK else group.blame] * self._group_size)
 
     def _check_cost(self) -> None:

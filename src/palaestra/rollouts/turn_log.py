@@ -191,6 +191,7 @@ class TurnLog:
         """
         self._workspace.stages.sign_of_life()
         if turn is None and self._seat.slot is not None and self.recorded is not None:
+            # The opening messages are recorded before the agent's first call, so only set-up can have leased the slot.
             self.recorded.found_setup()
         taken = self._match(turn, messages)
         self.take_inner_calls(taken.turn.number)
@@ -207,6 +208,8 @@ class TurnLog:
         for process in await slot.processes() if slot is not None and not self._calls.slot_ended else ():
             if (await process.status()).running:
                 recorded.found_background()
+        # The recorded turns took this time when they were taken. The limit of the rollout must not begin again with
+        # each resume.
         if recorded.caught_up and self._wall is not None:
             self._wall.charge(recorded.seconds)
         self._finish(taken)

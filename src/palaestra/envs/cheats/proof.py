@@ -423,6 +423,7 @@ class EnvironmentProof:
         for n in range(max((len(task.solutions) for task in resolved.values()), default=0)):
             some = [task for task in tasks if task.id in resolved and len(resolved[task.id].solutions) > n]
             await play(f"solutions[{n}]", OraclePolicy(n + 1), some, {})
+        # Only now it is known which files the solutions leave; the same ones are read where nothing was done.
         self._before = {
             name: LeftFiles(spec, tuple(self._left[name].files) if name in self._left else ())
             for name, spec in specs.items()

@@ -239,6 +239,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     ) -> tuple[Merged[EnvT_co], list[Merged[ServerT_co]], list[str]]:
         """Merge the settings of the environment and of the servers. Returns both, with notices about values that were
         replaced."""
+        # In this order, because later layers have precedence.
         variables = ((DOTENV, dotenv or {}), ("environment", environ or {}))
         env = merge(self.env_type, self._env_layers(command, given, variables))
         servers = [merge(self.server_type, _own_address(each)) for each in self._server_layers(given, variables)]

@@ -75,6 +75,7 @@ def read_variables(path: Path) -> dict[str, str]:
     `\\n`, `\\"`, `\\\\`); outside quotes, ` #` begins a comment. Nothing is expanded.
     """
     try:
+        # The file may be somebody else's, so it is looked at only after it is open: a link could change in between.
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ConfigError(f"{path} is not a regular file")

@@ -146,6 +146,7 @@ def read_environ(
     named = _known(_CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS, model_type)
     if environ.get(_SLOT_POOL[0]) == _SLOT_POOL[1]:
         named.pop(_SLOT_POOL[0], None)
+    # Added last: of two variables for one setting, the later one counts, which is the one with our name.
     named |= {variable: variable.removeprefix(start).lower() for variable in environ if variable.startswith(start)}
     values: dict[str, JSON] = {}
     spelled: dict[str, str] = {}

@@ -247,6 +247,7 @@ def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
     """
     if is_ours(recording):
         return name not in HOST_SETTINGS
+    # The class that declares the setting, not one that inherits it: settings of ours count only if they are listed.
     declared = next(
         (each for each in form.config_type().__mro__ if name in vars(each).get("__annotations__", {})), None
     )

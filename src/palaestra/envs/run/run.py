@@ -220,6 +220,7 @@ class Assembly:
     async def engine(self, engines: Sequence[ServerEngine]) -> ServerGroup:
         """Return the connected client of the model servers, or of `engines`."""
         engine = ServerGroup(engines or self._servers)
+        # Before the start, which may fail when a part of the servers is connected.
         self.stack.push_async_callback(engine.aclose)
         await engine.start()
         return engine
@@ -616,6 +617,7 @@ class CommandRun:
                 running.cancel()
             else:
                 limits.drain()
+                # Never called off: to cancel a task that has ended does nothing.
                 loop.call_later(patience if self.begun else 0.0, running.cancel)
 
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the calling program handles SIGTERM itself

@@ -397,8 +397,7 @@ class Grading:
         `changes` are the changes that the slot shows, and `private` the directories of the check. Returns the paths of
         what was removed or replaced, which become labels too.
         """
-        # Short enough to be opened by its name. From there, `rm` descends directory by directory, so the depth does not
-        # matter to it.
+        # The beginning of such a path, which is short enough to be opened by its name. From there, `rm` descends.
         deep = {each.path[: 2 * _DEEPEST].rpartition("/")[0] for each in changes if _is_too_deep(each.path)}
         gone = tuple(sorted(deep))
         for some in batches(gone):

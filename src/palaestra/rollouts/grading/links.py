@@ -165,6 +165,7 @@ async def detach_links(
     named = NamedFiles(task)
     hard = ("-prune", "-type", "f", "-links", "+1", "-exec", *_DETACHING, "{}", ";")
     files = [each.path for each in changes if each.kind == "file"]
+    # A task about hard links may have a check that counts them, so copies would make honest work fail.
     if _ABOUT_HARD_LINKS.search(named.text):
         listed = "\n".join(path for path in files if "\n" not in path).encode("utf-8", "surrogateescape")
         await slot.execute(["/bin/sh", "-c", _RELINK], cwd="/", stdin=listed + b"\n", timeout_s=_DETACH_S, spill=False)

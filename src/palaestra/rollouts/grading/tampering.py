@@ -354,6 +354,7 @@ class Rule:
         """Return whether shells could find a new program in this directory of PATH before the image's program of the
         same name. The image's program must stay as prepared if it is found first."""
         unordered = self._directories.difference(*self._orders)
+        # The place of the directory in PATH is not known, so the addition counts as one that could be found first.
         if any(folder not in order for order in self._orders):
             return await self._exists(name, self._directories)
         if await self._exists(name, unordered):

@@ -56,6 +56,7 @@ def made_here(folder: Path, config: Mapping[str, JSON]) -> bool:
 def _mark(folder: Path, config: Mapping[str, JSON], key: bytes) -> str:
     # As the journal gives the settings back: a tuple that was recorded is read as a list.
     plain = json.dumps(msgspec.json.decode(msgspec.json.encode(config)), sort_keys=True)
+    # The path of a folder need not be UTF-8.
     return hmac.new(key, f"{folder.resolve()}\n{plain}".encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
 
 

@@ -117,6 +117,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
             # the conversations of a long run would not fit in memory
             ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
             written[trajectory.rollout_id] = _Written.of(trajectory)
+            # At other temperatures, the log-probabilities do not say how likely equal first replies are.
             if trajectory.ledger is not None and not trajectory.is_forked and _temperature(config) == 1.0:
                 first_replies.add(trajectory.ledger)
         if not verdict.ok:

@@ -338,6 +338,7 @@ class RunReader:
             case "taken_up" if line.turns or line.replies:
                 self._taken_up(line)
             case "messages" | "reply":
+                # Moved to the end, so that the rollout which has been idle longest comes first.
                 self._signs.pop(line.rollout_id, None)
                 self._signs[line.rollout_id] = line.at
                 self._flying[line.rollout_id].take(line)
@@ -373,6 +374,7 @@ class RunReader:
         if kept:
             if (node := self._placed.get(rollout.group_id)) is not None:
                 node.rollouts += 1
+            # A long run has very many rollouts and only a few different texts, so these are interned.
             ended = _Ended(
                 sys.intern(rollout.outcome),
                 rollout.reward,

@@ -77,6 +77,7 @@ class RunWorld:
         # calls of a session are made again, because they restore the session's state
         if self._before is not None and repeats() and not call.session:
             heard = self._before.find(call.key, call.rollout, call.n)
+            # Only the rollout's own reply: `find` also returns those of other rollouts, which this one has not seen.
             if heard is not None and (heard.rollout, heard.n) == (call.rollout, call.n):
                 return ToolOutcome.of(heard.reply)
         outcome = await self._policy(call, ask)

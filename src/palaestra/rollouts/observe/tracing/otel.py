@@ -174,6 +174,7 @@ class Spans:
 
     def _close(self, name: str, error: str = "") -> None:
         for place, (_, span) in reversed(list(enumerate(self._open.pop(name, ())))):
+            # The outermost span is that of the group or rollout. The inner ones were only cut short by its end.
             _end(span, error if place == 0 else "")
 
     def _context(self, name: str) -> Context:
