@@ -259,6 +259,7 @@ def machine_facts() -> dict[str, str]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
         "user": "root" if os.geteuid() == 0 else f"uid {os.geteuid()}",
+        # Those that this process may use, which in a container can be fewer than the machine has.
         "cpus": str(len(os.sched_getaffinity(0))),
         "cgroup": _cgroup(),
         "git": _version("git"),
@@ -304,6 +305,7 @@ def _show_table(facts: dict[str, str], ladder: Sequence[RungStatus]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    # Standard output escapes control sequences, also those of rich, so texts are made printable below.
     console = Console(file=getattr(sys.stdout, "raw", None))
     for name, value in facts.items():
         console.print(f"[dim]{name:>7}[/]  {escape(printable(value))}", highlight=False)

@@ -281,4 +281,5 @@ def _print_results(proof: Proof, lines: Sequence[PolicyResult]) -> None:
         texts = (line.policy, line.what, (rewards or "-") + earned, line.wanted, verdict)
         shown.add_row(*map(printable, texts))
     terminal = getattr(sys.stdout, "raw", None)
+    # Without a terminal, rich assumes 80 columns, in which the table would be broken.
     Console(file=terminal, width=None if sys.stdout.isatty() else 130).print(shown)

@@ -286,6 +286,7 @@ def _filled(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Pat
             report = write(file)
             file.flush()
             os.fsync(file.fileno())
+        # Claimed last, so that an export that fails leaves no empty file and uses no number.
         target = claim_path(path)
         unfinished.replace(target)
     finally:

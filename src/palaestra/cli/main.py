@@ -139,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     script calls this function."""
     with Program(sys.argv[1:] if argv is None else argv) as program:
         try:
+            # In its standalone mode, click would print errors and exit by itself, also with --json.
             program.exit_code = cli.main(program.words, prog_name="palaestra", standalone_mode=False) or DONE
         except click.exceptions.NoArgsIsHelpError as error:  # a group without its subcommand: print its help
             click.echo(error.format_message(), err=True)
@@ -149,8 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except click.ClickException as error:
             raise ConfigError(error.format_message()) from None
         except click.Abort:
+            # click turns a KeyboardInterrupt into Abort, also outside of its standalone mode.
             raise KeyboardInterrupt from None
         except OSError as error:
+            # An error that names a file is not about standard output.
             if error.errno not in _NO_ROOM or error.filename is not None:
                 raise
             _silence()

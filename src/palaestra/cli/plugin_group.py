@@ -42,6 +42,7 @@ class PluginGroup(click.Group):
         return {
             name: point
             for name, point in found.items()
+            # An installed package adds commands, and never replaces one of ours.
             if point.name == f"{self.prefix}.{name}" and "." not in name and name not in self.commands
         }
 

@@ -113,6 +113,7 @@ def fork_command(
     config = recording.meta.config
     if (config.get("env") or {}).get("agent"):
         raise ConfigError(f"{recording.path.parent} was run with an agent program, whose turns cannot be continued")
+    # Absolute, as is `root` below, because the new run starts in the folder of the earlier one.
     begins = fork_of(recording.path.resolve(), rollout, turn, seed or secrets.token_hex(8))
     if rebuild:
         begins = msgspec.structs.replace(begins, workspace="")
@@ -179,6 +180,7 @@ def settings_of(recording: Recording, form: Form) -> dict[str, JSON]:
 
 def _environment(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the value of `--environment`, and the other words. Raises `ConfigError`."""
+    # Read by hand: to click, all words after RUN are settings of the environment.
     rest, named = list(words), None
     for place, word in enumerate(rest):
         flag, equals, value = word.partition("=")

@@ -35,6 +35,7 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
         cls=SettingsCommand,
         context_settings={
             "ignore_unknown_options": True,
+            # After ENV, a flag such as --help belongs to the environment's command line.
             "allow_interspersed_args": False,
         },
         help=help_text,

@@ -79,6 +79,7 @@ async def _serve_model(
     require_token(host, token)
     if "/" not in model and not Path(model).exists():
         raise no_folder(Path(model))
+    # Before the model is loaded, which may take long: a signal meanwhile then ends the server in order.
     stop = told_to_stop()
     config = APIServerConfig(server_type="transformers", model_name=model, tool_parser=tool_parser)
     engine = TransformersEngine(config, device=device, seed=seed)

@@ -94,6 +94,7 @@ async def _serve_tools(options: _ToolsOptions) -> None:
     from palaestra.tools.registry.build import build_tool_registry
     from palaestra.tools.serving.tool_server import ToolServer, external
 
+    # Before MCP servers are started: a signal then still closes what has been opened.
     token, stop = read_token(options.token_file, "TOOL_SERVER_TOKEN"), told_to_stop()
     brought = [tool for file in options.files for tool in _tools_of(file)]
     async with MCPServers(configured_servers(options.mcp_files)) as servers:

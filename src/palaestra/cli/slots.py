@@ -180,6 +180,7 @@ async def _clean(
         halves = kept.halves()
         gone["workspaces"] = [f"{len(halves) if only_list else kept.sweep()} half-made"] if halves else []
         entries = kept.entries() if workspaces else []
+        # `remove` leaves workspaces alone that a run uses, so only a removal shows which those are.
         gone["workspaces"] += [entry.key[:12] for entry in entries if only_list or kept.remove(entry.key)]
     return gone
 

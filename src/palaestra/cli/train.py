@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def _training_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add one option per setting of a training run. An option that is left out is None, so that a resumed training run
     keeps its recorded value."""
+    # Decorators apply from the last one up, and the options are to be in the order of the table.
     for name, kind in reversed(_OPTIONS.items()):
         field = "async_steps" if name == "--async" else name[2:].replace("-", "_")  # async is a keyword of Python
         command = click.option(name, field, type=kind, hidden=True)(command)

@@ -146,5 +146,6 @@ async def _serve(runs: OpenRuns, texts: TokenTexts, port: int, *, opens: bool, a
         click.echo(json.dumps({"url": address}) if as_json else address)
         click.echo("Ctrl-C stops the viewer", err=True)
         if opens:
+            # A text browser would block the server until it is closed.
             await asyncio.to_thread(webbrowser.open, address)
         await asyncio.Event().wait()

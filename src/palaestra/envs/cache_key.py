@@ -24,6 +24,7 @@ def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
     digests = set()
     for part in parts:
         try:
+            # Without a source file, this is the working directory, which cannot be read either.
             path = Path(inspect.getsourcefile(part) or "").resolve(strict=True)
             if not any(path.is_relative_to(folder) for folder in OWN_FOLDERS):
                 digests.add(hashlib.sha256(path.read_bytes()).hexdigest())
@@ -44,6 +45,7 @@ def of_settings(config: BaseModel, base: type[BaseModel]) -> JSON:
 def of_data(value: object, task_id: str) -> JSON:
     """Return a value as JSON. Raises `TaskError` if it is not plain data."""
     try:
+        # The order of a set of strings differs between processes.
         return msgspec.json.decode(msgspec.json.encode(value, order="deterministic"))
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         raise TaskError(

@@ -102,6 +102,7 @@ def _read_lines(path: Path) -> Iterator[Row | str]:
         with path.open("rb") as lines:
             for number, line in enumerate(lines):
                 if line.strip():
+                    # Programs on Windows begin a file with a byte order mark, which `json` rejects.
                     row = _object(line if number else line.removeprefix(codecs.BOM_UTF8))
                     if number == 0 and isinstance(row, str) and path.suffix.lower() not in SUFFIXES:
                         raise ConfigError(f"{path} is not JSONL ({row}); use a {', '.join(SUFFIXES)} file")
@@ -140,6 +141,7 @@ def _read_csv(path: Path) -> Iterator[Row | str]:
             if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
                 raise ConfigError(f"{path} has several columns called {twice[0]!r}; give each column its own name")
             for row in reader:
+                # DictReader keeps surplus fields under the key None, and gives missing ones the value None.
                 if None in row or None in row.values():
                     count = len(reader.fieldnames or ())
                     yield f"line {reader.line_num} of {path.name} does not have the {count} fields of the first line"
@@ -200,6 +202,6 @@ def _read_hub(name: str, split: str) -> Iterable[Row]:
     except Exception as problem:  # for a missing network, the library raises its own, requests' or built-in errors
         raise ConfigError(
             f"the data set {name!r} (split {split!r}) cannot be read from the hub: "
-            f"{type(problem).__name__}: {problem}. "
-            "Check the name and the network, or use a local .jsonl, .csv or .parquet file."
+            f"{type(problem).__name__}: {problem}. Check the name and the network, or use a local .jsonl, .csv or "
+            ".parquet file."
         ) from problem

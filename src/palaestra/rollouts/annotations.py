@@ -195,7 +195,10 @@ def append_lines(path: Path, lines: bytes) -> None:
     """Append whole lines to a file that other processes append to as well. A torn last line of another writer is
     ended first. Raises `ConfigError` if the file is a link, a device or too large, and `DiskError` if it cannot be
     written."""
+    # For reading too, because the last byte is looked at. O_NONBLOCK and O_NOCTTY: a FIFO or a terminal in a folder of
+    # another person must neither hang the process nor become its terminal.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    # For the hint in the message: O_NOFOLLOW refuses a link too, also one that appears only now.
     if path.is_symlink():
         raise ConfigError(f"{path} is a link, so it is not written: remove it")
     with writing(path):

@@ -190,6 +190,7 @@ class ContinuedTurns(RecordedTurns):
     def answers_text(self, exact: bool) -> bool:
         """Drop the recorded tokens if the server of the new run returns none. If the earlier run has none, the shared
         turns are given as messages, and become part of the first prompt."""
+        # Called whenever somebody asks for the server, so it must not add up: each call begins from the exact turns.
         self._events = self._exact_events
         self._sampled.clear()
         if exact:
@@ -310,6 +311,8 @@ def _workspace(folder: Path, ended: Trajectory, events: Sequence[TurnTaken], tur
     """Return the folder of the kept workspace if it has the state after `turn`, which is so if no call follows that
     turn; otherwise an empty text. The path must be in the run's folder, which may have been moved."""
     named = ended.beside.sandbox.get("workspace")
+    # The kept workspace is that of the rollout's end. It has no processes, so it is not the state of a rollout that
+    # left some.
     later = any(_calls(event) for event in events if event.turn > turn)
     running = any(ended.detail.get(name) for name in _PROCESSES)
     if not isinstance(named, str) or not named or named.endswith(UNTOUCHED) or later or running or not turn:
@@ -342,6 +345,8 @@ class _Reader:
         wanted = msgspec.json.encode(self._group_id)[1:-1]
         with journal.open("rb") as file:
             for number, line in enumerate(lines_of(file), 1):
+                # Decoding is what takes time, and most lines of a large run are about other groups. The first line
+                # names the run.
                 if number > 1 and wanted not in line:
                     continue
                 try:

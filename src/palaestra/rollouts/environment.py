@@ -193,9 +193,11 @@ class Environment(ABC):
         except CHECK_FAILURES as error:
             failure = error
         if not live:
+            # The reference needs a slot of its own, and a rollout that holds one slot must not wait for another.
             await grading.restart()
             reference = await blame(rollout, failure)
             grading.repeat_after(reference)
+        # A live check cannot be repeated in a slot that has ended, nor once its live part has been settled.
         if not live or (grading.live and not isinstance(failure, SlotEnded)):
             with suppress(*CHECK_FAILURES):
                 repeated = await _score_soundly(rollout, grading, score)
@@ -227,6 +229,7 @@ class Environment(ABC):
 
 def broken(failure: Exception, reference: Rollout) -> Score:
     """Return the score of work that is to blame for the failure of its check, through which the reference got."""
+    # Whether the environment has official verdicts shows only in the score of the reference.
     official = None if reference.score is None or reference.score.official is None else 0.0
     return Score(0.0, {WORK_BREAKS_CHECK: 1.0}, {WORK_BREAKS_CHECK: without_middle(str(failure), 2000)}, official)
 

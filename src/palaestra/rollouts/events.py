@@ -189,6 +189,7 @@ class GroupBegun(msgspec.Struct):
     group: Group
 
 
+# Some events are made at every step. They have only texts and numbers, so the garbage collector need not track them.
 class RolloutBegun(msgspec.Struct, gc=False):
     """An attempt at a rollout starts."""
 

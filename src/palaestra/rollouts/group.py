@@ -137,6 +137,7 @@ class GroupRun:
             group.blame = error.blame if isinstance(error, InfraError) else Blame.TASK
             self._write_start()
         finally:
+            # A group that is cancelled must give its workspace back too.
             await asyncio.shield(self._preparation.aclose())
             if run.counterfactual is not None:
                 await asyncio.shield(run.counterfactual.aclose(run.workspaces.pool))
@@ -226,6 +227,7 @@ class GroupRun:
         except (InfraError, TaskError) as error:  # rollouts that have been played are still recorded
             failure, count = error, 0
             for rollout in self._played.values():
+                # `collect` could still have changed these scores, so they are not final.
                 if rollout.score is not None:
                     rollout.fail(error, error.blame if isinstance(error, InfraError) else Blame.TASK)
         indices = sorted({*range(count), *self._played} - {done.index for done in self.group.trajectories})
@@ -244,10 +246,13 @@ class GroupRun:
                 ending = self._roll_out_one(index) if played is None else self._record_played(played)
                 task = rollouts.create_task(ending, name=f"{self.group.group_id}/{index}")
                 if places is not None:
+                    # A task that is cancelled before its first step never runs, so a `finally` in it would not free the
+                    # place.
                     task.add_done_callback(partial(self._free_place, places))
 
     def _free_place(self, places: Places, rollout: asyncio.Future[Any]) -> None:
         places.release()
+        # The runner frees the last place, after it has passed the group on.
         if self.reserved > 1:
             self.reserved -= 1
             places.free(1)
@@ -281,6 +286,8 @@ class GroupRun:
             if recorded is None and begins is not None:
                 recorded = begins.recorded()
             seeded = self._seeded("rollout", index if begins is None else begins.point.index)
+            # All rollouts repeat the turns of one recorded rollout, whose random choices must come out again. Only what
+            # they sample afterwards differs.
             sampling = None if begins is None else Seeded(f"{begins.point.seed}:{index}")
             spec = RolloutSpec(
                 self.group.group_id, index, self.task, seeded, self._kit, self._preparation.snapshot, sampling
@@ -291,6 +298,7 @@ class GroupRun:
             try:
                 await rollout.run()
             finally:
+                # In `finally`, because a cancelled attempt leaves a record too.
                 restarts = recorded is not None and recorded.failed is not None
                 if recorded is not None and restarts and not recorded.restarts:
                     why = f"{recorded.failed}: {recorded.evidence}" if recorded.evidence else str(recorded.failed)
@@ -451,6 +459,7 @@ class Preparation:
             with stages.stage("store"):
                 taken = await prepared.take(recipe, partial(self._make, stages))
             self._group.from_store = taken.found
+            # If it was not found, `_make` has counted the time already.
             if taken.found:
                 self._group.prepare_s += round(stages.seconds["store"], 6)
             return taken.snapshot
@@ -499,10 +508,12 @@ class Preparation:
         before = stages.seconds.get("acquire", 0.0)
         with image_of(self._task):
             slot = await workspaces.lease(f"{self._group.group_id}:prepare", spec, base, stages)
+        # The time to make the slot belongs to the preparation, the wait for room (`admit`) does not.
         started = time.perf_counter() - (stages.seconds["acquire"] - before)
         try:
             with stages.stage("prepare"):
                 await run_hook(PrepareError, work(self._task, slot), doing)
+        # Also on cancellation. After the block, sealing ends the lease, even if it fails.
         except BaseException:
             await asyncio.shield(workspaces.pool.release(slot))
             raise
@@ -560,6 +571,7 @@ def _checked(task: Task) -> Task:
     for path, content in task.files.items():
         if not isinstance(content, str | bytes):
             raise TaskError(f"task {task.id}: its file {path!r} is {content!r:.100}, neither text nor bytes")
+    # A text would pass as a sequence of names of one letter each.
     if isinstance(task.toolsets, str):
         raise TaskError(f"task {task.id}: toolsets must be a list, such as [{task.toolsets!r}]")
     if isinstance(task.solutions, str):

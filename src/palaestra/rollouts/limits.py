@@ -110,6 +110,8 @@ class RunLimits:
         """Raise `CutShort` for a rollout that may not start or, if it has `begun`, may not continue."""
         if self.reason and not begun:
             raise CutShort(f"the run was {self.reason} before this rollout started: {self.message}")
+        # The reason of the stop is not asked here: rollouts in flight may finish after a signal or too many failures,
+        # but each further turn costs money.
         if begun and self._max_cost is not None and self.spent >= self._max_cost:
             raise CutShort(f"stopped between two turns: {self.message}")
 
@@ -139,6 +141,7 @@ class RunLimits:
     def _on_group(self, event: GroupFinished) -> None:
         group = event.group
         if not group.trajectories:
+            # A group that failed before it had a rollout counts as all the rollouts that it lacks.
             self._count([None if group.blame is Blame.TASK else group.blame] * self._group_size)
 
     def _check_cost(self) -> None:
@@ -148,6 +151,7 @@ class RunLimits:
     def _count(self, ended: list[Blame | None]) -> None:
         self._latest.extend(ended)
         failed = Counter(blame for blame in self._latest if blame is not None)
+        # Of the whole window, also when fewer rollouts have ended: the first failures of a run must not stop it.
         if failed.total() > self._rate * WINDOW:
             whose = ", ".join(f"{blame.value} {count}" for blame, count in failed.most_common())
             only_engine = set(failed) == {Blame.ENGINE}

@@ -187,6 +187,8 @@ class _Play:
                 if not limit.expired():
                     raise
                 self._end = Outcome.BUDGET, f"budget of {rollout.settings.budget.wall_s:g} seconds used up", None
+            # The program's own commands ended the sandbox, which is the work of the agent, and no infrastructure
+            # failure.
             except SlotEnded:
                 rollout.calls.end_slot()
                 self._end = self._ending(None)
@@ -221,6 +223,8 @@ class _Play:
                 return await self._wait(self._exit_code(process), self._follow(process))
             finally:
                 with contextlib.suppress(ProcessLookupError, SandboxError):
+                    # A program that reached a limit is scored, so it gets time to write its files. One that ended by
+                    # itself has left only processes behind.
                     await asyncio.shield(process.kill(END_S if self._stop.is_set() else 0.0))
                 self._conversations.end()
 
@@ -314,8 +318,7 @@ class _Play:
             hint = ". The sandbox has no files of this machine; add the program to the task's `files` or its image"
             raise ToolUnavailable(
                 f"agent {self._agent.program.name} ended with exit status {exit_code} without an answer "
-                "from the model: "
-                f"{told or 'it printed nothing'}{hint if missing else ''}"
+                f"from the model: {told or 'it printed nothing'}{hint if missing else ''}"
             )
         error = f"the agent's program ended with exit status {exit_code}" if exit_code else ""
         return Outcome.NATURAL, error, None

@@ -173,6 +173,8 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def is_forked(self) -> bool:
         """Whether its ledger begins within a conversation, after turns that belong to another rollout."""
+        # A conversation that was given as messages has been rendered as a whole, so its ledger begins with a prompt of
+        # its own.
         rendered = self.ledger is not None and bool(self.ledger.segments) and self.ledger.segments[0].reason == "start"
         return self.parent is not None or (self.origin is not None and not rendered)
 

@@ -187,12 +187,15 @@ class Rollout:
         if not isinstance(result, AgentResult) or not isinstance(result.outcome, Outcome):
             # a subclass's own method may return anything
             raise TaskError(f"playing {self.rollout_id} returned {result!r:.100}, not an AgentResult")
+        # A result that is not that of our own agent may have values that the journal refuses.
         self._foreign_result = result is not self.result
         self.result = result
         if result.outcome.scored:
             with self.stages.stage("grade"):
                 self.score = await self._graded()
                 self.run_context.events.announce(Graded(self.rollout_id, self.score.reward))
+        # Not before the score: a rollout that is cancelled while it is graded has been cut off, and a resumed run
+        # continues it.
         self.ending = _ending_of(result)
         self.projection = call_hook(
             TaskError, lambda: hooks.project(self, self.score), f"making the row of {self.rollout_id}"
@@ -252,6 +255,7 @@ class Rollout:
                 logger.warning("releasing the slot of %s failed: %s", self.rollout_id, error)
 
         try:
+            # At the limit, only this wait ends: the shielded work goes on in the background.
             async with asyncio.timeout(CLEAN_UP_S):
                 await asyncio.shield(close_all())
         except TimeoutError:

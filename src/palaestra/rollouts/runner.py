@@ -133,6 +133,7 @@ class Runner:
                     await asyncio.sleep(0)  # let other tasks run between thousands of writes to the disk
             await self._run_tasks()
         except* PalaestraError as failures:
+            # A task group raises a group of errors. Callers and the exit status are about a single one.
             raise first_failure(failures) from None
         finally:
             for number in sorted(self._finished_before):

@@ -53,6 +53,7 @@ class Places:
     async def reserve(self, rollouts: int) -> None:
         """Wait until a group with this number of rollouts may begin."""
         while self._open + rollouts > self._most:
+            # No other task runs between the look at `_open` and the wait, so no release is missed.
             self._freed.clear()
             await self._freed.wait()
         self._open += rollouts
@@ -94,6 +95,8 @@ async def counted(
     deadline = time.monotonic() + seconds
     try:
         while len(ahead) < window:
+            # `wait` leaves the request for the next task running. `wait_for` would cancel it at the deadline and lose
+            # the task.
             await asyncio.wait({following}, timeout=max(0.0, deadline - time.monotonic()))
             if not following.done() or following.cancelled() or following.exception() is not None:
                 break

@@ -72,6 +72,7 @@ class RolloutCalls:
         if not call.by_agent or call.conversation:
             return await then(call)
         recorded = self._recorded if self._matching else None
+        # Before anything is awaited: parallel calls take their recorded answers in the order in which they start.
         expected = recorded.expected_observation(call.name, call.arguments) if recorded is not None else None
         outside = call.tool.touches_world and not call.tool.world_session
         if recorded is not None and expected is not None and recorded.answers(outside):
@@ -190,6 +191,7 @@ class TurnLog:
         """
         self._workspace.stages.sign_of_life()
         if turn is None and self._seat.slot is not None and self.recorded is not None:
+            # The opening messages are recorded before the agent's first call, so only set-up can have leased the slot.
             self.recorded.found_setup()
         taken = self._match(turn, messages)
         self.take_inner_calls(taken.turn.number)
@@ -206,6 +208,8 @@ class TurnLog:
         for process in await slot.processes() if slot is not None and not self._calls.slot_ended else ():
             if (await process.status()).running:
                 recorded.found_background()
+        # The recorded turns took this time when they were taken. The limit of the rollout must not begin again with
+        # each resume.
         if recorded.caught_up and self._wall is not None:
             self._wall.charge(recorded.seconds)
         self._finish(taken)
@@ -214,6 +218,8 @@ class TurnLog:
         if taken.turn.number:
             self._workspace.begin()
         self._write(taken)
+        # Only after the turn is written, so that a resumed run continues after it. A turn without results ends the
+        # rollout anyway.
         if taken.turn.number and taken.messages and taken.messages[-1].get("role") != "assistant":
             self._run.limits.check(begun=True)
 

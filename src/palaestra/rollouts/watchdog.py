@@ -75,6 +75,7 @@ class Stages:
         if loop is not None:
             self._alive_at = loop.time()
             limit = self._limits.get(alive.stage, 0.0)
+            # A shorter limit needs an earlier timer. A longer one is noticed when the timer fires.
             if limit > 0 and (self._timer is None or self._alive_at + limit < self._timer.when()):
                 self._set_timer(loop, self._alive_at + limit)
 

@@ -128,6 +128,7 @@ class Workspaces:
             snapshot = await prepare()
         except (asyncio.CancelledError, SandboxError):
             del self._shared[key]
+            # Groups that wait prepare it themselves, because another attempt may succeed.
             future.cancel()
             raise
         except BaseException as error:
@@ -141,6 +142,7 @@ class Workspaces:
         """Drop a shared snapshot that its backend has lost, so that the next `shared` prepares it again."""
         future = self._shared.get(key)
         snapshot = _result(future)
+        # Another group may have prepared it again while this one waited for the answer.
         if snapshot is not None and not await self.pool.snapshots.holds(snapshot) and self._shared.get(key) is future:
             del self._shared[key]
 
@@ -265,6 +267,8 @@ class RolloutWorkspace:
         with self.stages.stage("seal"):
             try:
                 snapshot = await self.run.pool.checkpoint(seat.slot)
+            # Also a SandboxError, but one that ends the rollout. The others mean that this backend or level copies no
+            # running slot.
             except SlotLost:
                 raise
             except SandboxError as error:

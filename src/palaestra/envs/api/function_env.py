@@ -160,6 +160,7 @@ async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterat
             return
         if not isinstance(produced, Iterable):
             raise TypeError(f"it returned {type(produced).__name__} instead of tasks; yield each Task")
+        # `next` gets a default, because a StopIteration cannot be set as the error of a future.
         tasks = await thread.call(partial(iter, produced))
         while (task := await thread.call(partial(next, tasks, end))) is not end:
             yield task
@@ -236,6 +237,7 @@ class AwaitedSlot:
     ) -> None:
         forgotten = [(name, work) for name, work in self._calls if inspect.getcoroutinestate(work) == "CORO_CREATED"]
         for _, work in forgotten:
+            # Otherwise Python would also warn of a coroutine that was never awaited, without naming the call.
             work.close()
         of_coroutine = isinstance(error, AttributeError | TypeError) and "coroutine" in str(error)
         if forgotten and (error is None or of_coroutine):

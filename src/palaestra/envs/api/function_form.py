@@ -158,6 +158,7 @@ class FunctionForm(Declaration):
     def config_type(self) -> type[FunctionEnvConfig]:
         fields: dict[str, Any] = {}
         try:
+            # In a file with `from __future__ import annotations`, the annotations are text.
             parameters = inspect.signature(self.source, eval_str=True).parameters.values()
         except (NameError, TypeError) as error:
             raise ConfigError(f"environment {self.name}: its parameters cannot be read: {error}") from None

@@ -79,6 +79,7 @@ class HookCommands:
             (_PROGRAM, self._program),
             (_FILE, self._program if exit_code == _NOT_FOUND else self._file),
         ):
+            # The last such line is about the failure; a command may have survived earlier ones.
             line = next((line for line in reversed(lines) if pattern.search(line)), None)
             if line is not None:
                 return line, advice()

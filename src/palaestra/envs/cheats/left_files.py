@@ -51,6 +51,7 @@ class LeftFiles:
             await pool.release(slot)
 
 
+# A context variable, because plays run concurrently and each has files of its own.
 READING: ContextVar[LeftFiles | None] = ContextVar("reading", default=None)
 
 

@@ -209,6 +209,7 @@ def _writing(files: Mapping[str, bytes]) -> Iterator[str]:
     """Yield commands that write the files, which keep their modes."""
     for path, data in files.items():
         text = base64.b64encode(data).decode()
+        # The length of a piece is a multiple of 4, so each can be decoded alone.
         for start in range(0, max(len(text), 1), _PIECE):
             to = f"{'>>' if start else '>'} {shlex.quote(path)}"
             yield f"base64 -d <<'END' {to}\n{text[start : start + _PIECE]}\nEND\n"
@@ -422,6 +423,7 @@ class EnvironmentProof:
         for n in range(max((len(task.solutions) for task in resolved.values()), default=0)):
             some = [task for task in tasks if task.id in resolved and len(resolved[task.id].solutions) > n]
             await play(f"solutions[{n}]", OraclePolicy(n + 1), some, {})
+        # Only now it is known which files the solutions leave; the same ones are read where nothing was done.
         self._before = {
             name: LeftFiles(spec, tuple(self._left[name].files) if name in self._left else ())
             for name, spec in specs.items()
@@ -677,6 +679,7 @@ class EnvironmentProof:
         parts: dict[str, None] = {}
         for task, base, each in played:
             most = max(task.floor, base.reward if base else 0.0) + _TOLERANCE
+            # Not `>`, which would be false for a reward of nan.
             paid = paid or (each.reward is not None and not each.reward <= most)
             official = each.official_reward
             before = (base.earned.official_reward or 0.0) if base else 0.0

@@ -200,6 +200,7 @@ def make_recorded_tools(config: BaseEnvConfig) -> RecordedTools:
     recording = config.world_file if reads else None  # in the other modes, the run's folder contains it
     recorded_tools = RecordedTools(lambda: open_world(config.world, recording, strict=config.world_miss == "fail"))
     if reads:
+        # Opened now: otherwise, only the first call of a tool would report a recording that cannot be read.
         recorded_tools.opened()
     return recorded_tools
 

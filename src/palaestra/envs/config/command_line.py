@@ -239,6 +239,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     ) -> tuple[Merged[EnvT_co], list[Merged[ServerT_co]], list[str]]:
         """Merge the settings of the environment and of the servers. Returns both, with notices about values that were
         replaced."""
+        # In this order, because later layers have precedence.
         variables = ((DOTENV, dotenv or {}), ("environment", environ or {}))
         env = merge(self.env_type, self._env_layers(command, given, variables))
         servers = [merge(self.server_type, _own_address(each)) for each in self._server_layers(given, variables)]
@@ -372,6 +373,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 servers = [[*layers, *file.servers] for layers in servers]
             else:
                 lower = [*servers, *(lowest for _ in file.servers)]
+                # The list in the file decides how many servers there are. Further ones begin without the values of a
+                # script.
                 servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=False)]
         flags = ConfigLayer(given.source, given.values["openai"], given.spelled["openai"])
         top = [environ, ConfigLayer(RECORDED, given.recorded[1]), flags]

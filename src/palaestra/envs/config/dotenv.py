@@ -50,6 +50,7 @@ def read_keys(folder: Path) -> dict[str, str]:
     found = read_variables(path)
     keys = {name: value for name, value in found.items() if _KEY.fullmatch(name)}
     for address, key in _ADDRESSES.items():
+        # A key of the process has precedence over that of the file, and must not be sent to the file's address.
         if found.get(address) and keys.get(key) and os.environ.get(key, keys[key]) == keys[key]:
             keys[address] = found[address]
     ignored = [name for name in found if name not in keys]
@@ -74,6 +75,7 @@ def read_variables(path: Path) -> dict[str, str]:
     `\\n`, `\\"`, `\\\\`); outside quotes, ` #` begins a comment. Nothing is expanded.
     """
     try:
+        # The file may be somebody else's, so it is looked at only after it is open: a link could change in between.
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ConfigError(f"{path} is not a regular file")
@@ -116,6 +118,7 @@ _exports: Counter[str] = Counter()
 def exported(variables: Mapping[str, str]) -> Iterator[None]:
     """While the block runs, set these variables in `os.environ`, where the code of scripts can read them. A variable
     that is already set keeps its value. If blocks overlap, variables stay until the last block ends."""
+    # A value that another block has set counts as set by this one too, so that it stays until both have ended.
     added = {name: value for name, value in variables.items() if name not in os.environ or _exports[name]}
     for name, value in added.items():
         os.environ.setdefault(name, value)
@@ -125,6 +128,7 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name, value in added.items():
             _exports[name] -= 1
+            # The block's code may have set another value, which is then its own.
             if not _exports[name] and os.environ.get(name) == value:
                 del os.environ[name]
 

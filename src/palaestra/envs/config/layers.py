@@ -146,6 +146,7 @@ def read_environ(
     named = _known(_CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS, model_type)
     if environ.get(_SLOT_POOL[0]) == _SLOT_POOL[1]:
         named.pop(_SLOT_POOL[0], None)
+    # Added last: of two variables for one setting, the later one counts, which is the one with our name.
     named |= {variable: variable.removeprefix(start).lower() for variable in environ if variable.startswith(start)}
     values: dict[str, JSON] = {}
     spelled: dict[str, str] = {}
@@ -314,6 +315,7 @@ def read_json(word: str) -> JSON:
     if word in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[word]
     try:
+        # By default, Python's parser accepts NaN and Infinity.
         return json.loads(word, parse_constant=_refuse_constant)
     except ValueError:
         return word
@@ -335,6 +337,7 @@ def _read_scalar(kinds: Sequence[Annotation], word: str) -> JSON:
         choice = _choice(kind, word)
         if choice is not None:
             return choice
+    # Where a field also takes numbers, 0 and 1 are numbers.
     if bool in kinds and lowered in _YES | _NO and not (int in kinds and lowered in "01"):
         return lowered in _YES
     if str in kinds and (int in kinds or float in kinds):

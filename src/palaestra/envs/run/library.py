@@ -94,6 +94,7 @@ async def run(
 def run_sync(env: object, **arguments: JSON) -> Run:
     """Call `run` from code that is not async, or from a notebook, where an event loop is already running. Raises
     `ConfigError` if it is called at the top level of a file that another run is loading."""
+    # The caller's frame: a file that another run loads must not start a run of its own while it is loaded.
     frame = sys._getframe(1)
     if is_loaded(frame.f_globals.get("__name__", "")) and frame.f_code.co_name == "<module>":
         raise ConfigError(
@@ -115,6 +116,7 @@ async def stream(env: object, **arguments: JSON) -> AsyncIterator[Group]:
             roll_out = assembled(env, "process", dotenv, **arguments)
         finished = _FinishedGroups()
         running = asyncio.create_task(roll_out(steering=Steering([finished], finished.has_room)), name="run")
+        # Also if the run fails or never starts: otherwise the loop below would wait for a group without end.
         running.add_done_callback(lambda _: finished.close())
         try:
             async for group in finished:

@@ -96,6 +96,7 @@ class PeriodicEvaluation:
         while not self._has_room():
             self._room.clear()
             await self._room.wait()
+        # A group that has passed the gate is in flight only when it begins, and others may ask before that.
         self._admitted += 1
         return True
 
@@ -124,6 +125,7 @@ class PeriodicEvaluation:
                     self._room.set()
             elif self._over:
                 return
+            # The run has ended, so no group sets the event any more: look once more, and end.
             if self._over:
                 self._due.set()
 
@@ -160,6 +162,8 @@ class PeriodicEvaluation:
             journal.append(started)
             own = replace(
                 context,
+                # Costs and failures of an evaluation count for the run. Its other subscribers must not take the groups
+                # for the run's.
                 events=EventStream(journal, context.limits),
                 earlier=EarlierWork(),
                 recorded_tools=recorded_tools,

@@ -112,10 +112,12 @@ class _Grader:
             task = replace(task, grading=FILES)
         spec = environment.slot_spec(task, Phase.AGENT)
         try:
+            # An empty folder stands for the bare image.
             whole = await self._run.pool.snapshots.load(folder, spec) if any(folder.iterdir()) else None
         except OSError as error:
             raise ConfigError(f"the workspace of {trajectory.rollout_id} in {folder} cannot be used: {error}") from None
         sealed, before = (None, whole) if folder.name.endswith(UNTOUCHED) else (whole, _below(whole))
+        # The seeds of `GroupRun`, so that the tools and the random choices are those of the run.
         seed = f"{context.settings.seed}:{trajectory.group_id}"
         kit = environment.kit(task, Seeded(f"{seed}:tools")())
         seeded = Seeded(f"{seed}:rollout:{trajectory.index}")
@@ -125,6 +127,7 @@ class _Grader:
         return await rollout.regrade(_result(trajectory), sealed)
 
     async def _task(self, trajectory: Trajectory) -> Task:
+        # Rollouts of a group are graded concurrently, and the tasks are read once.
         async with self._reading:
             if self._tasks is None:
                 limit = self._run.config.total_steps
@@ -143,6 +146,7 @@ def _below(snapshot: Snapshot | None) -> Snapshot | None:
     """Return the prepared workspace below an agent's change; None if that is the bare image."""
     if snapshot is None or len(snapshot.layers) < 2:
         return None
+    # The topmost layer, which is the agent's, comes first.
     return replace(snapshot, snapshot_id=f"{snapshot.snapshot_id}-below", layers=snapshot.layers[1:])
 
 

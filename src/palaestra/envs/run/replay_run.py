@@ -198,6 +198,7 @@ async def reopened(
     said |= set_fields(bound) if bound is not None else {}
     said |= {**changed, "isolation": isolation, "world": "replay", "world_file": str(recording.path.parent)}
     config = form.config_type()(**said)
+    # Also if the environment itself names a folder: a replay writes nothing.
     config.data_dir_to_save_evals = None
     server = APIServerConfig(server_type="scripted", model_name="noop")
     engine = ServerGroup(server)
@@ -246,6 +247,7 @@ def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
     """
     if is_ours(recording):
         return name not in HOST_SETTINGS
+    # The class that declares the setting, not one that inherits it: settings of ours count only if they are listed.
     declared = next(
         (each for each in form.config_type().__mro__ if name in vars(each).get("__annotations__", {})), None
     )

@@ -124,6 +124,7 @@ class Reporting:
     def _on_group(self, event: GroupFinished) -> None:
         group = event.group
         self._step += 1
+        # Known groups count as steps all the same, so that the curves of a resumed run continue where they ended.
         if group.number in self._known:
             return
         self._latest.add(group)
@@ -143,6 +144,7 @@ class Reporting:
             await self._enough.wait()
             self._enough.clear()
             own = await self.own(environment)
+            # Taken after the wait, so that groups which finished meanwhile are in this line.
             latest, self._latest = self._latest, Figures()
             numbers = {f"{self._prefix}{name}": value for name, value in latest.numbers().items()}
             self._log({**numbers, **own})

@@ -86,6 +86,7 @@ class RolloutFunction:
         await self.__aexit__(None, None, None)
 
     async def _open(self) -> None:
+        # Several rollouts may be the first.
         async with self._opening:
             if self._opened is None:
                 opened = AsyncExitStack()

@@ -220,6 +220,7 @@ class Assembly:
     async def engine(self, engines: Sequence[ServerEngine]) -> ServerGroup:
         """Return the connected client of the model servers, or of `engines`."""
         engine = ServerGroup(engines or self._servers)
+        # Before the start, which may fail when a part of the servers is connected.
         self.stack.push_async_callback(engine.aclose)
         await engine.start()
         return engine
@@ -541,6 +542,7 @@ class CommandRun:
         """Close the run's files, and print how it ended unless it never began."""
         output, figures = self.output, dict[str, float]()
         try:
+            # If the files cannot be closed, because the disk is full, the summary still says what was kept.
             figures = output.close(self.reason)
         finally:
             if self.reason == "done" and self.steering.drive is None:
@@ -598,6 +600,7 @@ class CommandRun:
                 return await running
             except (asyncio.CancelledError, RunStopped):
                 current = asyncio.current_task()
+                # The limits cancel only the rollouts. If this task itself was cancelled, its cancellation must go on.
                 if not self.context.limits.reason or (current is not None and current.cancelling()):
                     raise
                 return Totals()
@@ -614,6 +617,7 @@ class CommandRun:
                 running.cancel()
             else:
                 limits.drain()
+                # Never called off: to cancel a task that has ended does nothing.
                 loop.call_later(patience if self.begun else 0.0, running.cancel)
 
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the calling program handles SIGTERM itself
@@ -677,6 +681,7 @@ class CommandRun:
         async def open_gate() -> bool:
             evaluated = None if self.evaluations is None else self.evaluations.gate
             asked = [each for each in (evaluated, gate, self.steering.gate) if each is not None]
+            # A list, because `all` cannot iterate over an asynchronous generator.
             return await limits.gate() and all([await limits.unless_stopped(each()) for each in asked])
 
         begins = context.counterfactual

@@ -166,6 +166,7 @@ def _links(path: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(path):
         here = Path(place)
         for entry in (here / name for name in (*folders, *files)):
+            # Not `stat`, for which a link to a file is a file.
             if stat.S_IFMT(entry.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
                 yield entry
         if here.parent == path / "workspaces":
@@ -397,6 +398,7 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
             copy = GroupsFile(path, env=env, model=model, messages=messages, again=again)
         for line in _differing(was.config, settings):
             logger.warning("resumed with a changed setting: %s", line)
+        # The folder may have another name by now.
         folder = replace(folder, run_id=was.run_id)
         output = RunOutput(folder, journal, was.config, env=env, model=model, groups=groups, copy=copy, earlier=earlier)
     except BaseException:
@@ -405,6 +407,7 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
     config = {**was.config, **settings}
     if copy is not None:
         config["groups_file"] = str(copy.path.resolve())
+    # The mark comes first: a run that is killed in between must not have recorded settings without a mark.
     mark_origin(folder.path, config)
     journal.append(RunResumed(at=time.time(), schema=JOURNAL_SCHEMA, torn=torn, config=config))
     return output
@@ -418,6 +421,7 @@ def _earlier_copy(recorded: Mapping[str, JSON], folder: RunFolder, wanted: Path)
     this machine.
     """
     path, first = Path(recorded.get("groups_file", "")), Path(recorded.get("run_folder", folder.path))
+    # A copy of the run's folder must not overwrite the file of the run that is still where it was.
     moved = first.exists() and not first.samefile(folder.path)
     if not path.is_absolute() or not path.parent.is_dir() or moved or path.is_symlink():
         return None

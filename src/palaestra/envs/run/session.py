@@ -78,6 +78,7 @@ class Session:
             self._running = asyncio.create_task(roll_out(steering=Steering(drive=self._drive)), name="session")
             opened = asyncio.create_task(self._opened.wait())
             try:
+                # The run may fail before it is open, and then `opened` is never set.
                 await asyncio.wait([self._running, opened], return_when=asyncio.FIRST_COMPLETED)
             except BaseException:
                 self._running.cancel()
@@ -151,6 +152,8 @@ class Session:
         found = await self._find(task) if isinstance(task, str) else task
         self._plays = [play for play in self._plays if not play._group.done()]
         play = Play(found)
+        # A task copies the context when it is made, so the rollout finds its player, and the caller's context stays as
+        # it was.
         token = PLAYER.set(play._player)
         try:
             play._group = self._groups.create_task(self._one_attempt(found))
@@ -197,6 +200,7 @@ class Session:
         self._source: AsyncIterator[Task] = runner.env.tasks()
         try:
             async with asyncio.TaskGroup() as self._groups:
+                # Only now: as soon as the session is open, the caller may add groups to the task group.
                 self._opened.set()
                 await self._closing.wait()
         except* PalaestraError as failures:

@@ -127,6 +127,7 @@ async def train_line(
     chosen = make_trainer(trainer, parsed, config, tinker_url, root) if isinstance(trainer, str) else trainer
     training = Training(chosen, config, reference)
     try:
+        # Inside of the block, because it may fail when a part of the model is loaded.
         await chosen.open()
         report = await run(
             form,

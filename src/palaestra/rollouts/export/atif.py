@@ -342,6 +342,7 @@ def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float], 
                 logprobs += row.logprobs[span.start : span.stop]
             sequences += [each for each in sequence_spans(of_turn, trajectory.rollout_id) if each.kind == "sampled"]
     turns = enumerate(sampled.values(), 1)
+    # A sum is finite only if each of its values is. JSON has no infinite numbers.
     return {turn: each for turn, each in turns if each[0] and math.isfinite(sum(each[1]))}
 
 

@@ -192,6 +192,7 @@ def claim_path(path: Path) -> Path:
     Two concurrent processes get two files. Parent directories are created. Raises `OSError`, for example if `path` is a
     directory.
     """
+    # `touch` would only report that it exists, and the run would then write to a new file next to the directory.
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a directory, so name a file in it", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,6 +218,7 @@ class GroupsFile:
     def __init__(self, path: Path, *, env: str, model: str, messages: bool = True, again: bool = False) -> None:
         with writing(path):
             self.path = path if again else claim_path(path)
+            # Unbuffered, because `_fetch` reads with `pread`, which does not see what is still in a buffer.
             self._aside = tempfile.TemporaryFile(dir=self.path.parent, buffering=0)  # noqa: SIM115 - closed in `close`
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._file: IO[bytes] | None = os.fdopen(fd, "wb")
@@ -297,6 +299,7 @@ class GroupsFile:
         self._waiting[number] = place, len(line)
         written = 0
         with writing(self.path):
+            # An unbuffered file may write a part of the data, as the system call does.
             while written < len(line):
                 written += self._aside.write(line[written:])
 

@@ -57,6 +57,7 @@ def samples(
     groups: Iterable[Group], meta: ExportMeta, report: ExportReport
 ) -> Iterator[tuple[Group, Trajectory, Sequence[str]]]:
     """Yield each trajectory to export, with its group and the names of all tools that a line counts."""
+    # The groups are read one at a time, and only the first is needed for the names, so it is put back in front.
     waiting = iter(groups)
     first = next(waiting, None)
     if first is None:

@@ -57,6 +57,7 @@ class Duplicates:
         if self._similar is not None:
             sequences = _sequences(words)
             if not all(self._similar.add_pairs([(trajectory.rollout_id, sequences)])):
+                # A set has no order, and the same export must name the same rollout each time.
                 ((first, *_),) = map(sorted, self._similar.get_duplicate_sets([sequences]))
                 return str(first)
         self._equal[digest] = trajectory.rollout_id

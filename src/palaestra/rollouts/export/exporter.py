@@ -79,6 +79,7 @@ class ExportReport:
         return {
             "records": self.records,
             "rollouts": self.rollouts,
+            # A unary plus leaves out the counts of 0.
             "left_out": dict(+self.left_out),
             "remarks": dict(+self.remarks),
         }

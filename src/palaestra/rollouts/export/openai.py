@@ -49,6 +49,7 @@ def openai_message(message: ChatMessage) -> Message:
     content: JSON = message.content
     line: Message = {"role": message.rest.get("role", message.role)}
     if message.calls:
+        # The API gives null as the content of a reply that only calls tools.
         content = content or None
     line["content"] = content
     if message.reasoning:

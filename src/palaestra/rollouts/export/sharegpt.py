@@ -152,6 +152,7 @@ class _Turns:
     def _answer(self) -> None:
         """Write the results of the last calls as one turn, in the order of the calls."""
         if self._results:
+            # Reversed, so that of several calls with the same id the first one counts.
             order = {call.id: place for place, call in reversed(list(enumerate(self._open)))}
             self._results.sort(key=lambda result: order.get(result.call_id, len(order)))
             names = {call.id: call.name for call in self._open}

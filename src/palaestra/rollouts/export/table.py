@@ -63,10 +63,12 @@ class TableExporter:
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
         """Write the table."""
         report = ExportReport()
+        # Lone surrogates, which models may write, are escaped: they must not end the export.
         text = io.TextIOWrapper(out, encoding="utf-8", errors="backslashreplace", newline="", write_through=True)
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(COLUMNS)
         writer.writerows(line.cells() for line in _lines(groups, meta, report))
+        # Otherwise the wrapper would close the caller's file when it is deleted.
         text.detach()
         return report
 

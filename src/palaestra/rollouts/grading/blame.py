@@ -70,6 +70,8 @@ async def replay(rollout: Rollout) -> Rollout:
         counterfactual=None,
         program=None,
     )
+    # The other group id keeps its slots apart from those of the rollout, and its own failed check must not start a
+    # replay.
     again = Rollout(rollout.hooks, context, replace(spec, group_id=spec.group_id + _REPLAYED, replays=True))
     again.workspace.begin()  # a run that stops lets its rollouts end
     await again.run()

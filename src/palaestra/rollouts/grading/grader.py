@@ -127,6 +127,7 @@ class Grading:
             raise GraderError(f"task {self.rollout.task.id} is graded live, so its work is not sealed")
         async with self._sealing:
             if not self.begun:
+                # Before the slot ends: its scratch directories are in no layer.
                 await self.carry_scratch()
                 self.begun = True  # set on failure too, because the agent's work is then lost
                 try:
@@ -160,6 +161,7 @@ class Grading:
                     return None
                 self.begun = True
                 self._made.append(self._sealed)
+                # The copies belong to the snapshot. The running slot has the originals.
                 await slot.remove(CARRIED)
                 return slot
 
@@ -395,6 +397,7 @@ class Grading:
         `changes` are the changes that the slot shows, and `private` the directories of the check. Returns the paths of
         what was removed or replaced, which become labels too.
         """
+        # The beginning of such a path, which is short enough to be opened by its name. From there, `rm` descends.
         deep = {each.path[: 2 * _DEEPEST].rpartition("/")[0] for each in changes if _is_too_deep(each.path)}
         gone = tuple(sorted(deep))
         for some in batches(gone):
@@ -494,6 +497,7 @@ async def _has_code(slot: Slot, change: Change) -> bool:
     if change.kind != "file":
         return change.kind == "symlink"
     text = (await slot.read_bytes(change.path, max_bytes=_MOST_PTH_BYTES)).decode("utf-8", "replace")
+    # The same test as in Python's `site`, which runs exactly these lines.
     return any(line.startswith(("import ", "import\t")) for line in text.splitlines())
 
 
@@ -538,6 +542,7 @@ async def restore_directory(slot: Slot, path: str = WORKSPACE) -> None:
     """Create an empty directory if the agent removed it or put something else in its place, since deleted work must not
     look like a broken check."""
     try:
+        # With `/.`, a file or a broken link in place of the directory is an error, and a link to a directory is none.
         found = await slot.stat(f"{path}/.")
     except InfraError:
         raise

@@ -71,6 +71,7 @@ def decide(score: Score, rule: RewardRule = RewardRule.GUARDED, strict: Collecti
     official = score.reward if score.official is None else score.official
     if rule is RewardRule.OFFICIAL:
         return replace(score, reward=official)
+    # A label lowers a reward to 0, so it says nothing about one that is not above 0.
     against = [
         label
         for label in score.labels

@@ -245,6 +245,8 @@ class Rule:
         """Return the paths of `changes` to leave out of the graded view, each with its label."""
         found: dict[str, str] = {}
         for change in changes:
+            # An opaque directory of overlayfs hides all entries of the image's directory below it, so it is a change by
+            # itself.
             if change.kind == "dir" and not change.opaque:
                 continue  # its entries are separate changes
             label = await self._label(change)
@@ -352,6 +354,7 @@ class Rule:
         """Return whether shells could find a new program in this directory of PATH before the image's program of the
         same name. The image's program must stay as prepared if it is found first."""
         unordered = self._directories.difference(*self._orders)
+        # The place of the directory in PATH is not known, so the addition counts as one that could be found first.
         if any(folder not in order for order in self._orders):
             return await self._exists(name, self._directories)
         if await self._exists(name, unordered):
@@ -364,6 +367,7 @@ class Rule:
         return False
 
     async def _exists(self, name: str, places: Iterable[str]) -> bool:
+        # A list, because `any` cannot iterate over an asynchronous generator.
         return any([name in await self._names(each) for each in sorted(places)])
 
     async def _shadows_library(self, folder: str, name: str) -> bool:

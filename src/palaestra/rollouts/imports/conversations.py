@@ -149,6 +149,7 @@ def _given(messages: JSON) -> list[Message]:
 def _imported(line: Mapping[str, JSON], messages: list[Message]) -> Imported:
     rollout_id = name_of(line.get("id"))
     group_id, _, index = rollout_id.rpartition("/")
+    # Python refuses to read numbers of very many digits, and no group has as many rollouts.
     ours = bool(group_id) and index.isdecimal() and len(index) < 9 and "task_id" in line
     outcome = outcome_of(line.get("outcome"))
     if line.get("completed") is False:  # a row of a batch
@@ -264,6 +265,7 @@ def _row(line: Mapping[str, JSON]) -> Imported:
     given = line.get("logprobs")
     logprobs = None
     if isinstance(given, list) and len(given) == len(mask):
+        # In rows, 1.0 stands for a token that was not sampled, because no log-probability is clearly above 0.
         logprobs = [1.0] * len(prompt) + [value if trained else 1.0 for value, trained in zip(given, mask, strict=True)]
     masks = [UNTRAINED] * len(prompt) + [
         token if trained else UNTRAINED for token, trained in zip(completion, mask, strict=True)

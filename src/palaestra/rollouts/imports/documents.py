@@ -144,6 +144,7 @@ class ZipDocuments:
             raise ConfigError(
                 f"{self.path}: {name[:200]!r} grows to more than {limit >> 20} MiB, which no log needs: it is not read"
             )
+        # `zipfile` would check this, but it knows zstd only since Python 3.14, so it does not read the members here.
         if zlib.crc32(data) != info.CRC:
             raise ConfigError(f"{self.path}: {name[:200]!r} is damaged")
         self._left -= len(data)
@@ -156,6 +157,8 @@ class ZipDocuments:
             head = file.read(30)
             if len(head) < 30 or head[:4] != b"PK\x03\x04" or info.flag_bits & 1 or info.compress_size > _MEMBER_BYTES:
                 raise ConfigError(f"{self.path}: {info.filename[:200]!r} is damaged, encrypted or too large")
+            # The local header has a name and extra fields of its own, whose lengths may differ from those in the
+            # directory.
             sizes: tuple[int, int] = struct.unpack("<HH", head[26:30])
             file.seek(sum(sizes), io.SEEK_CUR)
             return file.read(info.compress_size)
@@ -167,6 +170,7 @@ def _decompressed(raw: bytes, method: int, limit: int, path: Path) -> bytes:
         if method == _STORED:
             return raw
         if method == _DEFLATED:
+            # One byte more than allowed shows that a member is too large. A limit of 0 would mean that there is none.
             return zlib.decompressobj(-zlib.MAX_WBITS).decompress(raw, limit + 1)
         if method == _ZSTD:
             return _zstd_reader(raw, path).read(limit + 1)

@@ -151,6 +151,7 @@ def log_files(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(folders) if depth < _DEEP else []
         for name in sorted(names):
             path = Path(place, name)
+            # In a folder of another person, a link could lead to any file of this machine.
             if path.suffix not in _ENDINGS or path.is_symlink() or not path.is_file():
                 continue
             count += 1

@@ -235,6 +235,7 @@ def _outcome(sample: _Sample) -> Outcome:
     if sample.error:
         return Outcome.INFRA_ERROR
     if limit := mapping_of(sample.limit):
+        # The other limits, such as those of time and cost, are parts of a budget here.
         return _LIMITS.get(text_of(limit.get("type")), Outcome.BUDGET)
     choices = objects_of(mapping_of(sample.output).get("choices"))
     return _STOPS.get(text_of(choices[0].get("stop_reason")) if choices else "", Outcome.NATURAL)

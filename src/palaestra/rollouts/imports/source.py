@@ -89,6 +89,7 @@ def objects_of(value: JSON) -> list[dict[str, JSON]]:
 
 def count_of(value: JSON) -> int:
     """Return the value if it is a whole number from 0, otherwise 0."""
+    # A bool is an int in Python, and `true` in a file is no count.
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 

@@ -59,6 +59,7 @@ def plain(value: T, depth: int = 0) -> T:
     """
     copied: JSON = value
     match value:
+        # Before `Integral`, because a bool is one and would become 0 or 1.
         case None | bool() | bytes() | StrEnum():
             return value
         case Enum():
@@ -128,6 +129,7 @@ class Journal:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Not truncated and only appended to: until the lock is taken, the file may belong to another process.
             fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(

@@ -54,7 +54,9 @@ def made_here(folder: Path, config: Mapping[str, JSON]) -> bool:
 
 
 def _mark(folder: Path, config: Mapping[str, JSON], key: bytes) -> str:
+    # As the journal gives the settings back: a tuple that was recorded is read as a list.
     plain = json.dumps(msgspec.json.decode(msgspec.json.encode(config)), sort_keys=True)
+    # The path of a folder need not be UTF-8.
     return hmac.new(key, f"{folder.resolve()}\n{plain}".encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
 
 
@@ -68,6 +70,8 @@ def _key(*, make: bool = False) -> bytes:
         with open(unfinished, "xb", opener=private) as file:
             file.write(secrets.token_bytes(_KEY_BYTES))
         try:
+            # A link appears with its whole content, and fails if the key exists. Two runs that start together must not
+            # each make a key, because the marks of one of them would then never match.
             os.link(unfinished, path)
         except FileExistsError:  # another process was faster
             pass

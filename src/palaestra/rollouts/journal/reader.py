@@ -147,6 +147,7 @@ class Recording:
         elif head.event == "group" and head.group:
             if self._first is None:
                 self._first = place
+            # A resumed run starts the group again, and rollouts that had finished still count.
             before = self._begun.get(head.group.group_id) or self._reopened(head.group)
             self._begun[head.group.group_id] = _Place(place, before.rollouts)
         elif head.event == "rollout" and head.trajectory:

@@ -117,6 +117,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
             # the conversations of a long run would not fit in memory
             ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
             written[trajectory.rollout_id] = _Written.of(trajectory)
+            # At other temperatures, the log-probabilities do not say how likely equal first replies are.
             if trajectory.ledger is not None and not trajectory.is_forked and _temperature(config) == 1.0:
                 first_replies.add(trajectory.ledger)
         if not verdict.ok:
@@ -213,6 +214,7 @@ def _continued(trajectory: Trajectory, sampled: Mapping[int, SampledTurn]) -> st
     prompt = ledger.segments[0].tokens[: ITEM_BYTES * ledger.segments[0].spans[0].stop]
     piece = sampled[latest].pieces[-1]
     sent, at = 0, 0
+    # The checksum of a prompt covers its tokens but not their number, so the length is found by trying each.
     while sent != piece.sent and at < len(prompt):
         sent, at = zlib.crc32(prompt[at : at + ITEM_BYTES], sent), at + ITEM_BYTES
     if sent != piece.sent or prompt[at : at + len(piece.ids)] != piece.ids:
@@ -236,6 +238,7 @@ def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
                 return f"{trajectory.rollout_id}: T3: segment {segment} is recorded for two sub-agents"
     for number, turns in ((0, trajectory.turns), *((each.number, each.turns) for each in subagents)):
         owned = (turn for turn in ledger.turns if owners.get(turn.segment, 0) == number)
+        # `in` advances the iterator, so the calls must be there in this order; the ledger may have others between them.
         recorded = iter([(turn.prompt_tokens, turn.sampled_tokens) for turn in owned])
         shared = 0 if number else trajectory.shared_turns
         for turn in turns[shared:]:

@@ -213,6 +213,7 @@ def _undecided(
     """Return the reason why no winner can be named; empty if one can."""
     if unpaired:
         return f"{plural(len(unpaired), 'task')} with a reward in only one of the runs"
+    # Products, because quotients of equal shares may differ in the last bit.
     if first.scored * other.planned != other.scored * first.planned:
         shares = f"{first.scored} of {first.planned} against {other.scored} of {other.planned}"
         return f"the runs differ in the share of scored rollouts, {shares}"

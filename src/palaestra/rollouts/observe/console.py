@@ -211,6 +211,7 @@ class LiveConsole(Console):
         from rich.live import Live
 
         super().__init__(clock)
+        # The stream of a command escapes control sequences, also those of rich. Texts of others go through `printable`.
         self._console = RichConsole(file=getattr(stream, "raw", stream), force_terminal=True)
         self._live: Live = Live(
             console=self._console,
@@ -296,6 +297,7 @@ def describe(
     seconds = max(trajectory.beside.duration_s for trajectory in group.trajectories)
     unscored = [t for t in group.trajectories if not t.scored]
     why = [f"no further rollouts: {error(group.group_id, group.error)}"] if group.error else []
+    # Reversed twice: of rollouts with the same cause, the first one is shown, and in the order of the group.
     kinds = {causes[t.rollout_id].first: t for t in reversed(unscored)}
     why += [
         f"{t.outcome.value}{f' ({t.blame.value})' if t.blame else ''}: {error(t.rollout_id, t.error)}"

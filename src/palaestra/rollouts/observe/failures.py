@@ -57,6 +57,7 @@ class Failures:
     def cause(self, blame: str | None, error: str, name: str, group_id: str) -> Cause:
         """Return the cause of a failure, which the caller counts. `name` is the id of the rollout or group."""
         whose = str(blame) if blame else "unknown"
+        # Without numbers, addresses and ids, in which errors with the same cause differ.
         key = whose, _VARIES.sub("0", error.replace(name, "").replace(group_id, ""))
         if key not in self._causes and len(self._causes) >= _MOST_CAUSES:
             key, error = ("", ""), "further causes"

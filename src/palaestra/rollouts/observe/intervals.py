@@ -71,6 +71,7 @@ def clustered_interval(clusters: Iterable[Cluster], least_variance: float, bound
     middle = share + square * per_trial / 2
     reach = math.sqrt(square * variance + (square * per_trial / 2) ** 2)
     shrunk = 1 + square * per_trial
+    # Rounding may lead a little beyond the bounds of a value.
     return low + width * max(0.0, (middle - reach) / shrunk), low + width * min(1.0, (middle + reach) / shrunk)
 
 

@@ -190,6 +190,7 @@ class Figures:
             return {}
         mean = _mean(rewards)
         correct = sum(reward >= 1 for reward in rewards)
+        # `hypot` does not overflow where the squares of large rewards would.
         numbers = {"reward/std": math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))}
         full = array("q", (sum(reward >= 1 for reward in each) for each in tasks))
         everyone = ([*those, *[0.0] * lost] for those, lost in zip(tasks, tasks.lost, strict=True))
@@ -222,6 +223,8 @@ class _Tasks:
             for row, count in zip(row_of, counts, strict=True):
                 own[row] += count
         self._rewards = array("d", bytes(8 * len(rewards)))
+        # Rewards come by group, and a task may have several groups. They are sorted into the places of their tasks,
+        # without a list for each of very many tasks.
         free = array("q", itertools.accumulate(self.scored, initial=0))
         given = 0
         for row, count in zip(row_of, scored, strict=True):

@@ -112,8 +112,10 @@ async def serving_metrics(
     reading = asyncio.Lock()
 
     async def metrics(request: web.Request) -> web.Response:
+        # Requests may overlap, and the reader keeps its place in the journal between reads.
         async with reading:
             status = await asyncio.to_thread(reader.read)
+        # From memory, because the file may be a second old.
         now = inflight.now()
         status.in_flight, status.oldest = now.stages, now.idle
         return web.Response(body=exposition(status, now.at).encode(), headers={"Content-Type": CONTENT_TYPE})

@@ -319,6 +319,7 @@ class RunReader:
                 status.official_name = line.config.official_name
             case "resume":
                 self._group_size = line.config.env.group_size or self._group_size
+                # What was in flight or on a node when the earlier part ended is not there any more.
                 self._ended = ""
                 self._signs.clear()
                 self._nodes.clear()
@@ -326,6 +327,7 @@ class RunReader:
             case "group" if line.group is not None:
                 self._task_ids[line.group.group_id] = sys.intern(line.group.task_id)
                 rollouts = self._groups.setdefault(line.group.group_id, {})
+                # A resumed run plays rollouts again that were cut off.
                 for rollout_id in [name for name, each in rollouts.items() if each.blame in CUT_OFF]:
                     del rollouts[rollout_id]
                 if line.group.prepare_s:
@@ -336,6 +338,7 @@ class RunReader:
             case "taken_up" if line.turns or line.replies:
                 self._taken_up(line)
             case "messages" | "reply":
+                # Moved to the end, so that the rollout which has been idle longest comes first.
                 self._signs.pop(line.rollout_id, None)
                 self._signs[line.rollout_id] = line.at
                 self._flying[line.rollout_id].take(line)
@@ -371,6 +374,7 @@ class RunReader:
         if kept:
             if (node := self._placed.get(rollout.group_id)) is not None:
                 node.rollouts += 1
+            # A long run has very many rollouts and only a few different texts, so these are interned.
             ended = _Ended(
                 sys.intern(rollout.outcome),
                 rollout.reward,

@@ -122,6 +122,7 @@ def read_stages(folder: Path) -> StagesNow | None:
 
 def is_alive(found: StagesNow) -> bool | None:
     """Return whether the process that wrote the file is alive; None if it ran on another host."""
+    # A pid alone may belong to a later process.
     return started_ticks(found.pid) == found.started if found.host == socket.gethostname() else None
 
 
@@ -129,6 +130,7 @@ def started_ticks(pid: int) -> int | None:
     """Return the start time of a process in clock ticks since boot, or None if it has ended. Source: proc(5), field
     22."""
     try:
+        # The second field is the program's name, which may have spaces and parentheses of its own.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None

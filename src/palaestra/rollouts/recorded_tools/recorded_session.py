@@ -48,6 +48,7 @@ class RolloutWorld:
         key = call_key(tool.name, what, self._sessions.get(session, ""))
         if tool.world_session:
             self._sessions[session] = key
+        # Counted before the call is made, so that concurrent equal calls get different numbers.
         n = self._made[call.conversation, key]
         self._made[call.conversation, key] += 1
         name = f"{self.rollout}:{call.conversation}" if call.conversation else self.rollout

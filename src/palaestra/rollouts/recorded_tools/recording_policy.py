@@ -77,6 +77,7 @@ class RunWorld:
         # calls of a session are made again, because they restore the session's state
         if self._before is not None and repeats() and not call.session:
             heard = self._before.find(call.key, call.rollout, call.n)
+            # Only the rollout's own reply: `find` also returns those of other rollouts, which this one has not seen.
             if heard is not None and (heard.rollout, heard.n) == (call.rollout, call.n):
                 return ToolOutcome.of(heard.reply)
         outcome = await self._policy(call, ask)
@@ -131,6 +132,7 @@ def filling(recording: Reader, added: Writer) -> Policy:
 
     Calls of a session are always made, because a browser that was never opened cannot continue where a recording ends.
     """
+    # Weak, so that the locks of calls that nobody waits for do not add up over a long run.
     asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def asked(call: RecordedCall, ask: Ask) -> ToolOutcome:
@@ -145,6 +147,8 @@ def filling(recording: Reader, added: Writer) -> Policy:
         async with lock:
             heard = recording.find(call.key, call.rollout, call.n, failures=False)
             if heard is None:
+                # Another rollout may have added the reply while this one waited for the lock, as may another run on the
+                # same file.
                 recording.catch_up()
                 heard = recording.find(call.key, call.rollout, call.n, failures=False)
             return await asked(call, ask) if heard is None else ToolOutcome.of(heard.reply)

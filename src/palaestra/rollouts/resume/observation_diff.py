@@ -77,6 +77,7 @@ def classify(recorded: str, replayed: str, asked: str) -> Kind:
         return next(kind for kind, shape in _SHAPES.items() if shape.findall(recorded) != shape.findall(replayed))
     if sorted(was.splitlines()) == sorted(now.splitlines()) or sorted(_words(was)) == sorted(_words(now)):
         return Kind.ORDER
+    # Numbers and words may be results of the work. They count as ids, times or random only if a call asks for such.
     for kind, (hint, varying) in _HINTS.items():
         if hint.search(asked) and _masked(was, [varying]) == _masked(now, [varying]):
             return kind

@@ -81,6 +81,8 @@ class RecordedTurns:
         """Whether the journal still counts these turns. False for the retry of a discarded attempt, which writes them
         again."""
         self.turns = sum(event.turn > 0 for event in cut_off.events)
+        # A hook may continue an ended conversation, with opening messages and a time limit of their own: only the time
+        # since then counts against the limit.
         started = max(place for place, event in enumerate(cut_off.events) if not event.turn)
         self.seconds = sum(sum(event.seconds) for event in cut_off.events[started:])
         self._events = cut_off.events
@@ -95,6 +97,8 @@ class RecordedTurns:
         self.replies = len(pending)
         known = [event.sampled for event in cut_off.events] + [reply.sampled for reply in pending]
         for sampled in chain.from_iterable(known):
+            # By the checksum of the prompt: sub-agents ask concurrently, so the order of the record says nothing. Equal
+            # prompts, which several of them may have, are answered in turn.
             self._sampled[sampled.pieces[0].sent].append(sampled)
         for place, reply in cut_off.replies:
             if not reply.sampled and (reply.branch or place >= len(cut_off.events)):
@@ -246,6 +250,7 @@ class RecordedTurns:
             or not _same(messages, event.messages)
         ):
             raise self.fail(Mismatch.CONVERSATION if turn is not None else Mismatch.PROMPT)
+        # Equal texts may come from other tokens, and the rollout would then be trained on tokens that nobody sampled.
         if _ordered(event.sampled) != _ordered(sampled):
             raise self.fail(Mismatch.TOKENS)
         if turn is not None:

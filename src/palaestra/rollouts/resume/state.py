@@ -64,6 +64,7 @@ class CutOff:
         replace nothing."""
         while event.turn and self.events and self.events[-1].turn >= event.turn:
             self.events.pop()
+        # Their turns may just have been removed; they then belong to the turn that replaces these.
         self.replies = [(min(place, len(self.events)), reply) for place, reply in self.replies]
         self.events.append(event)
 
@@ -261,6 +262,7 @@ class _Reader:
         if self._schema != JOURNAL_SCHEMA:
             work.cut_off.clear()
         for cut_off in work.cut_off.values():
+            # Nobody knows how far its call came, so the turn is taken again.
             if _in_the_middle(cut_off.events[-1]):
                 cut_off.events.pop()
         return work

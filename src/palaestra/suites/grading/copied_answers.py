@@ -120,6 +120,7 @@ def _constants(nodes: Iterable[ast.AST], *, parts: bool = False) -> Iterator[str
     while left:
         node = left.pop()
         value = literal(node)
+        # 0 and 1 equal False and True, also as 1.0, so they are left out too: all code has them.
         if value not in (None, True, False, ...):
             yield _plain(repr(value))
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -138,6 +139,8 @@ def _constants_of(path: str, text: str, names: frozenset[str] | None) -> frozens
     for test in named_tests(path, tree, wanted).values():
         used = {tables[node.id] for node in ast.walk(test) if isinstance(node, ast.Name) and node.id in tables}
         rows = set(_constants([*test.decorator_list, *used], parts=True))
+        # Of the rows of a parametrized test, only those in the names of earning tests count. If no row is found there,
+        # as with ids that the author wrote, all rows do.
         ids = [name.partition("[")[2] for name in wanted if f"::{test.name}[" in name]
         named = _plain(" ".join(ids))  # pytest makes the names of parametrized tests from their values
         found |= {each for each in rows if _contains(named, each)} or rows

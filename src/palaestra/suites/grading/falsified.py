@@ -232,6 +232,7 @@ async def control(
     found, usual = made.findings(run, earning), set[str]()
     if found and reference is not None:
         shown = await reference(made.texts)
+        # A reference session that did not end proves nothing, so none of the findings is unusual.
         usual = set(earning if shown.timed_out else made.findings(shown, earning))
     unusual = {name: each for name, each in found.items() if name not in usual}
     return Controlled(tuple(_labels(unusual, made, reference is not None, wildcards)), uncontrolled)
@@ -243,6 +244,7 @@ def _labels(
     for label in (PASSED, SKIPPED_BODY, EQUAL):
         own = {name: evidence for name, (each, evidence) in found.items() if each == label}
         if own:
+            # A decorator may hide errors for any work, so without a reference only a test without one is proof.
             plain = label == PASSED and not all(made.functions[_function_of(name)] for name in own)
             shown = sorted(own.values(), key=lambda each: not each.endswith(_SIMILAR))
             forged = label == EQUAL and not wildcards and shown[0].endswith(_SIMILAR)
@@ -316,6 +318,8 @@ def falsify(sources: Mapping[str, str], names: Collection[str], *, alone: bool =
         for _, function in _functions(parsed.tree.body, "") if wanted else ():
             place = path, function.name
             if id(function) in wanted:
+                # Node ids of inherited tests do not name the class that defines the test, so two tests of one name
+                # share a place. If one of the two has decorators, neither is proof.
                 functions[place] = bool(function.decorator_list) | functions.get(place, False)
                 copies = [_falsified(function, token, function.name)]
                 if twice:
@@ -323,6 +327,7 @@ def falsify(sources: Mapping[str, str], names: Collection[str], *, alone: bool =
                     copies.append(_falsified(function, token, f"{function.name}_{token}"))
                 renamed |= {place for _, changed in copies if changed}
                 edits.append(_replaced(parsed, function, "\n\n".join(ast.unparse(each) for each, _ in copies)))
+            # Tests call the assertions of their helpers, so these must reject wrong values too.
             elif function not in tests:
                 helper = _Assertions(function)
                 if helper.changes:
@@ -341,6 +346,7 @@ def _beginning(parsed: ParsedSource) -> SourceEdit:
     first = next(each for each in parsed.tree.body if not (
         isinstance(each, ast.Expr) or (isinstance(each, ast.ImportFrom) and each.module == "__future__")
     ))  # fmt: skip
+    # The line of a decorated function is that of its `def`, so the decorators above it must be looked at too.
     lines = [first.lineno, *(each.lineno for each in getattr(first, "decorator_list", ()))]
     place = parsed.offset(min(lines), 0)
     changes = [(random.randint(2, 1000), random.randint(1, 1000)) for _ in range(_MOST_SIMILAR)]
@@ -360,6 +366,7 @@ def _disguised(text: str) -> str:
 
 
 def _replaced(parsed: ParsedSource, function: Function, text: str) -> SourceEdit:
+    # As above: the line of a function does not include its decorators.
     first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
     start, end = parsed.offset(first, function.col_offset), parsed.span(function)[1]
     indent = parsed.cut(parsed.offset(first, 0), start)
@@ -442,6 +449,7 @@ def _accepts(what: str) -> str:
 
 def _rejected(statement: ast.stmt, note: str) -> ast.stmt:
     """Return a statement that makes a note unless the given one raises an error."""
+    # The outcomes of pytest, such as that of `pytest.fail`, are no subclasses of Exception.
     (made,) = ast.parse(f"try:\n    pass\n    {note}\nexcept BaseException:\n    pass").body
     assert isinstance(made, ast.Try)
     made.body[0] = statement
@@ -455,9 +463,11 @@ def _falsified(function: Function, token: str, name: str) -> tuple[Function, boo
     ending = random.choice(["raise AssertionError({})", "assert 0, {}"])
     ending = ending.format(f"'{token}<' + _falsified_take() + '>'")
     within = "with self.subTest():\n        " if "self.subTest(" in ast.unparse(function) else ""
+    # In `finally`, the raised error also replaces a return, a skip and any other error of the body.
     (whole,) = ast.parse(f"try:\n    pass\nfinally:\n    {within}{ending}\n").body
     assert isinstance(whole, ast.Try)
     probes = [_rejected(ast.parse(call).body[0], _accepts(what)) for what, call in made.probes.items()]
+    # The order is random, so that work cannot tell a probe from a call of the test by its position.
     whole.finalbody[:0] = random.sample(probes, len(probes))
     whole.body, made.copy.body = made.copy.body, [whole]
     return ast.fix_missing_locations(made.copy), _changes_parameters(made, function)
@@ -465,11 +475,14 @@ def _falsified(function: Function, token: str, name: str) -> tuple[Function, boo
 
 def _changes_parameters(made: _Assertions, function: Function) -> bool:
     """Change the parameters that the test only compares with results. Return whether there are any."""
+    # A parameter that the test uses more than once may also be an input of the work. With another value, an honest
+    # result would be wrong for a different reason than the token.
     used = [node.id for each in function.body for node in ast.walk(each) if isinstance(node, ast.Name)]
     wanted = sorted(each.arg for each in function.args.args if each.arg in made.compared and used.count(each.arg) == 1)
     calls = [each for each in made.copy.decorator_list if isinstance(each, ast.Call) and len(each.args) == 2]
     calls = [each for each in calls if _name_of(each.func) == "parametrize" and wanted]
     for each in calls:
+        # The values of indirect parameters go to fixtures, which may expect exactly these values.
         if "indirect" not in [keyword.arg for keyword in each.keywords]:
             names, rows = map(ast.unparse, each.args)
             each.args[1] = ast.parse(f"_falsified_rows({names}, {rows}, {wanted!r})", mode="eval").body
@@ -488,6 +501,7 @@ def _may_be_result(side: ast.expr, bound: Collection[str]) -> bool:
 
 
 def _is_generator(function: Function) -> bool:
+    # A `yield` of an inner function does not make the test a generator.
     inner = [each for each in ast.walk(function) if isinstance(each, Function | ast.Lambda) and each is not function]
     own = {*ast.walk(function)}.difference(*map(ast.walk, inner))
     return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in own)

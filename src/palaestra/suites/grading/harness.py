@@ -253,6 +253,7 @@ async def content_of(slot: Slot, path: str, max_bytes: int) -> bytes | None:
     """Return a file's content; None if it cannot be read, because there is no such file or it is larger."""
     try:
         return await slot.read_bytes(path, max_bytes=max_bytes)
+    # A lost slot is an OSError as well, but it says nothing about the file.
     except InfraError:
         raise
     except OSError:

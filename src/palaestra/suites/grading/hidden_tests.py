@@ -18,6 +18,7 @@ from palaestra.suites.grading.harness import Status, TestRun, read_run, run_harn
 from palaestra_slots.core.types import Label, Score
 from palaestra_slots.sandbox.slot import WORKSPACE, Rung, Slot
 
+# With -I, neither the workspace nor a variable such as PYTHONPATH decides what the harness imports.
 _PYTHON = ("python3", "-I", "-B")
 _LINE = re.compile(r'^ *File "<tests>", line (\d+), in .*$', re.MULTILINE)
 

@@ -181,6 +181,7 @@ def _surefire(log: str) -> Statuses:
     """Surefire's lines for each class, with the methods that failed."""
     found: Statuses = {}
     for line in lines_of(log):
+        # Matched once, at the first place: a search would try the pattern again at each place of a hostile line.
         if (match := _SUREFIRE.match(line.partition("Tests run: ")[2])) is not None:
             run, failures, errors, skipped, name = match.groups()
             bad = failures.strip("0") or errors.strip("0")
@@ -211,6 +212,7 @@ def _mocha(log: str) -> Statuses:
     suites: list[tuple[int, str]] = []
     for line in lines_of(log):
         text, indent = line.strip(), len(line) - len(line.lstrip())
+        # After its summary, mocha lists the failures again in another tree, with numbers in place of marks.
         if re.match(r"\d+ passing\b", text):
             break
         if not text or not indent:
@@ -248,6 +250,7 @@ def _rspec(log: str) -> Statuses:
     found: Statuses = {}
     groups: list[str] = []
     lines = [line.rstrip() for line in lines_of(log) if line.strip()]
+    # A line is an example only if no deeper line follows, because groups and passed examples look the same.
     for line, after in pairwise([*lines, ""]):
         if line.startswith(("Pending: (", "Failures:", "Finished in ")):
             break
@@ -482,6 +485,7 @@ print(json.dumps(PARSER_REGISTRY[name](sys.stdin.read(), spec)))
 def _read_published(names: tuple[str, str, str], log: str) -> Statuses:
     """Read a log with a parser of `swebench` in a process of its own. A log that takes too long, or that the parser
     cannot read, lists no test."""
+    # -P: the working directory, which may be a checkout of a task, must not provide a module `swebench`.
     argv, text = [sys.executable, "-P", "-c", _IN_PROCESS, *names], "\n".join(lines_of(log)).encode("utf-8", "replace")
     try:
         done = subprocess.run(argv, input=text, capture_output=True, timeout=_FOREIGN_S, check=True)

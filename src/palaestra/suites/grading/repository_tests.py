@@ -108,6 +108,7 @@ async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:
     """Run the canary, a test that cannot fail. Raises `GraderError` if it does not pass."""
     root = f"{FOLDER}/canary"
     await slot.write_text(f"{root}/test_canary.py", _CANARY)
+    # With settings of its own, pytest looks for none in the directories above, where the work could have put some.
     await slot.write_text(f"{root}/pytest.ini", "[pytest]\n")
     canary = await _pytest(slot, toolchain, root, ["test_canary.py"], _CANARY_TIMEOUT_S)
     if not canary.complete or list(canary.statuses.values()) != [Status.PASSED]:
@@ -150,6 +151,8 @@ async def run_django(
             for name in [*record["names"], *filter(None, [node_id])]:
                 if record.get("error"):
                     failures[name] = FailedTest(message=str(record["error"]))
+                # A name may stand for several records: each failed subtest is one, and tests may share the first line
+                # of a docstring. The first that did not pass decides.
                 known = reported.get(name)
                 if known is None or known is Status.PASSED:
                     reported[name] = Status(record["status"])

@@ -118,6 +118,7 @@ class Spans:
             "palaestra.task.id": group.task_id,
         }
         links = [Link(self._run.get_span_context())] if self._run is not None else []
+        # An empty context begins a trace. Without one, the span that is current would become the parent.
         self._begin(group.group_id, "", f"invoke_workflow {self._env}", attributes, Context(), links)
 
     def _on_group_ended(self, event: GroupEnded) -> None:
@@ -173,6 +174,7 @@ class Spans:
 
     def _close(self, name: str, error: str = "") -> None:
         for place, (_, span) in reversed(list(enumerate(self._open.pop(name, ())))):
+            # The outermost span is that of the group or rollout. The inner ones were only cut short by its end.
             _end(span, error if place == 0 else "")
 
     def _context(self, name: str) -> Context:

@@ -55,6 +55,7 @@ async def traced(
             loop.call_soon_threadsafe(note, text)
 
     exporter = OTLPSpanExporter(endpoint=traces_url(endpoint), timeout=EXPORT_S)
+    # The SDK's own hook at exit would wait for an unreachable collector once more.
     tracers = TracerProvider(resource=Resource.create({"service.name": "palaestra"}), shutdown_on_exit=False)
     tracers.add_span_processor(BatchSpanProcessor(_warning_once(exporter, endpoint, lost)))
     tracer = tracers.get_tracer("palaestra")
@@ -64,6 +65,8 @@ async def traced(
         yield spans
     finally:
         spans.end()
+        # A daemon, because Python waits for worker threads of asyncio when it ends, and an unreachable collector could
+        # then hold up the process.
         sending = threading.Thread(target=tracers.shutdown, name="spans", daemon=True)
         sending.start()
         await asyncio.to_thread(sending.join, GRACE_S)

@@ -76,6 +76,7 @@ class ChildTracker:
         except TimeoutError:
             self._trouble(f"had not finished {self._grace_s:g} s after the run and was stopped")
         finally:
+            # Also if the wait was cancelled: the child has a session of its own, which Ctrl-C does not reach.
             if self._child.returncode is None:
                 self._child.kill()
                 await self._child.wait()

@@ -57,6 +57,7 @@ class WandbClient:
 
 def _key_is_stored() -> bool:
     try:
+        # `verify` would ask the service, and an offline machine would wait for it.
         return bool(wandb.login(prompt=False, verify=False))
     except TypeError:  # releases without `prompt`
         return bool(wandb.api.api_key)

@@ -43,6 +43,8 @@ def _channel() -> VerdictChannel:
     with socket.socket(socket.AF_UNIX) as client:
         client.connect("\0" + os.environ.pop(VARIABLE))
         _, data, _, _ = client.recvmsg(1, socket.CMSG_SPACE(4))
+    # Not before the descriptor has come: the broker examines this process in /proc, and the kernel shows a hidden
+    # process to nobody of the same user.
     hide()
     if not data:
         raise OSError("the broker refuses the verdict descriptor")
@@ -64,6 +66,7 @@ def _python(plan: dict[str, Any], arguments: list[str]) -> None:
 
 def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    # PYTHONPATH may name directories of the work, which could have a module `pytest`. They come last, after the import.
     sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != _HERE]
     sys.path += plan["dependencies"]
     import pytest
@@ -86,6 +89,8 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
         os.environ["LD_LIBRARY_PATH"] = plan["library_path"]
     shims = os.path.join(_HERE, "bin")
     sys.executable = os.path.join(shims, "palaestra-python")
+    # The script finds the stand-ins first; tests find the image's own programs, and the stand-ins only where it has
+    # none.
     path = [place for place in os.environ.get("PATH", "").split(os.pathsep) if place != shims]
     os.environ["PATH"] = os.pathsep.join([*path, shims])
     # The verifier's folder is the root if every test that runs is in it.
@@ -93,6 +98,7 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
     root = [f"--rootdir={tests}", f"--confcutdir={tests}"] if inside else []
     # The image may have the plugin `ctrf`, whose option `--ctrf` is ours here.
     status = int(pytest.main(["-p", "no:cacheprovider", "-p", "no:ctrf", *root, *arguments], plugins=plugins))
+    # Falsified tests fail, and a script with `set -e` must nevertheless start pytest as often as before.
     return 0 if plan["ends_well"] else status
 
 

@@ -166,6 +166,7 @@ def main() -> None:
         arguments = [*plan["arguments"], f"--rootdir={plan['root']}", *files]
         pytest.main(arguments, plugins=[Reporter(channel, watching=plan["watching"])])
     else:
+        # Without a path, pytest would collect all tests of the repository.
         channel.send("finish", exit_status=0)
 
 

@@ -83,6 +83,7 @@ def _run(names: dict[str, Any], name: str) -> str:
         answer = test()
         if inspect.iscoroutine(answer):
             asyncio.run(answer)
+    # Code of the work may call `sys.exit` or raise KeyboardInterrupt, which must fail its test and not end the session.
     except BaseException:
         return traceback.format_exc()
     return ""
@@ -99,6 +100,7 @@ def main() -> None:
         watch(channel, plan["root"], [])
     sys.path += [os.path.join(plan["root"], path).removesuffix("/.") for path in plan["python_path"]]
     sys.path += [site.getusersitepackages()]  # pip installs there if it cannot write another directory
+    # Otherwise Python could load compiled files of the agent in place of the modules next to them.
     sys.pycache_prefix = os.path.join(_HERE, "pycache")
     names, problem = _load(code)
     found = _tests(outline, names)

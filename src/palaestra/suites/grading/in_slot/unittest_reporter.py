@@ -56,6 +56,7 @@ def _report(channel: VerdictChannel) -> None:
 
     for name, status in _OUTCOMES.items():
         setattr(kind, name, reporting(name, status))
+    # If a subtest fails, unittest calls neither addSuccess nor addFailure for its test.
     original = kind.addSubTest
 
     def add_subtest(self: Any, test: Any, subtest: Any, problem: Any) -> None:

@@ -55,6 +55,8 @@ def _serve(server: socket.socket, descriptor: int) -> None:
 def main() -> int:
     descriptor = os.dup(DESCRIPTOR)
     os.close(DESCRIPTOR)
+    # Read before `hide`: the files of a hidden process in /proc belong to root, and `environ` is readable only by its
+    # owner.
     given = dict(each.split(b"=", 1) for each in _read("/proc/self/environ").split(b"\0") if b"=" in each)
     given.pop(b"LD_LIBRARY_PATH", None)  # this interpreter's
     library_path = json.loads(_read(os.path.join(_HERE, "plan.json")))["library_path"]

@@ -137,6 +137,8 @@ class Framework:
 
     def note(self) -> None:
         """Note the functions as they are now."""
+        # A plugin of pytest itself, which replaces methods of other classes while pytest starts, perhaps after this
+        # note.
         legacy = sys.modules.get("_pytest.legacypath")
         self._own = [each for each in vars(legacy).values() if callable(each)] if legacy is not None else []
         for name, module in list(sys.modules.items()):
