@@ -24,6 +24,7 @@ class Ending:
                 self._blocks[limit] = ended
                 yield
         except TimeoutError:
+            # A TimeoutError that the block itself has raised stays what it is.
             if limit.expired():
                 raise error from None
             raise
@@ -33,9 +34,11 @@ class Ending:
 
     async def end(self) -> None:
         """End the blocks in progress, and wait for them."""
+        # A copy, because each block that ends leaves the table.
         under_way = list(self._blocks.values())
         for limit in self._blocks:
             if not limit.expired():
+                # A timeout that ends now cancels the block, whichever task runs it.
                 limit.reschedule(asyncio.get_running_loop().time())
         for each in under_way:
             await each.wait()

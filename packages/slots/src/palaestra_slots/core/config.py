@@ -245,6 +245,7 @@ def merge(model_type: type[ModelT], layers: Iterable[ConfigLayer]) -> Merged[Mod
     except ValidationError as error:
         raise ConfigError(_explain(error, model_type, sources, spelled)) from None
     except ConfigError as error:
+        # The constructor has explained the mistakes already, but without the sources and the user's spelling.
         if not isinstance(error.__cause__, ValidationError):
             raise
         raise ConfigError(_explain(error.__cause__, model_type, sources, spelled)) from None

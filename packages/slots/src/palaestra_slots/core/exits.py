@@ -136,6 +136,7 @@ def read_failure(error: BaseException) -> ProcessFailure | None:
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in found):
         return ProcessFailure(INTERRUPTED, "interrupted", "KeyboardInterrupt")
     known = [leaf for leaf in found if isinstance(leaf, PalaestraError)]
+    # A task group cancels its other tasks when one fails, so a cancellation next to a failure is not a bug.
     others = [leaf for leaf in found if not isinstance(leaf, (PalaestraError, asyncio.CancelledError))]
     if others or not known:
         return None
@@ -190,6 +191,7 @@ async def ended_by_second_interrupt(work: Awaitable[T], patience_s: float = 5.0)
         count += 1
         if count == 2:
             end = threading.Timer(patience_s, os._exit, [INTERRUPTED])
+            # The timer must not keep a process alive that ends by itself.
             end.daemon = True
             end.start()
         if callable(before):

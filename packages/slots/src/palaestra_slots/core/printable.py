@@ -54,6 +54,7 @@ def without_middle(text: str, most: int, note: str = " … ") -> str:
 
 def one_line(text: str, most: int) -> str:
     """Return a text as one `printable` line, without its middle if it is longer than `most` characters."""
+    # Cut first, because the text may be megabytes, and splitting it would copy all of it.
     return without_middle(printable(" ".join(without_middle(text, 20 * most).split())), most)
 
 
@@ -89,6 +90,7 @@ class _TerminalBytes:
 
     def __init__(self, text: TerminalText) -> None:
         self._text = text
+        # Two writes may have the halves of a character.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, data: bytes) -> int:
@@ -113,4 +115,5 @@ def guard_terminals() -> None:
 
 
 def _visible(text: str) -> str:
+    # A carriage return alone stays and becomes visible, because it could overwrite the line before it.
     return text.replace("\r\n", "\n").translate(_SHOWN)

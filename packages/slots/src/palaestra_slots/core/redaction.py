@@ -116,6 +116,7 @@ def _forms(secret: str) -> list[str]:
         for altchars in (b"+/", b"-_"):
             text = base64.b64encode(bytes(before) + data, altchars).decode()
             found.append(text[skipped : (before + len(data)) * 8 // 6])
+    # The longest first, because the first alternative that fits is taken, and would leave the rest of a longer one.
     patterns = [re.escape(each) for each in sorted(set(found), key=len, reverse=True)]
     head = secret[: max(12, len(secret) // 2)]
     return [*patterns, re.escape(head) + r"[\w.-]*"] if len(head) < len(secret) else patterns

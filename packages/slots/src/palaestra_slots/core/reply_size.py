@@ -28,6 +28,7 @@ def head_within(text: str, most: int) -> str:
     if len(text) <= most and sent_chars(text) <= most:
         return text
     low, high = 0, min(len(text), most)
+    # A longer beginning never has a smaller size, so the longest one can be found by halving.
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if sent_chars(text[:middle]) <= most else (low, middle - 1)

@@ -124,6 +124,7 @@ def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEv
         answer: T = current.hand_over(_Wait(coroutine))  # type: ignore[assignment]
         return answer
     if running_loop() is loop:
+        # Otherwise, Python would warn that the coroutine was never awaited.
         coroutine.close()
         raise RuntimeError(
             f"a synchronous tool call was made in an event loop's task that Palaestra does not drive; "

@@ -100,6 +100,8 @@ async def foreign(
         if isinstance(error, (PalaestraError, *expected)):
             raise error
         known = [leaf for leaf in leaves(error) if isinstance(leaf, PalaestraError)]
+        # Raises the first of them. Infrastructure failures come first, because they decide whether the rollout is
+        # retried.
         for leaf in sorted(known, key=lambda leaf: not isinstance(leaf, InfraError)):
             raise leaf from error
         raise ForeignError(told(error)) from error
@@ -258,6 +260,7 @@ def load_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Before it runs, because dataclasses look up their module while they are being made.
     sys.modules[module_name] = module
     sys.path.insert(0, str(path.resolve().parent))  # as when Python runs the file as a script
     if package := _package_of(path):

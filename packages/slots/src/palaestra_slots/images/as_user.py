@@ -161,6 +161,7 @@ class UserSlot(Slot):
         stands for."""
         if await self._slot.stat(path) is None:
             return
+        # The slot itself reads files as root.
         tried = await self.execute(["test", access, path], timeout_s=_FILE_S)
         if not tried.success:
             raise PermissionError(13, f"the user {self._user} may not read it", path)

@@ -22,6 +22,7 @@ async def build_once(place: Path, fill: Callable[[Path], Awaitable[None]], *, ti
     place.parent.mkdir(parents=True, exist_ok=True)
     async with file_lock(place.parent / f"{place.name}.lock", timeout_s=timeout_s):
         if not place.is_dir():
+            # In the same folder, because a rename works only within a file system.
             with tempfile.TemporaryDirectory(dir=place.parent, prefix="new-") as temporary:
                 fresh = Path(temporary, place.name)
                 fresh.mkdir()

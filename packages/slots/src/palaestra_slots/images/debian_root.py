@@ -112,6 +112,7 @@ def _commands(release: Release, tar: Path, include: Sequence[str], mirror: str, 
         root = str(tar.with_name("root"))
         return [
             ["debootstrap", *options, release.suite, root, mirror],
+            # Every slot has devices of its own.
             ["tar", "--numeric-owner", "--xattrs", "--exclude=./dev/*", "-C", root, "-cf", str(tar), "."],
         ]
     raise ImageError("making a root file system needs mmdebstrap or debootstrap: apt-get install mmdebstrap")

@@ -144,6 +144,7 @@ def _stages(instructions: tuple[Instruction, ...]) -> tuple[BuildStage, ...]:
         name = words[2].lower() if len(words) == 3 and words[1].lower() == "as" else str(number)
         parent = found.get(expand(words[0], arguments).lower()) if words else None
         leading = before if parent is None else parent.instructions
+        # Each stage repeats the instructions of its parent, so a chain of stages grows with the square of its length.
         if parent is not None and len(leading) + end - start > _MOST_INSTRUCTIONS:
             raise TaskError(f"Dockerfile: more than {_MOST_INSTRUCTIONS} instructions lead to the stage {name:.100}")
         found[name] = BuildStage(name, (*leading, *instructions[start:end]))
@@ -338,6 +339,7 @@ def expand(text: str, known: Mapping[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         nonlocal left
         found = known.get(match[1] or match[2], "")
+        # A value can contain another one twice, that one a third, and so on: a short file could make gigabytes.
         left -= len(found)
         if left < 0:
             raise TaskError(f"Dockerfile: the variables of a line are longer than {LONGEST_ARGUMENT >> 10} KiB")
@@ -366,6 +368,7 @@ def _instructions(text: str, *, heredocs: bool = True) -> Iterator[Instruction]:
     """Yield the instructions of a Dockerfile. Without `heredocs`, the lines of here-documents are instructions, too."""
     if _ESCAPE.match(text):
         raise Unsupported("its Dockerfile changes the escape character")
+    # BuildKit, too, ignores a byte order mark and the carriage returns of Windows.
     lines = [line.removesuffix("\r") for line in text.removeprefix("\ufeff").split("\n")]
     number = 0
     while number < len(lines):
@@ -405,6 +408,7 @@ def _joined(lines: list[str], number: int, continued: str) -> tuple[str, int]:
     while number < len(lines):
         line = lines[number]
         number += 1
+        # Within an instruction, too, tools skip comments and empty lines.
         if line.lstrip().startswith("#") or (parts and not line.strip()):
             if not parts:
                 break

@@ -206,6 +206,7 @@ def content_key(recipe: ImageRecipe) -> str:
     if recipe.dockerfile is not None:
         if recipe.dockerfile != recipe.folder / "Dockerfile":
             digest.update(f"{recipe.dockerfile.relative_to(recipe.folder)}\0".encode())
+        # Only to refuse a link: the loop would record where it points, and not what the tool builds from.
         read_bytes(recipe.dockerfile)
         for path in sorted(recipe.folder.rglob("*")):
             mode = path.lstat().st_mode

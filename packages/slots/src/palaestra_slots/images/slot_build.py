@@ -129,6 +129,7 @@ async def _run(
     elif each.heredocs and each.arguments.startswith("<<") and len(each.arguments.split()) == 1:
         text = each.heredocs[0].text
         argv = [*shell, text]
+        # BuildKit runs such a text as a script of its own; here, its interpreter reads it from standard input.
         if text.startswith("#!"):
             argv, script = [*shlex.split(text[2:].partition("\n")[0]), "/dev/stdin"], text.encode()
     else:
@@ -161,6 +162,7 @@ async def _copy(slot: Slot, each: Instruction, config: ImageConfig, known: dict[
                 continue
             for path in _matching(context, source, each):
                 _add(archive, path, join(place, basename(path)) if into and not path.is_dir() else place, each)
+    # By default, tar gives existing directories, such as /usr, the mode and owner that they have in the archive.
     await _must(slot, ["tar", "-x", "--no-overwrite-dir", "-C", "/"], each, packed.getvalue())
     await _own(slot, each, place, known)
 
@@ -245,6 +247,7 @@ def _add(archive: tarfile.TarFile, path: Path, target: str, each: Instruction) -
     mode = int(each.flags["chmod"], 8) if re.fullmatch("[0-7]{3,4}", each.flags.get("chmod", "")) else None
 
     def owned_by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        # Container tools give copied files to root, whoever owns them in the build folder.
         info.uid = info.gid = 0
         info.uname = info.gname = "root"
         if mode is not None and info.isfile():

@@ -20,6 +20,7 @@ from palaestra_slots.core.io.durable_files import read_regular
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import is_variable
 
+# Above this, a float no longer holds every whole number.
 _MOST_NUMBER = 1 << 53
 _MOST_CONFIG_BYTES = 1 << 20
 _shown = reprlib.Repr()  # a YAML alias can make a small file a huge value
@@ -68,6 +69,7 @@ def check_links(folder: Path) -> None:
             if path.is_symlink() and not _inside(path, root):
                 raise TaskError(f"{path.relative_to(root)} is a symbolic link that points outside the task's folder")
         if Path(place) == root and "environment" in folders:
+            # `os.walk` does not enter what is removed from its list.
             folders.remove("environment")
 
 

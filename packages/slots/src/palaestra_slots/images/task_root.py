@@ -126,14 +126,15 @@ class TaskRoots:
             image = await self.pulled.find(name)
             if image is None:
                 raise ImageError(
-                    f"the base image {name} was not pulled: run `palaestra images pull {name}`, or set --env.pull "
-                    "missing"
+                    f"the base image {name} was not pulled: run `palaestra images pull {name}`, "
+                    "or set --env.pull missing"
                 )
             base = str(image)
         else:
             image = None if base == HOST else self._existing(local_path(base))
         own = _of_host() if image is None else read_config(image)
         config = image_config(stages[-1].instructions, own)
+        # The configuration of the base can change while its path stays the same.
         settings = hashlib.sha256(repr((own, config)).encode()).hexdigest()[:16]
         key = f"{base}+{content_key(recipe)}+{settings}"
         return TaskRoot(None if image is None else str(image), config, key, own)

@@ -107,6 +107,7 @@ class Follower:
         check = now + (self._watch.interval_s or 0.0)
         age_s = self._clock.wall() - session.started_at  # a session recovered after a restart has used up some time
         deadline = None if self._watch.lifetime_s is None else now + self._watch.lifetime_s - age_s
+        # After the end of the process, there may be output that was not read yet.
         while (status := await session.refresh()).running or self._cursor < status.output_total_bytes:
             ends = [end for end in (deadline, check if self._watch.interval_s else None) if end is not None]
             left = min([end - self._clock.monotonic() for end in ends], default=_LONGEST_WAIT_S)
@@ -123,6 +124,7 @@ class Follower:
     async def _read(self, wait_s: float) -> None:
         piece = await self._session.reach().read(self._cursor, max_bytes=_PIECE_BYTES, wait_s=wait_s)
         if piece.lost:
+            # What comes after a gap does not continue the line before it.
             self._rest, self._line = b"", ""
             self._lost += piece.lost
         data = self._rest + piece.data
@@ -135,6 +137,7 @@ class Follower:
         """Search the lines that `text` completes. If `last` is true, also search the unfinished line."""
         self._since = (self._since + text)[-MAX_REPORTED_CHARS:]
         *lines, rest = (self._line + text).split("\n")
+        # A program may never end its line.
         self._line = "" if last else rest[-_MAX_LINE_CHARS:]
         for line in [*lines, rest] if last else lines:
             if self._matches < MAX_MATCHES and any(pattern in line for pattern in self._watch.patterns):

@@ -64,6 +64,7 @@ def readable(data: bytes, more: bool) -> tuple[str, int]:
 def _from_a_character_on(piece: OutputPiece) -> tuple[bytes, int]:
     """Return the piece without a partial character at its beginning, and the number of bytes removed."""
     skipped = 0
+    # At the very start of the output, nothing was cut off, so a stray byte is the program's own.
     while piece.start and skipped < min(len(piece.data), LONGEST_CHARACTER - 1) and piece.data[skipped] >> 6 == 0b10:
         skipped += 1
     return piece.data[skipped:], skipped

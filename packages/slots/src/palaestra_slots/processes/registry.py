@@ -372,6 +372,7 @@ class ProcessRegistry:
 
     def _on_event(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
         self.notifications.add_event(session, kind, text, exit_code)
+        # The follower's cursor is a part of the record, so that a new registry does not report the same event again.
         self._table.save()
 
 

@@ -223,6 +223,7 @@ class ProcessSession:
         first = max(0, len(lines) - limit) if offset <= 0 else min(offset, len(lines))
         shown = [head_within(line, MAX_REPLY_CHARS) for line in lines[first : first + limit]]
         if offset <= 0:
+            # If not all fit, the last lines are the ones that were asked for.
             shown = shown[::-1][: items_within(shown[::-1])][::-1]
             first = len(lines) - len(shown)
         else:
@@ -298,6 +299,7 @@ class ProcessSession:
 
     async def _tail(self, status: ProcessStatus, name: str, chars: int) -> Reply:
         """Return the last `chars` characters of the output under `name`, and the cursor at their end under `cursor`."""
+        # The slot counts bytes, and a character takes up to this many.
         most = process_output.LONGEST_CHARACTER * chars
         end = await process_output.tail(self.reach(), most, running=status.running)
         return {name: end.text[-chars:], "cursor": end.end}

@@ -90,6 +90,7 @@ async def archive(
     most_entries = MAX_ENTRIES if max_entries is None else max_entries
     top = target if info.kind == "dir" else posixpath.dirname(target)
     packed, count = io.BytesIO(), 0
+    # Without the time, the same files give the same archive.
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
         async for each in _walk(slot, target, recursive=True) if info.kind == "dir" else _only(info):
             count += 1
@@ -136,6 +137,7 @@ async def _found(slot: Slot, path: str) -> tuple[str, FileInfo]:
     the workspace raises PermissionError."""
     if not path or "\0" in path:
         raise ValueError("the path is empty or contains a NUL character")
+    # Links are followed here and not by the slot, which would follow one out of the workspace.
     here, left, links = WORKSPACE, _parts(path, path), 0
     info = await _stat(slot, here, path)
     while left:

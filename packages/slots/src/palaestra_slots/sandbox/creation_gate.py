@@ -43,6 +43,7 @@ class CreationGate:
                 await held.enter_async_context(self._place(self._most))
             await self._turn()
             yield
+        # A start that fails raises and does not get here, so only success makes the gap smaller.
         await self._change(lambda gap_s: 0.0 if gap_s <= _FIRST_S else gap_s / 2)
 
     async def throttled(self, asked_s: float | None = None) -> float:
@@ -69,6 +70,7 @@ class CreationGate:
                     own = 0.0 if self._per_s is None else 1 / self._per_s
                     state["next"] = now + max(own, state["gap"])
                     return
+            # Another process may change the time meanwhile.
             await asyncio.sleep(min(wait_s, 1.0))
 
     async def _change(self, gap: Callable[[float], float], *, pause: bool = False) -> None:
@@ -101,6 +103,7 @@ class CreationGate:
             except (OSError, ValueError):
                 state = {"next": 0.0, "gap": 0.0}
             yield state
+            # By a rename, so that a process that dies here leaves the former state whole.
             temporary = self._file.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps(state))
             temporary.replace(self._file)

@@ -182,6 +182,7 @@ class SlotQueue:
 
     async def take(self, places: int, timeout_s: float) -> None:
         """Take places, at the latest after `timeout_s` seconds. Raises `TimeoutError`."""
+        # A caller never passes those that wait, even if they wait for more places than this one needs.
         if not self._waiting and self._has(places):
             self.free -= places
             return
@@ -207,6 +208,7 @@ class SlotQueue:
 
     def give(self, places: int) -> None:
         """Give places back, and pass free ones to the first callers in the queue."""
+        # A pool that was closed meanwhile has made all its places free already.
         self.free = min(self.free + places, self.total)
         self._give_out()
 
@@ -224,6 +226,7 @@ class SlotQueue:
             if not waiter.future.done():
                 self.free -= waiter.places
                 waiter.future.set_result(None)
+        # There are places, so memory is short, and nothing reports when it no longer is.
         if self._waiting and self.free >= self._waiting[0].places and self._looking is None:
             self._looking = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look_again)
 
@@ -572,6 +575,7 @@ class SlotPool:
             raise SandboxError(f"the lease of {slot.slot_id} has ended, so no slot can be added to it")
         if held.group is None or held.begun >= held.places:
             raise ConfigError(f"the group of {slot.slot_id} has its {held.places} slots already")
+        # Counted before the slot exists, so that concurrent calls together stay within the group's places.
         held.begun += 1
         group = None if number is None else replace(held.group, number=number)
         try:
@@ -579,6 +583,7 @@ class SlotPool:
         except BaseException:
             held.begun -= 1
             raise
+        # The end of the lease meanwhile could not end a slot that did not exist yet.
         if self.leases.holding(slot) is not held:
             await self.leases.destroy(added)
             raise SandboxError(f"the lease of {slot.slot_id} ended while a slot was added to it")
@@ -707,8 +712,8 @@ class SlotPool:
             return await self.backend.checkpoint(slot)
         if not isinstance(self.backend, LocalBackend):
             raise ConfigError(
-                f"the {self.backend.name} backend cannot continue a slot's changes in another slot; only the local "
-                "backend can"
+                f"the {self.backend.name} backend cannot continue a slot's changes in another slot; "
+                "only the local backend can"
             )
         return replace(await self.backend.checkpoint(slot), continued=True)
 

@@ -72,12 +72,14 @@ class _Forward:
         Raises the slot's errors."""
         buffer, cursor = bytearray(), 0
         async for piece in self._process.output():
+            # After a gap, a payload would be read as the head of a frame.
             if piece.lost or piece.start != cursor:
                 break
             cursor = piece.end
             buffer += piece.data
             while len(buffer) >= _HEAD.size:
                 kind, number, length = _HEAD.unpack_from(buffer)
+                # The agent can write to the relay's output, and could claim a payload that never ends.
                 if kind not in b"pocd" or length > _WINDOW_BYTES:
                     logger.warning("the relay in a slot sent data that is not a frame; its port is no longer forwarded")
                     return
@@ -103,9 +105,11 @@ class _Forward:
                 task.cancel()
         else:
             await self._pass_on(number, payload)
+            # Only now, because this is what opens the relay's window again.
             await self._send(_HEAD.pack(b"a", 0, len(payload)))
 
     async def _open(self, number: int) -> None:
+        # An agent that writes to the relay's output can name a connection twice.
         if len(self._tasks) >= self._most or number in self._tasks:
             await self._send(_HEAD.pack(b"c", number, 0))
             return

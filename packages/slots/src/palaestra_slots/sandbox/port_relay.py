@@ -27,6 +27,7 @@ class Relay:
     """All connections of one listening socket."""
 
     def __init__(self) -> None:
+        # What Python itself prints, such as a traceback, must not get between the frames.
         self.out, self.entered = os.dup(1), os.dup(0)
         nothing = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):
@@ -52,6 +53,7 @@ class Relay:
                     if not data:
                         return
                     self.take(data)
+                # An earlier event of the same round may have closed the connection.
                 elif key.data in self.connections:
                     if events & selectors.EVENT_WRITE:
                         self.flush(key.data)
@@ -87,6 +89,7 @@ class Relay:
             self.select.register(connection, wanted, number)
 
     def read(self, number: int) -> None:
+        # The host is behind: wait for no connection's data until it has read.
         if self.on_the_way >= WINDOW:
             for each in list(self.connections):
                 self.watch(each)

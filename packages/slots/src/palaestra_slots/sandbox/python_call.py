@@ -23,6 +23,7 @@ _NO_PROGRAM = 127
 # Workspace directories come last on the import path, so that no file of the work stands in for a standard module. After
 # them come the packages that the agent installed with pip, which chooses this directory if it cannot write another. The
 # reply goes to descriptor 3, which the work cannot confuse with what it prints.
+# The functions that send the reply are looked up before the work is imported, because the work may replace them.
 _PROGRAM = """
 import asyncio, importlib, inspect, json, os, site, sys, traceback
 

@@ -108,8 +108,8 @@ class Sandbox:
         )
         if memory is not None and limits.memory_bytes is not None and limits.memory_bytes < _LEAST_MEMORY:
             raise ConfigError(
-                f"memory={memory!r} is {limits.memory_bytes} bytes, too little to start a sandbox: use '512MB', for "
-                "example"
+                f"memory={memory!r} is {limits.memory_bytes} bytes, too little to start a sandbox: "
+                "use '512MB', for example"
             )
         if not isinstance(network, str | AllowList):
             network = AllowList(tuple(network))
@@ -163,6 +163,7 @@ class Sandbox:
             layers = None if snapshot is None else snapshot.snapshot
             slot = await pool.acquire("sandbox", spec=self._spec, snapshot=layers)
             stack.push_async_callback(pool.release, slot)
+            # From here on, `__aexit__` closes everything; if a step before fails, this block does.
             self._slot, self._running, self._open = slot, pool, stack.pop_all()
         return self
 

@@ -246,6 +246,7 @@ class ServerBackend(StartedBackend):
         is the slot's changes, limited to `view`."""
         ours = self._own(slot)
         fields = {**ours.lease(), "view": _view(view)}
+        # Before the request, so that no call of the holder reaches a slot that is being sealed.
         ours.release()
         self._slots.pop(ours.epoch, None)
         return snapshot_of(await ours.requests.make("seal", fields, forget_topmost), ours.spec)
@@ -310,6 +311,7 @@ class ServerBackend(StartedBackend):
     async def _living(self) -> SlotClient:
         """Return the running server. If the server has died, start a new one; the slots and snapshots of the old server
         are lost."""
+        # Several callers may find the server dead, but only one may start it again.
         async with self._restarting:
             server, rung = self._running(), self.rung
             if server.ended:

@@ -74,6 +74,8 @@ async def _copied(
     sending: asyncio.Task[None] | None = None
     try:
         argv = ["python3", "-I", "-S", "-c", _COPY, address[0], str(address[1])]
+        # Errors of the program are kept out of the data. With `hold`, the slot drops nothing if this process reads
+        # slowly.
         process = await slot.spawn(argv, cwd="/", stderr=True, hold=True)
         sending = asyncio.create_task(_send(reader, process))
         left = MOST_BYTES
@@ -94,6 +96,7 @@ async def _copied(
             await end_tasks(sending)
         if process is not None:
             with contextlib.suppress(ProcessLookupError, SandboxError):
+                # Even if this task is cancelled: otherwise, the slot would keep the process.
                 await asyncio.shield(process.forget())
 
 

@@ -83,6 +83,7 @@ async def download_dir(slot: Slot, path: str, local: Path) -> Transferred:
 
 async def _downloaded(slot: Slot, path: str, target: Path, mode: int) -> int:
     size = await slot.download(path, target)
+    # An agent chose the mode, and its set-user bit would have a meaning on this machine.
     target.chmod(mode & 0o777)
     return size
 

@@ -209,6 +209,7 @@ class BackendConformance(ABC):
             slots = [await self.backend.create(SlotSpec(), f"t{n}") for n in range(3)]
             begun = time.monotonic()
             await asyncio.gather(*(slot.execute("sleep 1") for slot in slots))
+            # One after the other, the three commands would take at least 3 s.
             assert time.monotonic() - begun < 2.5
             await asyncio.gather(*map(self.backend.destroy, slots))
 

@@ -55,6 +55,7 @@ def private(path: str, flags: int) -> int:
 
 def open_regular(path: str | Path) -> IO[bytes]:
     """Open a file that somebody else may have made for reading. Raises `OSError` for a link, a FIFO and a device."""
+    # A FIFO is opened before its kind is known, and must not wait for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return open(fd, "rb")
@@ -107,6 +108,7 @@ class AppendedFile:
             while written < len(line):
                 written += os.write(self.fd, line[written:])
         except OSError:
+            # The next line must not continue this one.
             os.ftruncate(self.fd, start)
             raise
 
@@ -115,6 +117,7 @@ class AppendedFile:
         wanted = self._appended
         async with self._committing:
             if self._committed < wanted:
+                # A line that is appended while the disk syncs may not be on it afterwards.
                 covered = self._appended
                 with writing(self.path):
                     await asyncio.get_running_loop().run_in_executor(self._disk, os.fsync, self.fd)
@@ -178,6 +181,7 @@ def _begin(fd: int, path: Path, schema: str) -> None:
     head = msgspec.json.encode({"schema": schema}) + b"\n"
     with path.open("rb") as file:
         first = file.readline()
+    # The file is new, or its maker died while it wrote this line.
     if first != head and head.startswith(first):
         os.ftruncate(fd, 0)
         os.write(fd, head)
@@ -212,6 +216,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         with open(unfinished, "xb", opener=private) as file:
             yield file
             file.flush()
+            # Otherwise, the rename could be on the disk before the content is, and a crash would leave an empty file.
             os.fsync(file.fileno())
         unfinished.replace(path)
     finally:

@@ -35,6 +35,7 @@ async def file_lock(
             waited_s += poll_s
         yield
     finally:
+        # The file stays: if it were removed, another process could lock a new file while one still waits for the old.
         os.close(descriptor)
 
 

@@ -56,6 +56,7 @@ async def run_process(
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
+            # Reaped even if this task is cancelled again meanwhile.
             await asyncio.shield(process.wait())
     return ProcessResult(process.returncode or 0, stdout, stderr)
 

@@ -59,6 +59,7 @@ def refusal(token: str | None, headers: Mapping[str, str]) -> tuple[int, str] | 
     """
     if token:
         scheme, _, given = headers.get("Authorization", "").partition(" ")
+        # `compare_digest` compares text only if it is ASCII.
         sent = given.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() != "bearer" or not hmac.compare_digest(sent, token.encode("utf-8", "surrogateescape")):
             problem = "no bearer token was sent" if not sent else "the bearer token does not match the server's"

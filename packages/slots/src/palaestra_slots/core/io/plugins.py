@@ -108,6 +108,7 @@ def _definitions(tree: ast.Module, name: str) -> list[ast.ClassDef | ast.Functio
 
 def _bound_names(tree: ast.Module) -> set[str]:
     names = set()
+    # An assignment or an import can make the object as well, also inside an `if` or `try`.
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)

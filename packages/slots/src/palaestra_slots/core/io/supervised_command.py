@@ -31,7 +31,9 @@ def main(argv: list[str]) -> int:
     """Run the command. Returns its exit code, 128+n if signal n ended it, or 127 if it cannot be run."""
     libc = ctypes.CDLL(None)
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+    # Blocked before anything else, so that a signal that comes before the wait is kept for it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    # Not SIGKILL, because this process must still end what the command has started.
     libc.prctl(_PDEATHSIG, signal.SIGTERM)
     libc.prctl(_SUBREAPER, 1)
     if os.getppid() != int(argv[0]):
@@ -56,6 +58,7 @@ def main(argv: list[str]) -> int:
 def _become(libc: ctypes.CDLL, command: list[str]) -> None:
     """Replace this forked process by the command. The kernel kills the command when the supervisor ends."""
     libc.prctl(_PDEATHSIG, signal.SIGKILL)
+    # A program inherits blocked signals.
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     try:
         os.execvp(command[0], command)  # noqa: S606

@@ -36,6 +36,7 @@ os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of 
 async def in_own_thread(function: Callable[[], T]) -> T:
     """Call the function in a thread with the caller's context, and return its result or raise its error. Cancelling
     abandons the thread."""
+    # A semaphore can be awaited on one event loop only.
     places = _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
     await take_turn(places)
     thread = _idle.pop() if _idle else OneThread("function")
@@ -52,6 +53,7 @@ async def in_own_thread(function: Callable[[], T]) -> T:
         return await thread.call(work)
     finally:
         places.release()
+        # A cancelled call leaves its thread inside the function, so the thread cannot take another call.
         if ended:
             _idle.append(thread)
         else:

@@ -185,8 +185,8 @@ class DockerBackend(RemoteBackend):
         known = sorted(json.loads(text))
         if name not in known:
             raise ConfigError(
-                f"docker has no runtime {name!r}, only {', '.join(known)}: register it with the daemon, or set another "
-                "docker_runtime"
+                f"docker has no runtime {name!r}, only {', '.join(known)}: register it with the daemon, "
+                "or set another docker_runtime"
             )
 
     async def _end_leftovers(self, host: str) -> None:
@@ -195,6 +195,7 @@ class DockerBackend(RemoteBackend):
         for line in (await run_process([*_docker(host), *listing], timeout_s=_CHECK_S)).text.splitlines():
             container, _, owner = line.partition(" ")
             machine, _, process = owner.partition("/")
+            # Other machines may use the same daemon, and only they know which of their processes live.
             if machine == this_host() and not is_alive(process):
                 _log.warning("removing the container %s, because the process that owned it is gone", container)
                 await run_command([*_docker(host), "rm", "--force", container], _CHECK_S)
@@ -255,6 +256,7 @@ class DockerBackend(RemoteBackend):
         archive = Path(default_folder("docker"), f"{made.removeprefix('sha256:')[:32]}.tar")
         if status == 0 and not archive.exists():
             archive.parent.mkdir(parents=True, exist_ok=True)
+            # A container of an image without a command needs one to be created; it never runs.
             status, container = await run_command([*docker, "create", "--label", f"{LABEL}=build", tag, "x"], _CHECK_S)
             part = archive.with_suffix(f".{os.getpid()}")
             if status == 0:
@@ -298,6 +300,7 @@ class DockerBackend(RemoteBackend):
             options += ["--volume", bound(mount, ":")]
         entry, *arguments = call
         owner = f"{this_host()}/{process_name(os.getpid())}"
+        # The first process of a container inherits all orphans in it. With `--init`, that is a program that reaps them.
         start = ["run", "--interactive", "--rm", "--init", "--label", f"{LABEL}={owner}", "--user", "0"]
         return [*_docker(place.host), *start, *options, "--entrypoint", entry, place.image, *arguments]
 

@@ -110,6 +110,7 @@ class LocalBackend(ServerBackend):
         )
 
     async def _start_server(self, rung: Rung) -> None:
+        # A server that is started again continues the epochs, so that no lease of the dead server names a new slot.
         first = self._last_epoch + 1
         settings = {"prefix": _interpreter_prefix(), "machine": True, "first_epoch": first}
         settings["host_ports"] = self._host_ports
@@ -232,4 +233,5 @@ def _mounts(spec: SlotSpec) -> list[list[str]]:
             raise ConfigError(f"cannot mount {mount.source!r} into a slot: it is not a directory on this machine")
         if not os.path.isabs(mount.target) or os.path.normpath(mount.target) == "/":
             raise ConfigError(f"cannot mount at {mount.target!r}: give an absolute path below the root")
+    # The server finds the path below /host, where an absolute link in it would lead elsewhere.
     return [[os.path.realpath(mount.source), os.path.normpath(mount.target)] for mount in spec.mounts]

@@ -409,6 +409,7 @@ class RemoteBackend(StartedBackend):
                 await place.open(self.gate)
                 slot = await place.create(spec, trajectory_id, snapshot)
             except (SandboxError, ConfigError) as error:
+                # The place answers, so the request is at fault, and another host would refuse it as well.
                 if place.is_up:
                     raise
                 self.hosts.leave_out(place.spec.host, error)
@@ -436,6 +437,7 @@ class RemoteBackend(StartedBackend):
             try:
                 await self.check_hosts()
             except ConfigError as error:
+                # Reported once, and not in every second of the wait.
                 if not noted:
                     _log.warning("waiting for %s, at most %g s: %s", self.name, self.away_s, error)
                 noted = True

@@ -82,6 +82,7 @@ def nodes_of(job: str) -> list[str]:
         raise ConfigError(f"squeue does not know the job {job}: {listed}")
     if not listed:
         raise ConfigError(f"the Slurm job {job} does not run (squeue --jobs={job})")
+    # squeue shortens the list, for example to node[1-3].
     status, names = _output("scontrol", "show", "hostnames", listed)
     if status != 0:
         raise ConfigError(f"scontrol cannot list the nodes of the job {job}: {names}")

@@ -110,6 +110,7 @@ class SpreadBackend(StartedBackend):
         """
         own = [part for part in self._parts if not part.overflow]
         try:
+            # All are awaited, even if one fails, because a backend that still starts could not be closed.
             found = await asyncio.gather(*(part.start() for part in own), return_exceptions=True)
             errors = [each for each in found if isinstance(each, BaseException)]
             for part, error in zip(own, found, strict=True):

@@ -70,6 +70,7 @@ class SSHBackend(MachineBackend):
             raise ConfigError(f"ssh {host} cannot run python3: {text.rstrip('.')}. Try it: {by_hand}")
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
+        # ssh joins its arguments with blanks, and the host's shell splits the result again.
         return [*self._ssh, _destination(place.host), shlex.join(call)]
 
 

@@ -73,6 +73,7 @@ class ImageStore:
             return path  # used in place, because its owner prepared it as an image
         if not os.path.exists(path):
             raise ImageError(f"the image {image!r} does not exist; give a root directory, a tar file or an OCI layout")
+        # Requests for the same image wait here and not in a thread, of which there are two.
         async with self._asking.setdefault(path, asyncio.Lock()):
             self._threads = self._threads or ThreadPoolExecutor(2, thread_name_prefix="images")
             try:
@@ -87,8 +88,8 @@ class ImageStore:
         if found is None:
             raise ImageError(
                 f"{name!r} is the name of an image that was not pulled: run `palaestra images pull {name}`, give a "
-                f"root directory, a tar file or an OCI layout (./{name} for one in this folder), or use the backend "
-                "docker"
+                f"root directory, a tar file or an OCI layout (./{name} for one in this folder), "
+                "or use the backend docker"
             )
         self._named[name] = found
         return found
@@ -115,6 +116,7 @@ class ImageStore:
         digest = self._digest(path)
         if digest not in self._held:
             self._held[digest] = self._take(digest, path)
+            # The new image is locked by now, so it is not the one that is removed.
             self._evict()
         return f"{self._folder}/{digest}"
 
@@ -156,6 +158,7 @@ class ImageStore:
         try:
             size = unpack.unpack(unpack.layers(path), partial, path, self._max_image_bytes, self._stop)
             record = {"schema": "palaestra.image", "version": 1, "bytes": size, "source": path}
+            # Before the image has its name: an image without a record would never be evicted.
             _write(f"{final}.json", json.dumps(record))
             os.rename(partial, final)
         except BaseException:

@@ -147,6 +147,7 @@ class PulledImages:
         """
         with self.in_use(alone=True):
             for name in names:
+                # All names are checked before the first is removed, so a wrong one removes nothing.
                 if self.find(name) is None:
                     raise ImageError(f"{name} was not pulled; `palaestra images list` lists what was")
             for name in names:

@@ -77,6 +77,7 @@ class Entry(tarfile.TarInfo):
     def _proc_member(self, archive: Archive) -> tarfile.TarInfo:
         if self.type in _HEADERS:
             archive.headers.append(self.size)
+            # `tarfile` keeps global headers for all later entries, so these add up over the whole archive.
             archive.global_bytes += self.size if self.type == tarfile.XGLTYPE else 0
             size = max(sum(archive.headers), archive.global_bytes)
             if not 0 <= self.size <= size <= _MAX_HEADER_BYTES or len(archive.headers) > _MAX_HEADERS:
@@ -427,6 +428,7 @@ class Unpacking:
         """Give the directories their modes and times, now that they are complete. Raises `ImageError` if `as_image` is
         true and the image is not a root file system."""
         self._leave_parent()
+        # Innermost first, because its own mode may close a directory to this user.
         for path, member in sorted(self._directories.items(), reverse=True):
             with contextlib.suppress(OSError), self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
                 self._adopt(fd, member)
@@ -489,6 +491,7 @@ class Unpacking:
                 os.chown(name, _id(member.uid), _id(member.gid), dir_fd=parent, follow_symlinks=False)
         elif member.islnk():
             with self._opened(self._clean(member.linkname), os.O_PATH | os.O_NOFOLLOW) as target:
+                # By its descriptor, because a path would be followed from this machine's root.
                 os.link(f"/proc/self/fd/{target}", name, dst_dir_fd=parent, follow_symlinks=True)
         elif member.isfifo() and self._as_image:
             os.mkfifo(name, member.mode & 0o777, dir_fd=parent)
@@ -523,6 +526,7 @@ class Unpacking:
         """Remove the entries of lower layers from a directory."""
         for name in os.listdir(parent):
             path = f"{folder}/{name}" if folder else name
+            # An opaque mark hides only lower layers, wherever it stands among the entries of its own (layer.md).
             if hash(path) not in self._made:
                 _remove(parent, name)
             elif (status := _status(parent, name)) is not None and stat.S_ISDIR(status.st_mode):

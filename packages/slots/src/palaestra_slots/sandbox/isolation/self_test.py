@@ -72,6 +72,7 @@ _HINTS: Sequence[tuple[str, str]] = (
         "it; the level userns does not need it",
     ),
     (r"open_tree|move_mount", "this needs the mount calls of Linux 5.2, and the right to mount"),
+    # 12 is the operation LOOPBACK of `native_init.py`.
     (r"step 12 ?: Operation not permitted", "a slot's own network also needs docker's `--cap-add NET_ADMIN`"),
     (r"close_range: Function not implemented", "this needs Linux 5.9"),
     (r"openat2|RESOLVE", "this needs Linux 5.6"),
@@ -98,6 +99,7 @@ async def prove(slot: Slot, *, server_is_root: bool) -> None:
 
 
 def _claims(facts: dict[str, list[str]], rung: Rung) -> dict[str, bool]:
+    # A fact that is missing from the output must fail its check.
     capabilities = [int(word, 16) for word in facts.get("CapBnd:", ["ffff"]) + facts.get("CapEff:", ["ffff"])]
     return {
         "commands do not run": facts.get("uid") == ["0"],

@@ -85,6 +85,7 @@ class Pending:
     async def settled(self) -> None:
         """Wait for the answer after a cancellation."""
         if not self.answered:
+            # The first future was cancelled together with the coroutine that waited for it.
             self.waiter = asyncio.get_running_loop().create_future()
             await settle(self.waiter)
 
@@ -195,6 +196,8 @@ class Requests(ABC):
                 pending.failure = error
                 self._send(FrameKind.CANCEL, pending.number, {})
         pending.taken += len(frame.data)
+        # Credit for each piece would double the number of frames; credit only for a whole window would let the stream
+        # stop.
         if pending.taken >= WINDOW // 2:
             self._send(FrameKind.CREDIT, pending.number, {"bytes": pending.taken})
             pending.taken = 0
@@ -311,6 +314,7 @@ class SlotClient(Requests):
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=self._log,
+                # Variables of this process may hold keys.
                 env={},
                 cwd="/",
                 pass_fds=[stream.fileno(), *others],
@@ -385,6 +389,7 @@ class SlotClient(Requests):
             self._send(FrameKind.REQUEST, pending.number, {"op": op, **fields}, data)
             return (await pending.outcome()).fields
         except asyncio.CancelledError:
+            # Nothing that is half made can be cancelled. Once it exists, it is undone.
             await pending.settled()
             if pending.reply is not None:
                 op, fields = undo(pending.reply.fields)
@@ -477,6 +482,7 @@ async def settle(future: asyncio.Future[JSON], patience_s: float | None = None) 
                 future.cancel()
                 return
     if not future.cancelled():
+        # Otherwise, asyncio would log that nobody has looked at the error.
         future.exception()
 
 

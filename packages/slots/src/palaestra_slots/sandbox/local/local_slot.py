@@ -355,6 +355,7 @@ class LocalShell:
         return self._slot.result(reply, timeout_s)
 
     async def _restore(self) -> None:
+        # Cleared first, so that a state which ends the shell is not restored again and again.
         state, self._state = self._state.decode(errors="surrogateescape"), b""
         fields = {**self._slot.lease(), "shell": self._name, "command": state}
         _add_bounds(fields, _STATE_TIMEOUT_S, 0, b"")
@@ -416,6 +417,7 @@ class LocalProcess:
         """Follow the output from `cursor` until the process has ended."""
         while True:
             piece, running = await self._read(cursor, _PIECE_BYTES, _LONGEST_WAIT_S, stderr)
+            # A process that has ended can have output that was not read yet, so only an empty read is the end.
             if piece.data:
                 yield piece
             elif not running:

@@ -72,6 +72,7 @@ def _read(pid: int) -> _Seen | None:
         status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()
         numbers = status.get("NSpid", "").split()
+        # NSpid has the pid in each namespace, the innermost one last.
         first = len(numbers) > 1 and numbers[-1] == "1"
         return _Seen(pid, int(status["PPid"]), int(status["Uid"].split()[0]), status["Name"], first, int(stat[19]))
     return None

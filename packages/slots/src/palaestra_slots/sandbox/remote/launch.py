@@ -57,6 +57,7 @@ def relay(server: socket.socket, silence_s: float | None = None) -> None:
     server_fd = server.fileno()
     to_server, to_client = bytearray(), bytearray()
     heard_at = time.monotonic()
+    # A full pipe in one direction must not stop the other one.
     for fd in (0, 1, server_fd):
         os.set_blocking(fd, False)
     while True:
@@ -76,6 +77,8 @@ def relay(server: socket.socket, silence_s: float | None = None) -> None:
                 piece = b""
             if not piece:
                 if fd == server_fd:
+                    # The last frames may say why the server has ended, so they are written even if the client reads
+                    # slowly.
                     os.set_blocking(1, True)
                     while to_client:
                         del to_client[: os.write(1, to_client)]

@@ -64,6 +64,7 @@ class DistantClient(SlotClient):
     async def _beat(self, silence_s: float) -> None:
         while not self.ended:
             await asyncio.sleep(silence_s / _BEATS)
+            # This changes nothing. It shows that the server answers, and shows `launch` that the client is alive.
             answer = asyncio.create_task(self.call("forget", {"layers": []}))
             answer.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.wait([answer], timeout=silence_s)
@@ -76,6 +77,8 @@ class DistantClient(SlotClient):
             beating.cancel()
         await super().aclose()
         if beating is not None:
+            # A cancelled request waits for its answer, which a silent server never sends, so the stream is closed
+            # before.
             await asyncio.gather(beating, return_exceptions=True)
 
 

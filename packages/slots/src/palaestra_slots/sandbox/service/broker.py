@@ -100,6 +100,7 @@ class Broker:
 
     async def _hello(self, visitor: Visitor, frame: Frame) -> None:
         about: dict[str, JSON] = {"version": frames.VERSION, "pid": os.getpid(), "rung": self._rung}
+        # Before the version is compared, so that a client of another version can list the service, and end it.
         if frame.fields.get("look"):
             about |= {"attached": self._client is not None, "leases": list(self._leases.values())}
             visitor.send(FrameKind.HELLO, frame.request, about)
@@ -110,6 +111,7 @@ class Broker:
             message = "another process is attached to this service; wait until it ends, or use another service"
             visitor.send(FrameKind.ERROR, frame.request, {"error": "sandbox", "message": message})
         else:
+            # Before the first wait, so that no second client can attach meanwhile.
             self._client, visitor.client = visitor, True
             for name in list(self._leases):
                 await self._renew(name)
@@ -153,6 +155,7 @@ class Broker:
             for frame in decoder.feed(data):
                 self._on_below(frame)
             if self._client is not None:
+                # A client that does not read holds up the slot server, and does not fill this process's memory.
                 with contextlib.suppress(OSError):
                     await self._client.writer.drain()
         self.over.set()
@@ -188,6 +191,7 @@ class Broker:
             if request.visitor is self._client:
                 self._layers |= made
             else:
+                # The client has left, and nobody else knows the snapshot.
                 self._drop(made)
 
     async def watch_idleness(self) -> None:

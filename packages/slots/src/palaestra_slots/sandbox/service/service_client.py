@@ -134,6 +134,7 @@ async def _start(path: Path, rung: str, settings: dict[str, JSON]) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         path.chmod(0o600)
+        # The socket exists before the service does, so a client that connects early waits and is not refused.
         listener.listen()
         arguments = [str(listener.fileno()), str(path), rung, json.dumps(settings)]
         process = await asyncio.create_subprocess_exec(
@@ -141,6 +142,7 @@ async def _start(path: Path, rung: str, settings: dict[str, JSON]) -> None:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
+            # The service outlives this process, so it gets none of its other variables, which may hold keys.
             env={"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
             cwd="/",
             pass_fds=[listener.fileno()],

@@ -54,6 +54,7 @@ def main(arguments: list[str]) -> int:
         handover.close()
     os.waitpid(server, 0)
     deadline = time.monotonic() + _REMOVE_PATIENCE_S
+    # A group can be removed only when the kernel has finished the last process in it.
     while group is not None and not group.remove() and time.monotonic() < deadline:
         time.sleep(0.01)
     return 0
@@ -94,6 +95,7 @@ def _fork_server(
 
     child = os.fork()
     if child == 0:
+        # The server ends when this pipe ends, so only the first process may hold its writing end.
         os.close(watcher_writer)
         run_server(stream, prepare, lambda settings: NamespaceDriver(full, group, settings), watcher_reader, handover)
     os.close(watcher_reader)
@@ -117,6 +119,7 @@ def make_ready() -> None:
     os.umask(0o022)  # files in slots get the modes that are requested
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
+    # Jobs walk a tree of layers by recursion, up to `MAX_DEPTH` directories deep and with several frames for each.
     sys.setrecursionlimit(10_000)
 
 

@@ -172,6 +172,7 @@ class EpollLoop:
 
     def run_timers(self) -> None:
         """Run the timers that are due."""
+        # Read once, so that a timer which sets itself again does not keep the loop here.
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
@@ -184,5 +185,6 @@ class EpollLoop:
     def _run_jobs(self) -> None:
         for _ in range(len(self._jobs)):
             job = self._jobs.popleft()
+            # Jobs yield None, so the job itself can stand for its end.
             if next(job, job) is not job:
                 self._jobs.append(job)

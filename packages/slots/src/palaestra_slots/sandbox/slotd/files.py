@@ -60,6 +60,8 @@ def open_at(root: int, path: str, flags: int) -> int:
 def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple[int, int]:
     """Open a regular file. Returns a descriptor at `offset`, and the number of bytes from there to the end of the file.
     Raises OSError, for example EFBIG if there are more than `max_bytes`."""
+    # A handle opens neither a fifo nor a device, so the kind of file is known before anything can wait. Through /proc,
+    # the same file is opened, whatever the path means by then.
     handle = open_at(root, path, os.O_PATH)
     try:
         status = os.fstat(handle)
@@ -129,6 +131,7 @@ class Writing:
         """Put the file in place."""
         uid, gid = (self._owner, self._owner) if self._status is None else (self._status.st_uid, self._status.st_gid)
         try:
+            # Before the mode, because a change of owner clears the set-user and set-group bits (chown(2)).
             os.fchown(self._fd, uid, gid)
             os.fchmod(self._fd, self._mode)
             os.rename(self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
@@ -288,6 +291,7 @@ def _enter(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> I
         return
     try:
         with os.scandir(fd) as entries:
+            # Listed completely before anything is removed, because removals during a scan may make it skip entries.
             children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for number, (child, is_directory) in enumerate(children, 1):
             if not is_directory:
@@ -305,6 +309,7 @@ def _at_end_of_links(root: int, path: str, owner: int, make_folders: bool) -> tu
     """Follow links in the last component of a path that is to be written, inside the root. Returns a descriptor of the
     directory to which the links lead, the status of the entry there (None if it does not exist), and the entry's path.
     If `make_folders` is true, missing directories are made."""
+    # A rename replaces the link itself. So that the link stays, the file is made in the directory where it leads.
     for _ in range(_MAX_LINKS):
         folder, _, name = path.rpartition("/")
         if name in ("", ".", ".."):

@@ -44,6 +44,7 @@ class FrozenSlots:
         slot = self._slots.leased(frame)
         with self.exclusively(slot):
             self._frozen[slot.name] = yield from freezer.freeze(slot.pid)
+        # A request that waited for the freeze has been served by now, and has let the slot continue.
         self._replies.send(frame, {"processes": len(self._frozen.get(slot.name, []))})
 
     @contextlib.contextmanager

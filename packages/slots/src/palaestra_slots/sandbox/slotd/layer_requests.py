@@ -28,6 +28,7 @@ class LayerRequests:
 
     def _save(self, frame: Frame) -> Job:
         checkpoints, layer = self.checkpoints("save"), self.get(frame.fields["layers"][0])
+        # The client may forget the layer while it is being copied.
         layer.keep()
         try:
             size = yield from checkpoints.save(layer, frame.fields["folder"])

@@ -197,6 +197,7 @@ class SlotServer:
             create = frames.new(Frame, (frame.kind, frame.request, deferred.fields, b""))
             return self._make(create, deferred.layers, None, env_block(deferred.fields["env"]), epoch)
         finally:
+            # A slot that was made keeps the layers itself by now.
             deferred.release()
 
     def _make(self, frame: Frame, layers: tuple[Any, ...], change: Any, variables: EnvBlock, epoch: int) -> Job | None:
@@ -333,6 +334,7 @@ class SlotServer:
             return
         slot, checkpoints = self._slots.leased(frame), self._layers.checkpoints("checkpoint")
         with self._frozen.exclusively(slot):
+            # Before the freeze, so that the next checkpoint does not trust a file that was written during it.
             begun, begun_ns = time.monotonic(), time.time_ns()
             stopped = yield from freezer.freeze(slot.pid)
             try:
@@ -349,6 +351,8 @@ class SlotServer:
 
     def _seal(self, frame: Frame) -> None:
         slot = self._slots.leased(frame, alive=False)
+        # What a fault of the machine has cut short is not the agent's work. A slot that its own commands ended is
+        # sealed.
         if slot.state is not LifeStage.LIVE and slot.loss == "lost":
             self._clean(slot)
             raise RequestError("lost", f"{slot.name} died before it was sealed")

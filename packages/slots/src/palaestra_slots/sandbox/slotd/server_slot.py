@@ -87,6 +87,7 @@ class ServerSlot:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.pid = self._init.fork(theirs)
+        # A signal by pid could hit another process after the init was reaped; a pidfd never names another one.
         self.process, self._channel = os.pidfd_open(self.pid), ours
         ours.setblocking(False)
         self.supervisor = Supervisor(self, ours, self._loop, send, open_requests, environment, shelf)
@@ -258,6 +259,7 @@ def _arguments(root: int, pid: int) -> list[str] | None:
     except OSError:
         return None
     try:
+        # Only the kernel's own file counts: elsewhere, the work could have written one.
         if syscalls.filesystem_type(fd) != files.PROC:
             return None
         data = os.read(fd, _MAX_ARGUMENTS_BYTES)
@@ -290,6 +292,7 @@ class ServiceQuery:
         loop.watch_for(self._socket.fileno(), WRITE, self._write)
 
     def _write(self) -> None:
+        # The socket does not block, so this is where the result of the connect is.
         problem = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem:
             self._end(OSError(problem, os.strerror(problem)))

@@ -52,6 +52,7 @@ def check(result: int, what: str) -> int:
 
 def raw(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
     """Make a system call by its number; the result is negative if it failed (see `check`)."""
+    # For a function with a variable number of arguments, ctypes passes a plain int as 32 bits.
     wide = (ctypes.c_long(value) if isinstance(value, int) else value for value in arguments)
     return int(_libc.syscall(ctypes.c_long(number), *wide))
 
@@ -219,6 +220,7 @@ def overwrite_command_line(title: str) -> None:
     """Replace `/proc/PID/cmdline` of this process, so that it shows no path of the host."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b") ")[2].split()
+    # arg_start and arg_end, proc_pid_stat(5).
     start, end = int(fields[45]), int(fields[46])
     if 0 < start < end:
         ctypes.memset(start, 0, end - start)

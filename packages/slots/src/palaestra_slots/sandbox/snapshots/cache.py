@@ -113,6 +113,7 @@ class Prepared:
         key = await self._key(recipe)
         async with self._turns.setdefault(key, asyncio.Lock()):
             server, snapshot = self._known.get(key, (0, None))
+            # A snapshot ends with the server that holds it.
             if snapshot is None or server != self.backend.server_pid:
                 snapshot = (await self.take(recipe, partial(self.make, recipe))).snapshot
                 self._known[key] = (self.backend.server_pid, snapshot)
@@ -140,6 +141,7 @@ class Prepared:
                 await turn.enter_async_context(store.turn(key, self.clock))
             except OSError as error:
                 self.trouble(_cannot(store, f"be locked: {error}; use another folder"))
+            # The run that held the lock may have made it.
             found = await self._load(recipe, key, store)
             if found is not None:
                 return Taken(found, True)
@@ -167,6 +169,7 @@ class Prepared:
         if self.store is None or not store.has(key):
             return None
         snapshot = None
+        # Loaded before it is checked, because the server's lock keeps it from being evicted between the two.
         with contextlib.suppress(OSError):  # the entry was just evicted, or is damaged
             snapshot = await self.backend.load(str(store.files(key)), recipe.spec)
         try:

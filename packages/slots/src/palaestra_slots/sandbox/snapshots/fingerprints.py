@@ -41,6 +41,7 @@ def of_tree(folder: str) -> tuple[str, int]:
                 continue  # removed meanwhile
             facts = (status.st_mode, status.st_uid, status.st_gid, status.st_size, status.st_ctime_ns, status.st_rdev)
             digest.update(f"{below[len(folder) :]}\0{facts}\0".encode("utf-8", "surrogateescape"))
+            # A file with several names counts once, in equal parts.
             taken += status.st_blocks * 512 // (1 if stat.S_ISDIR(status.st_mode) else status.st_nlink)
             if stat.S_ISDIR(status.st_mode):
                 waiting.append(below)

@@ -86,6 +86,7 @@ class SnapshotStore:
         """Return all entries, least recently used first."""
         found = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            # Another run may be removing the entry.
             with contextlib.suppress(OSError, ValueError, KeyError):
                 if _KEY.fullmatch(path.name):
                     about = json.loads((path / "about.json").read_text())
@@ -139,6 +140,7 @@ class SnapshotStore:
         """Give a complete entry its name, and evict other entries to make room. If another run has already made the
         same entry, that entry stays. Blocks while the disk syncs. Raises OSError (EFBIG) for an entry that is larger
         than `max_bytes`, the limit of the whole store."""
+        # The files must be on the disk before the record with their digest is.
         _sync(path)
         digest, size_bytes = fingerprints.of_tree(str(path / "layers"))
         if size_bytes > self.max_bytes:
@@ -180,6 +182,7 @@ class SnapshotStore:
 
     def _take_away(self, path: Path, locked: Path) -> bool:
         try:
+            # A damaged entry may lack the folder that servers lock.
             lock = os.open(locked if locked.is_dir() else path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
             return False

@@ -138,6 +138,7 @@ class Terminal:
         seen = b""
         while (left := deadline - asyncio.get_running_loop().time()) > 0:
             piece = await self.process.read(cursor, wait_s=min(left, _LONGEST_WAIT_S))
+            # Two reads may have the halves of a mark.
             seen, cursor = seen[-_LONGEST_MARK:] + piece.data, piece.end
             if mark := _MARK.search(seen):
                 return int(mark[1])
@@ -150,6 +151,7 @@ class Terminal:
         piece = await self.process.read(self._cursor, max_bytes=_PIECE_BYTES, wait_s=wait_s)
         if piece.lost:
             self._lost += piece.lost
+            # A full reset (RIS): the lost bytes may have changed modes as well as text.
             self._screen.feed(b"\x1bc")
         self._cursor = piece.end
         answers = self._screen.feed(piece.data)
@@ -161,6 +163,7 @@ class Terminal:
     async def _shot(self) -> ScreenShot:
         status = await self.process.status()
         while await self._take(0):
+            # A program that writes all the time would otherwise never let this end.
             if status.running and self._cursor >= status.output_total_bytes:
                 break
         screen = self._screen

@@ -54,6 +54,7 @@ class Pane:
         columns = _within(args.get("pane_width"), 160, 20, 500)
         await self._stop(slot, args)
         self._terminal = await Terminal.open(slot, size=TerminalSize(int(rows), int(columns)), env=PROMPTED)
+        # The first prompt shows that the shell reads keys.
         await self._terminal.command_ended(0, _PATIENCE_S)
         return await self._shown(_QUIET_S, _PATIENCE_S)
 
@@ -63,6 +64,7 @@ class Pane:
             raise ValueError("keys must be a string or a list of strings")
         quiet_s = _within(args.get("min_wait_s"), _QUIET_S, 0.0, _MOST_PATIENCE_S)
         patience_s = _within(args.get("max_wait_s"), _PATIENCE_S, 0.0, _MOST_PATIENCE_S)
+        # Taken before the keys are sent: only a prompt after it can be that of their command.
         before = (await terminal.process.status()).output_total_bytes
         try:
             await terminal.send_keys(*([keys] if isinstance(keys, str) else map(str, keys)))

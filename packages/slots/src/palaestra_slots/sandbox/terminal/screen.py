@@ -131,6 +131,7 @@ def plain(data: bytes) -> tuple[str, bytes]:
     """Return the output of a program without control sequences, and the incomplete sequence or character at its end.
     Bytes that are not UTF-8 become surrogates (`errors="surrogateescape"`)."""
     text = data.decode(errors="surrogateescape")
+    # A sequence that never ends may hold back only so much of the output.
     unfinished = _UNFINISHED.search(text[-_MAX_UNFINISHED:])
     held = unfinished.group() if unfinished else _broken_character(text)
     return _SEQUENCE.sub("", text[: len(text) - len(held)]), held.encode(errors="surrogateescape")

@@ -85,6 +85,7 @@ def parse_challenge(headers: list[str]) -> Challenge | None:
 def read_credentials(path: Path) -> Credentials:
     """Return the credentials in a configuration file of docker, none if there is no file. Raises `ConfigError`."""
     try:
+        # `read_regular` refuses links, but the user's own configuration may be one.
         found = msgspec.json.decode(read_regular(path.resolve(), _MAX_CONFIG_BYTES), type=dict[str, JSON])
         listed, helpers = found.get("auths") or {}, found.get("credHelpers") or {}
         basic = {_host(key): header for key, entry in listed.items() if _is_host(key) and (header := _header(entry))}
@@ -126,6 +127,7 @@ def _host(key: str) -> str:
 def _header(entry: dict[str, JSON]) -> str | None:
     """Return the header for an entry of `auths`: the field `auth`, or `username` and `password`."""
     if entry.get("auth"):
+        # Docker, too, drops NULs at the end of what it decodes.
         pair = base64.b64decode(str(entry["auth"]), validate=False).rstrip(b"\0")
     elif entry.get("username"):
         pair = f"{entry['username']}:{entry.get('password') or ''}".encode()

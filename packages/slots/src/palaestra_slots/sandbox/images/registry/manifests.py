@@ -186,6 +186,7 @@ def _blob(found: JSON, name: str, max_bytes: int) -> Blob:
     digest, size, kind = fields.get("digest"), fields.get("size"), fields.get("mediaType")
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ImageError(f"{name} is not valid: {one_line(str(digest), 100)} is not a digest sha256:…")
+    # A bool is an instance of int.
     if type(size) is not int or not 0 <= size <= max_bytes:
         raise ImageError(
             f"{name} is not valid: {digest} has the size {one_line(str(size), 100)}, of {max_bytes} at most"

@@ -69,6 +69,7 @@ class Pull:
                 repository = ImageRepository(session, name, self.access)
                 try:
                     data, manifest = await self._manifest(repository, name.reference, str(name))
+                    # The configuration first: it is small, and states for which machine the layers are.
                     await self._blobs(repository, (manifest.config,), lambda done, total: None)
                     config = read_regular(self.images.blob(manifest.config.value), manifests.MAX_CONFIG_BYTES)
                     manifests.check_platform(config, unpack.architecture(), str(name))
@@ -173,6 +174,7 @@ class _Download:
                     f"the registry sent {self._have} bytes for {self._blob.digest} that do not match this digest and "
                     f"its size of {self._blob.size} bytes: they were removed"
                 )
+            # A blob under its own name counts as verified, so its content must be on the disk before it gets that name.
             await asyncio.to_thread(os.fsync, file.fileno())
         self._path.rename(self._pull.images.blob(self._blob.value))
 
@@ -228,8 +230,8 @@ class _Download:
                 if self._have + len(piece) > self._blob.size:
                     self._path.unlink()
                     raise PullError(
-                        f"the registry sent more than the {self._blob.size} bytes of {self._blob.digest}: they were "
-                        "removed"
+                        f"the registry sent more than the {self._blob.size} bytes of {self._blob.digest}: "
+                        "they were removed"
                     )
                 await asyncio.to_thread(self._write, file, piece)
                 self._arrived(self._have)

@@ -95,6 +95,7 @@ class ImageRepository:
         The bytes are not verified. Raises as `manifest` does."""
         headers = {"Range": f"bytes={start}-"} if start else {}
         async with self._reply(f"blobs/{digest}", headers) as reply:
+            # A registry may ignore the range and send the whole blob with status 200.
             if start and reply.status == 206:
                 if not reply.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
                     raise PullError(f"{self._image}: the registry sent another part of {digest} than was asked for")
@@ -136,6 +137,7 @@ class ImageRepository:
         sent = {**headers, **({"Authorization": authorization} if authorization else {})}
         proxy = None if is_loopback(url.host or "") else self._access.proxy(url.scheme, url.host or "")
         try:
+            # Redirects are followed by `_reply`, which sends the credentials to no other server.
             return await self._session.get(url, headers=sent, allow_redirects=False, proxy=proxy)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, aiohttp.ClientSSLError):  # trying again would not help
@@ -148,6 +150,7 @@ class ImageRepository:
         """Return the address to which the registry redirects. Raises `PullError` for http, except from this machine to
         this machine or within the registry, and for an address with credentials."""
         try:
+            # The signature in an address holds for exactly its characters, so they are not encoded again.
             target = url.join(URL(location, encoded=True))
             allowed = self._is_allowed(target)
         except ValueError:
@@ -173,6 +176,7 @@ class ImageRepository:
         if challenge is None:
             raise self._refused(401, "")
         if challenge.scheme == "basic":
+            # The registry has just refused these credentials.
             if basic is None or self._authorization == basic:
                 raise self._refused(401, "")
             return basic

@@ -95,6 +95,7 @@ class DirectClient(SlotClient):
         """Return the owner and descriptors of a new slot; no descriptors if the server could not send them, or if too
         few are left."""
         with contextlib.suppress(OSError):
+            # Messages about other slots may come first, because several are made concurrently.
             while (message := pipes.receive(self._handover, HANDOVER.size, 3))[0]:
                 of, owner = HANDOVER.unpack(message[0])
                 self._received[of] = owner, message[1]
@@ -232,6 +233,7 @@ class DirectSlot(Requests):
                 if next(_file_calls) % _IN_A_ROW == 0:
                     await asyncio.sleep(0)
                 return
+            # The server tries again: it can make missing directories, and its error is the one that the caller gets.
             except OSError:
                 pass
         await super().upload(fields, data)
@@ -372,6 +374,7 @@ class OnDemandSlot(Requests):
                 return False
             os.close(syscalls.openat2(self._root, path.lstrip("/") or ".", os.O_PATH, _WITHOUT_LINKS))
         except OSError as error:
+            # What is missing here is missing in the slot, too; a link or another mount could lead elsewhere there.
             return error.errno not in (errno.ELOOP, errno.EXDEV, errno.EMFILE, errno.ENFILE)
         return True
 
@@ -512,6 +515,7 @@ class AsyncioLoop(EpollLoop):
 
     def end(self) -> None:
         """Stop all callbacks; descriptors can still be closed. Idempotent."""
+        # In a second call, the epoll is closed already and has no descriptor.
         if self._alarm_at >= 0:
             self._asyncio.remove_reader(self.fileno())
         self._set_alarm(None)

@@ -77,6 +77,8 @@ class BackgroundProcesses:
                 if process is None:
                     raise OSError(errno.ESRCH, "no such process in this slot; an ended process may have been forgotten")
                 if op == "dismiss":
+                    # Forgotten first, so that no later request can name it; the supervisor still passes on the reports
+                    # until it is dead.
                     del self._processes[process.name]
                 _OPERATIONS[op](process, frame.request, fields, frame.data)
         except ValueError as error:
@@ -149,6 +151,8 @@ class BackgroundProcess:
         writer, mark = -1, b""
         if size is not None:
             output, slave = _open_terminal(self._supervisor.owner.root, *size)
+            # A copy, because input and output are closed at different times, and the loop has one callback for each
+            # descriptor.
             writer, mark = os.dup(output), END_OF_INPUT
             read, ends, places = [output], [slave], [(0, 0), (0, 1), (0, 2)]
         else:
@@ -168,6 +172,7 @@ class BackgroundProcess:
             self._close()
             raise
         finally:
+            # While this process held a copy of the child's end, no read would find the end of the output.
             pipes.close(*ends)
         for stream in self._outputs:
             stream.watch()
@@ -271,6 +276,7 @@ class BackgroundProcess:
     def on_lost(self) -> None:
         owner = self._supervisor.owner
         lost = {"error": owner.loss, "message": f"{owner.name} ended while a process ran in it"}
+        # The request `spawn` itself is still unanswered.
         if not self.pid and not self.over:
             self._on_start(lost)
         for number in [*self._readers, *self._killers]:
@@ -293,7 +299,9 @@ class BackgroundProcess:
     def _on_end(self, report: InitReport) -> None:
         for stream in self._outputs:
             stream.drain()
+        # Set only after the drain, so that a reader who learns that the process has ended has all of its output.
         self._end, self.over, self._ended = report, True, time.monotonic()
+        # A kill that is under way ends with the report KILLED, which comes after this one.
         if not self._killers:
             self._supervisor.drop(self.name)
         if self._input is not None:
@@ -360,6 +368,8 @@ class _Output:
     def drain(self) -> None:
         """Read what the process wrote before its end, which is in the pipe now."""
         taken = 0
+        # The ended process cannot have left more than a pipe holds. What it has started may write without end, and must
+        # not keep the loop here.
         while self.fd >= 0 and taken <= PIPE_BYTES:
             before = self.ring.total
             self._on_output()
@@ -448,6 +458,7 @@ class _Input:
         if self.fd < 0 or self._closing:
             raise BrokenPipeError(errno.EPIPE, "the input of the process is closed")
         if close:
+            # A terminal stays open: if the master were closed, the kernel would hang up on the process (SIGHUP).
             data, self._closing = data + self._mark, not self._mark
         self._writing.append((number, memoryview(data), len(data)))
         self._open[number] = owner
@@ -497,6 +508,7 @@ class _Input:
         """Watch for room only while data is waiting, because a pipe without a reader is always ready."""
         wanted = bool(self._writing) and self.fd >= 0
         if wanted and not self._listening:
+            # `watch_for` changes what is watched, and needs a descriptor that is watched already.
             self._loop.watch(self.fd, self._pump)
             self._loop.watch_for(self.fd, WRITE, self._pump)
         elif self._listening and not wanted and self.fd >= 0:
@@ -531,6 +543,8 @@ def _open_terminal(root: int, rows: int, columns: int) -> tuple[int, int]:
             raise OSError(errno.ENODEV, "not the terminal multiplexer", "/dev/pts/ptmx")
         fcntl.ioctl(master, _SET_LOCK, struct.pack("i", 0))
         _resize(master, rows, columns)
+        # The kernel opens the other end of exactly this terminal. Its path could lead elsewhere, since the slot chooses
+        # what is there.
         slave = fcntl.ioctl(master, _GET_PEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     except BaseException:
         os.close(master)

@@ -158,6 +158,8 @@ class OpenCounter:
         with contextlib.suppress(OSError):  # nothing more to read
             while self.fd >= 0:
                 for watch, events, _, _ in self._EVENT.iter_unpack(os.read(self.fd, READ_BYTES)):
+                    # After an overflow, events are missing. Each file then counts as opened, so that a flood of events
+                    # cannot hide one.
                     for path in self._paths.values() if events & self._OVERFLOW else [self._paths.get(watch)]:
                         if path is not None and events & (self._OPEN | self._OVERFLOW):
                             found[path] += 1
@@ -241,6 +243,7 @@ class Execution:
             self._send(FrameKind.DATA, self.number, None, data)
             self._credit -= len(data)
             if self._credit <= 0:
+                # The command then waits at its full pipe, so a client that does not read bounds what is kept for it.
                 self._loop.unwatch(self._output)
 
     def await_oom(self) -> None:
@@ -264,6 +267,7 @@ class Execution:
 
     def finish(self, oom: bool, shell_flags: int = 0) -> None:
         """Read the rest of the pipes, send the RESULT with the flags of a stateful shell, and clean up."""
+        # Without this process's own writing end, a read finds the end of the pipe, unless a daemon holds it.
         self._close_child_end()
         held = self._drain()
         head, tail = self._capture.parts()
@@ -367,6 +371,8 @@ class Execution:
         if self._verdict is not None:
             self._verdict.drain()
         taken = 0
+        # A shell holds its pipe open for the next command, so the last read of each command would raise. Asking the
+        # kernel for the number of bytes is cheaper.
         while self._output >= 0 and taken <= PIPE_BYTES and not (self._shared and pipes.is_empty(self._output)):
             data = pipes.read(self._output)
             if not data:

@@ -36,6 +36,7 @@ def freeze(init: int) -> Generator[None, None, list[int]]:
     try:
         while True:
             table = descendants(init)
+            # Only those that were stopped at the beginning stay stopped at the end. Later ones were stopped here.
             if asleep is None:
                 asleep = {pid for pid, state in table if state in (b"T", b"t")}
             fresh = [pid for pid, state in table if state not in _GONE and pid not in asleep and pid not in stopped]
@@ -44,6 +45,8 @@ def freeze(init: int) -> Generator[None, None, list[int]]:
             for pid in [pid for pid, state in table if pid in stopped and state not in _STILL]:
                 _stop_threads(pid)
             stopped += fresh
+            # A process that still ran when the table was read may have forked since, so the slot is still only if a
+            # whole table, read after the last signal, has nothing new in it.
             if not fresh and _all_still(table):
                 return stopped
             if time.monotonic() > deadline:
@@ -124,6 +127,7 @@ def _state(pid: int) -> bytes:
 def _stat(path: str) -> tuple[bytes, int]:
     """Return the state and the number of threads, from proc(5)."""
     with open(path, "rb") as file:
+        # The program chooses its name, which comes before this and may contain spaces and brackets.
         fields = file.read().rpartition(b") ")[2].split()
     return fields[0], int(fields[17])
 
@@ -131,6 +135,7 @@ def _stat(path: str) -> tuple[bytes, int]:
 def _children(pid: int) -> list[int]:
     children: list[int] = []
     with contextlib.suppress(OSError):
+        # A thread's file lists only the children that this thread has made.
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                 children += [int(child) for child in file.read().split()]

@@ -103,6 +103,7 @@ def memory_file(data: bytes) -> int:
         view = memoryview(data)
         while view:
             view = view[os.write(memory, view) :]
+        # Opened again, because the descriptor that has written stands at the end of the data.
         return os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(memory)
@@ -125,6 +126,7 @@ def receive(channel: socket.socket, size: int, count: int) -> tuple[bytes, list[
     data, ancillary, _, _ = channel.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            # The kernel cuts the list if more descriptors were sent than fit, and a cut number is not a descriptor.
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     return data, list(fds)
 

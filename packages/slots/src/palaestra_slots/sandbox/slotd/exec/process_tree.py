@@ -144,6 +144,7 @@ def tree(
     foreign = set(mains)
     begin = (command.started, command.pid) if after == ALWAYS else after
     for process in living:
+        # Start times count in clock ticks (10 ms), in which many processes can start, so the pid decides within a tick.
         age = (process.started, process.pid)
         if process.pid != command.pid and age <= after:
             foreign.add(process.pid)
@@ -205,6 +206,7 @@ def held_children(init: int) -> list[int]:
             children = [int(child) for child in file.read().split()]
     except OSError:
         return []
+    # Until the child executes its program, it has the name of the init.
     return [child for child in children if _is_held(child, _comm(init))]
 
 
@@ -221,6 +223,7 @@ def _comm(pid: int) -> bytes:
 
 def _fields(pid: int) -> list[bytes]:
     with open(f"/proc/{pid}/stat", "rb") as file:
+        # The name before it can contain anything, also a bracket.
         return file.read().rpartition(b") ")[2].split()
 
 

@@ -99,12 +99,16 @@ class _Dialect:
     greeting: str
 
 
+# dash reads only one digit in front of a redirection, so its descriptors are below 10. Those of bash are far above the
+# numbers that scripts use and that bash takes for itself.
 _BASH = _Dialect(
     ["/bin/bash", "--norc", "--noprofile", "--noediting", "-i"],
     (96, 97, 98, 99),
+    # An interactive bash would replace `!` in commands, write them to a file in the home, and look for mail.
     "set +o history +H; unset HISTFILE MAILCHECK\n",
 )
 _SH = _Dialect(["/bin/sh", "-i"], (6, 7, 8, 9), "")
+# It returns the status again, so that `$?` is still the command's in the next command.
 _REPORT = '__slot(){{ printf " $1 $2\\n" >&{status}; return "$2"; }}\n'
 _TELL = b'__slot %d "$?"\n'
 _RUN = b". /proc/self/fd/%d <%b 2>&%d\n" + _TELL
@@ -137,11 +141,15 @@ class ShellProcess:
         if self._process is None:
             self._start()
         self._command.put(command)
+        # Descriptor 2 of the shell itself is /dev/null: prompts and notices about jobs go there, and commands without
+        # input read from it.
         source = b"&2"
         stdin, file, _, errors = self._dialect.places
         if spec.stdin:
             self._input.put(spec.stdin)
             source = b"/proc/self/fd/%d" % stdin
+        # Noted before the shell gets the command; otherwise a kill would spare the first processes of the command as
+        # older.
         self._after = process_tree.note()
         self._sequence += 1
         self._say(_RUN % (file, source, errors, self._sequence))
@@ -168,6 +176,7 @@ class ShellProcess:
     def close(self) -> None:
         """End the shell; its background jobs keep running."""
         if self._process is not None:
+            # Every other living process is older than this moment, so only the shell is killed.
             now = process_tree.moment(process_tree.note())[0], _MAX_PID
             self._supervisor.kill_child(self._process, now)
 
@@ -188,6 +197,7 @@ class ShellProcess:
             self._fail(start_error(report, self._cwd))
             return
         self._restarted = True
+        # While the command is being killed, KILLED is still to come, and the result is sent then.
         execution = self._execution
         if execution is None or execution.awaiting_oom or execution.on_exit(report):
             self._supervisor.drop(report.command)
@@ -243,6 +253,7 @@ class ShellProcess:
         if data == b"":
             self._loop.unwatch(self._status)
         for line in (data or b"").splitlines():
+            # What a command has written there without a line end is at the start of the same line.
             words = line.split()[-2:]
             if len(words) == 2 and words[0] == b"%d" % self._sequence and words[1].isdigit():
                 self._on_status(int(words[1]))
@@ -253,6 +264,8 @@ class ShellProcess:
             return
         if execution.on_exit(InitReport(ReportKind.EXIT, value=code)):
             self._finish()
+        # The shell is back at its prompt after the interrupt, so it stays, and only what its command has left is
+        # killed.
         elif self._stop_waiting() and self._process is not None:
             self._supervisor.kill_child(self._process, self._since(), spare=True)
 
@@ -276,6 +289,7 @@ class ShellProcess:
         self._patience = self._loop.later(INTERRUPT_EVERY_S, lambda: self._interrupt_again(times - 1))
 
     def _interrupt_again(self, times: int) -> None:
+        # If the loop was blocked, the shell may have returned without being noticed.
         self._receive_all()
         if self._patience is not None:  # the shell has not returned
             self._interrupt(times)

@@ -201,6 +201,7 @@ class Supervisor:
     def kill_child(self, child: int, after: process_tree.Moment = process_tree.ALWAYS, spare: bool = False) -> None:
         """Kill the processes that a child has started since the moment `after`, and, unless `spare` is true, the child
         itself. The report KILLED follows."""
+        # A second order for the same child gets its own patience, and this timer must not count for it.
         order = self._dying[child] = object()
         self._order(init_messages.encode_kill(child, after, spare))
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._dying.get(child) is order))
@@ -293,7 +294,9 @@ class Supervisor:
             memory = pipes.memory_file(order)
             order, fds = init_messages.encode(Order.LONG), [memory, *fds]
         try:
+            # The init must get orders in the order of their requests: one to kill must not overtake the one to start.
             if self._unsent or not self._send_order(order, fds):
+                # The caller closes its descriptors as soon as this returns.
                 self._unsent.append((order, [os.dup(fd) for fd in fds]))
                 self.loop.watch_for(self._channel.fileno(), READ | WRITE, self._send_unsent)
         finally:
@@ -323,6 +326,7 @@ class Supervisor:
                 os.kill(pid, signal.SIGCONT if times < _HELD_TIMES else signal.SIGKILL)
         if held:
             self.loop.later(_HELD_EVERY_S, lambda: self._look(times + 1))
+        # Only an order can make the init wait for a child, so a slot without orders needs no timer.
         elif self._ordered:
             self._ordered = False
             self.loop.later(_HELD_AFTER_S, self._look)
@@ -385,6 +389,7 @@ class Supervisor:
 
     def _give_up(self, lives: Callable[[], bool]) -> None:
         """End the slot if the killed process is still alive."""
+        # If the loop was blocked, the report that the process is dead may be in the socket already.
         self.receive_all()
         if self.live and lives():
             self.owner.end_hung()

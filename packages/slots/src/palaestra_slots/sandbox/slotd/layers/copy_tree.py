@@ -59,11 +59,13 @@ class TreeCopy:
                 yield from self._regular(source, name, status, path)
             else:
                 _copy_special(source, name, status, path)
+        # Last, because each entry that is made in the directory changes the directory's times.
         _copy_attributes(source, target, os.fstat(source))
 
     def _regular(self, folder: int, name: str, status: os.stat_result, target: str) -> Iterator[None]:
         if self._link(status, target):
             return
+        # The entry may have become a fifo since it was listed, and opening that would wait for a writer.
         source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         try:
             for sent in copy_data(source, target):
@@ -84,6 +86,7 @@ class TreeCopy:
         try:
             os.link(path, target, follow_symlinks=False)
         except OSError as error:
+            # The earlier copy can have as many names as the file system allows, or be gone.
             if error.errno not in (errno.EMLINK, errno.ENOENT):
                 raise
             return False
@@ -97,6 +100,7 @@ def copy_data(source: int, target: str) -> Iterator[int]:
     sink = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         size, position = os.fstat(source).st_size, 0
+        # The size comes first, so that a hole at the end needs no write.
         os.ftruncate(sink, size)
         while position < size:
             try:
@@ -131,11 +135,13 @@ def _copy_special(folder: int, name: str, status: os.stat_result, target: str) -
 
 def _copy_attributes(source: int, target: str, status: os.stat_result) -> None:
     os.chown(target, status.st_uid, status.st_gid, follow_symlinks=False)
+    # After the owner, because a change of owner clears the set-user and set-group bits (chown(2)).
     os.chmod(target, stat.S_IMODE(status.st_mode))
     for name in os.listxattr(source):
         try:
             os.setxattr(target, name, os.getxattr(source, name), follow_symlinks=False)
         except OSError as error:
+            # Without its mark, a directory would show the entries below it that it hides. Other attributes may be lost.
             if ".overlay." in name:
                 raise OSError(error.errno, f"cannot keep the mark {name}", target) from None
     with contextlib.suppress(FileNotFoundError):

@@ -147,6 +147,7 @@ class OverlayCut:
         self._make_parents(path, old)
         target = f"{self._layer}/{path}"
         os.rename(source, target)
+        # A parent that hid this directory's counterpart below is gone now, so the directory must hide it by itself.
         if hidden and stat.S_ISDIR(os.lstat(target).st_mode):
             self._marks.set_opaque(target, True)
 

@@ -28,6 +28,7 @@ _TRIAL = "/stage"
 
 def most_inodes(size_bytes: int) -> int:
     """Return the maximum number of inodes for a tmpfs with this size limit."""
+    # An empty file takes kernel memory but nothing of a tmpfs's size, so there may be one file for each page of it.
     return max(16384, size_bytes >> 12)
 
 

@@ -106,6 +106,8 @@ class Stack:
                 continue
             if OverlayMarks.is_whiteout(status):
                 break
+            # An entry that is not a directory ends the merge: what is below it is hidden, and it cannot be merged
+            # itself.
             if not stat.S_ISDIR(status.st_mode):
                 first = first or StackEntry(status, path)
                 break
@@ -120,6 +122,7 @@ class StackedRoot:
     """Finds paths in the stacks of all trees of a root. Paths have no leading slash."""
 
     def __init__(self, trees: Sequence[tuple[str, Stack]]) -> None:
+        # A target sorts after its parents, so in reverse order the innermost tree is found first.
         self.trees = sorted(((target.strip("/"), stack) for target, stack in trees), reverse=True)
 
     def find(self, path: str) -> StackEntry | None:

@@ -168,12 +168,16 @@ def _settings(hierarchy: Hierarchy, limits: Fields) -> list[tuple[str, str]]:
     first = hierarchy.version == 1
     if "memory" in hierarchy.controllers and limits["memory_bytes"] is not None:
         memory = str(limits["memory_bytes"])
+        # In this order, since the limit on memory plus swap may never be below the limit on memory.
         settings += [("memory.limit_in_bytes", memory), ("memory.memsw.limit_in_bytes", memory)] if first else []
+        # Version 1 does not count the buffers of TCP sockets against the limit on memory.
         settings += [("memory.kmem.tcp.limit_in_bytes", memory)] if first else []  # of TCP
+        # Version 2 has no limit on both together: with swap, a slot could use more than its limit.
         settings += [] if first else [("memory.max", memory), ("memory.swap.max", "0")]
     if "pids" in hierarchy.controllers and limits["pids"] is not None:
         settings.append(("pids.max", str(limits["pids"])))
     if "cpu" in hierarchy.controllers and limits["cpus"] is not None:
+        # The kernel refuses a quota of less than a millisecond.
         quota = str(max(1000, int(limits["cpus"] * _PERIOD_US)))
         settings.append(("cpu.cfs_quota_us", quota) if first else ("cpu.max", f"{quota} {_PERIOD_US}"))
     return settings

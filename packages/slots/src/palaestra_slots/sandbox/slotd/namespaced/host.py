@@ -112,12 +112,14 @@ def _lacks(image: str, name: str, word: bytes) -> bool:
     """Return whether a file of an image is missing, is a link, or does not contain this word."""
     path = f"{HOST}{image}/{name}"
     try:
+        # An absolute link of the image would lead to a file of the host here, and to another one in the slot.
         return os.path.islink(path) or word not in _start_of(path)
     except OSError:
         return True
 
 
 def _start_of(path: str) -> bytes:
+    # An image can have a fifo there, and opening that would wait for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return os.read(fd, 1 << 16)
@@ -128,6 +130,7 @@ def _start_of(path: str) -> bytes:
 def enter_own_root() -> None:
     """Move this process to a mount namespace and a root of its own."""
     syscalls.unshare(syscalls.CLONE_NEWNS)
+    # Nothing that is mounted here reaches the host, but what the host mounts later still appears below /host.
     syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_SLAVE)
     place = next(path for path in ("/tmp", "/mnt", "/var", "/usr") if os.path.isdir(path))  # noqa: S108
     syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, _OPTIONS)
@@ -246,6 +249,7 @@ def _give(root: str, owner: int) -> None:
         os.chown(folder, owner, owner)
         for name in files:
             os.chown(f"{folder}/{name}", owner, owner, follow_symlinks=False)
+        # `os.walk` counts links to directories among the directories, and does not enter them.
         for entry in os.scandir(folder):
             if entry.is_symlink():
                 os.chown(entry.path, owner, owner, follow_symlinks=False)

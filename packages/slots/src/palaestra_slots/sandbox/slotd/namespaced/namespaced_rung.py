@@ -90,6 +90,7 @@ class NamespaceDriver:
         except BaseException:
             store.release()
             raise
+        # Only now, because a failure before this leaves nothing behind.
         for layer in layers:
             layer.keep()
         files = OverlayFiles(store, layers, stacked, image)
@@ -107,6 +108,7 @@ class NamespaceDriver:
         for kind in "uw":
             os.mkdir(f"{store.path}/{kind}/{tree.name}")
         upper, lowers = f"{store.path}/u/{tree.name}", changes + base
+        # An overlay shows the owner and mode of its topmost directory, which is this new one.
         copy_attributes(os.stat(lowers[0]), upper)
         if uncover and changes and places:
             self._uncover(upper, places, Stack(lowers, self._host.marks), Stack(base, self._host.marks))
@@ -177,6 +179,7 @@ class NamespaceDriver:
             shared_network=shared_network,
             groups=tuple((group, cgroups.init_group(group)) for group in groups),
             user_namespaces=host.user_namespaces,
+            # The server opens sockets or devices in the network of such a slot, which no later slot could then get.
             networks=None if any(fields.get(name) for name in _CONNECTED) else host.networks,
             limits=ProcessLimits(
                 open_files=limits["open_files"],
@@ -423,9 +426,12 @@ def _confine(makes_user_namespace: bool, limits: ProcessLimits) -> Iterator[Buil
     ):
         if value is not None:
             yield BuildStep(Do.LIMIT, (), limit, value)
+    # Without a capability, a process may install a filter only if it can gain no privileges (seccomp(2)).
     yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_NO_NEW_PRIVS, 1)
     yield BuildStep(Do.KEEP_CAPABILITIES, (), privileges.KEPT)
+    # The filter forbids mounts and namespaces, so it comes after all steps that make them.
     yield BuildStep(Do.FILTER, program=privileges.program())
+    # No process of the slot may trace the init or open its descriptors through /proc.
     yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_DUMPABLE, 0)
 
 
@@ -436,6 +442,7 @@ def _single_user_namespace() -> Iterator[BuildStep]:
     """
     yield BuildStep(Do.CHANGE_DIRECTORY, ("/proc",))
     yield BuildStep(Do.UNSHARE, (), syscalls.CLONE_NEWUSER)
+    # Without privileges outside, the kernel accepts a map of groups only after this (user_namespaces(7)).
     yield BuildStep(Do.WRITE, ("self/setgroups", "deny"), 1)  # the outer namespace may deny it already
     yield BuildStep(Do.WRITE, ("self/uid_map", "0 0 1"))
     yield BuildStep(Do.WRITE, ("self/gid_map", "0 0 1"))
@@ -496,6 +503,8 @@ class DiskStore(LayerStore):
         self._lock = os.open(f"{HOST}{folder}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # An eviction renames the folder while it holds the lock, so the lock may be on a folder that is being
+            # removed.
             named, held = os.stat(f"{HOST}{folder}"), os.fstat(self._lock)
             if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
                 raise FileNotFoundError(2, "evicted while it was opened", folder)
@@ -574,6 +583,7 @@ class OverlayCheckpoints:
 
     def restore(self, files: OverlayFiles, layer: OverlayLayer) -> Iterator[None]:
         for tree in files.trees:
+            # The copy makes this directory, with the owner, mode and marks that it has in the layer.
             os.rmdir(files.upper(tree))
             yield from TreeCopy().tree(layer.trees[tree.name], files.upper(tree))
 

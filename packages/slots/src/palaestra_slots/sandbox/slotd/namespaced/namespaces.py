@@ -93,6 +93,7 @@ class UnusedNetworks:
         try:
             self._unused = self._trial()
         except OSError:
+            # Where a namespace does not show whether it was used, none is kept.
             self._unused = ()
 
     def take(self) -> int | None:
@@ -108,6 +109,7 @@ class UnusedNetworks:
             network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # the init may be dead already
             return None
+        # The slot shares the server's network.
         if os.fstat(network).st_ino == self._inode:
             os.close(network)
             return None
@@ -186,7 +188,9 @@ def make_range_namespace(maker: int = 0) -> int:
     if child == 0:
         try:
             if maker:  # with the one capability that allows making a namespace even if ordinary users may not
+                # Otherwise, the change to a user other than root drops all capabilities (capabilities(7)).
                 syscalls.prctl(syscalls.PR_SET_KEEPCAPS, 1)
+                # The group first, because only root may change it.
                 os.setresgid(maker, maker, maker)
                 os.setresuid(maker, maker, maker)
                 syscalls.capset(_SYS_ADMIN)
@@ -194,6 +198,7 @@ def make_range_namespace(maker: int = 0) -> int:
             # The child opens its namespace itself: without CAP_SYS_PTRACE, as in a container, root may not open the
             # namespace of a child that has become another user.
             socket.send_fds(theirs, [b"+"], [os.open("/proc/self/ns/user", os.O_RDONLY)])
+            # The parent writes the maps through this process's entry in /proc, so it lives until it is killed.
             signal.pause()
         finally:
             os._exit(1)
@@ -218,6 +223,7 @@ def make_range_namespace(maker: int = 0) -> int:
 def enter_single_namespace(uid: int, gid: int) -> None:
     """Move this process to a new user namespace, in which it is root and no other user exists."""
     syscalls.unshare(syscalls.CLONE_NEWUSER)
+    # Without privileges outside, the kernel accepts a map of groups only after this (user_namespaces(7)).
     with open("/proc/self/setgroups", "w") as file:
         try:
             file.write("deny")

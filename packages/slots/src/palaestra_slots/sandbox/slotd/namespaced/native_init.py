@@ -82,6 +82,7 @@ def _sealed(content: bytes) -> int:
         # A process whose program its user cannot read belongs to the program's owner. The slot's root, who has no
         # rights outside the slot, therefore cannot inspect the init.
         os.fchmod(memory, 0o111)
+        # No program can be executed while it is open for writing (ETXTBSY).
         readable = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
         try:  # an init gets other files under low numbers before its program starts
             return fcntl.fcntl(readable, fcntl.F_DUPFD_CLOEXEC, FIRST_STORE)
@@ -98,6 +99,7 @@ def _answers(program: int) -> bool:
     except OSError:
         return False
     _, status = os.waitpid(pid, 0)
+    # The offset keeps the answer apart from the usual exit codes of a program that fails.
     return os.waitstatus_to_exitcode(status) == _ANSWER + init_messages.VERSION
 
 

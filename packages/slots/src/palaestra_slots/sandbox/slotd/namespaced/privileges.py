@@ -38,6 +38,7 @@ def drop(kept: int = KEPT, bounding: int = KEPT) -> None:
                 if error.errno == 22:  # beyond the last capability that this kernel knows
                     break
                 raise
+    # Ambient capabilities would survive the execution of a program; 4 clears all of them.
     syscalls.prctl(syscalls.PR_CAP_AMBIENT, 4)
     syscalls.capset(kept)
 
@@ -149,6 +150,7 @@ def program(
     listen on unix sockets. `own_user=False` keeps each process from changing the limits and priorities of other
     processes, which may belong to the user and not to the slot. Otherwise, this is refused only for pid 1, the slot's
     init, which a command could end with a limit."""
+    # The same number is another call in another ABI, such as that of 32 bits, so a process with another ABI is killed.
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT[machine]),
@@ -156,7 +158,9 @@ def program(
         (_LOAD, 0, 0, _NUMBER),
     ]
     if machine == "x86_64":
+        # The x32 ABI has the architecture of x86-64, and this bit in its numbers.
         lines += _when((_AT_LEAST, _X32), _ENOSYS)
+    # The answer is that of a kernel without these calls, for which programs are prepared.
     for number in (*_ABSENT[machine].values(), *_ABSENT_EVERYWHERE):
         lines += _when((_EQUAL, number), _ENOSYS)
     for number in (*_DENIED[machine].values(), *_DENIED_EVERYWHERE):
@@ -165,6 +169,7 @@ def program(
         lines += _when((_EQUAL, number), _ENOSYS)
     calls = _CALLS[machine]
     lines += _clause(calls["clone"], _ARGUMENT_0, _when((_ANY_BIT, _NAMESPACE_FLAGS), _EPERM))
+    # Both put text into a terminal's input as if its user had typed it.
     terminal = [*_when((_EQUAL, _TIOCSTI), _EPERM), *_when((_EQUAL, _TIOCLINUX), _EPERM)]
     lines += _clause(calls["ioctl"], _ARGUMENT_1, terminal)
     lines += _clause(calls["fcntl"], _ARGUMENT_1, _when((_EQUAL, _F_SETPIPE_SZ), _EPERM))
@@ -179,6 +184,7 @@ def program(
     lines += _clause(calls["setsockopt"], _ARGUMENT_1, of_sockets)
     families = [family for family in _FAMILIES if inet or family not in _INET]
     netlink = (_NETLINK_ROUTE, _NETLINK_SOCK_DIAG) if unix else (_NETLINK_ROUTE,)
+    # Before the clause for families, which allows every socket that it does not refuse.
     lines += _protocols(calls["socket"], (_NETLINK,), netlink)
     lines += _protocols(calls["socket"], _INET, _INET_PROTOCOLS)
     for number, argument in _ON_OTHERS[machine].items():

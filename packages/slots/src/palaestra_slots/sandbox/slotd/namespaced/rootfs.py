@@ -105,6 +105,7 @@ class Lowers:
         not exist in the slot. Raises OSError if `path` is missing or cannot be mapped."""
         source = f"{HOST}{path}"
         status = os.stat(source)
+        # A directory that was replaced under the same path must be attached again.
         key = (path, owned, (status.st_dev, status.st_ino))
         if key not in self._known:
             self._known[key] = self._attach(source, os.path.isdir(source), self._idmap if owned else None)
@@ -192,6 +193,7 @@ def _make_devices() -> bool:
     try:
         for name in _present_devices():
             os.mknod(f"{_DEV}/{name}", 0o666 | stat.S_IFCHR, os.stat(f"{HOST}/dev/{name}").st_rdev)
+            # mknod(2) applies the umask to the mode.
             os.chmod(f"{_DEV}/{name}", 0o666)  # noqa: S103 - as on every system
         os.close(os.open(f"{_DEV}/null", os.O_WRONLY | os.O_CLOEXEC))
     except OSError:  # a container's root may lack the capability, or the permission of its control group
@@ -229,6 +231,7 @@ def build(plan: RootPlan, place: int) -> Iterator[BuildStep | bytes]:
     """Yield the steps, some of them encoded, that mount the root at `plan.stage` and make it the process's `/`, in the
     slot's own mount namespace. The descriptors `place` and `place` + 1 must be free."""
     root, inside = place, place + 1
+    # The server mounts and unmounts parts of other slots later, and none of that may reach this slot.
     yield native_init.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
     for overlay in plan.overlays:
         yield _overlay(overlay, plan)
@@ -264,6 +267,7 @@ def overlay_options(lowers: Sequence[str], user_xattrs: bool) -> list[str]:
 
 def _overlay(overlay: Overlay, plan: RootPlan) -> BuildStep:
     options = overlay_options(overlay.lowers, plan.user_xattrs)
+    # The upper directory is in memory, so a sync has nothing to save; `volatile` lets overlayfs skip it.
     options += [f"upperdir={overlay.upper}", f"workdir={overlay.work}", *([] if plan.user_xattrs else ["volatile"])]
     target = plan.stage + overlay.target.rstrip("/")
     return native_init.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
@@ -302,6 +306,7 @@ def _proc() -> bytes:
     read_only, directories, files = _kernel_entries()
     for name in read_only:
         steps.append(native_init.mount(f"proc/{name}", f"proc/{name}", flags=MS_BIND | MS_REC))
+        # A bind mount ignores all other flags; they hold only after a second call (mount(2)).
         steps.append(native_init.mount("none", f"proc/{name}", flags=MS_REMOUNT | MS_BIND | flags))
     steps += [native_init.mount(_EMPTY, f"proc/{name}", flags=MS_BIND) for name in directories]
     steps += [native_init.mount("dev/null", f"proc/{name}", flags=MS_BIND) for name in files]
@@ -314,6 +319,7 @@ def _kernel_entries() -> tuple[list[str], list[str], list[str]]:
     read_only = [name for name in _PROC_READ_ONLY if os.path.lexists(f"/proc/{name}")]
     hidden = [name for name in _PROC_HIDDEN if os.path.lexists(f"/proc/{name}")]
     directories = [name for name in hidden if os.path.isdir(f"/proc/{name}")]
+    # What only the host's root may read is closed to slots anyway, and each mount makes every new slot slower.
     readable = [name for name in hidden if os.stat(f"/proc/{name}").st_mode & _OPEN_TO_ALL]
     files = [name for name in readable if name not in directories]
     return read_only, directories, files

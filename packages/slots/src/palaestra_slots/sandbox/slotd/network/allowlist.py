@@ -64,6 +64,7 @@ class HostRule:
         address = literal(host)
         if self.range is not None:
             return address is not None and address.version == self.range.version and address in self.range
+        # A pattern covers names, whose addresses are judged later; an address must be listed itself.
         if self.name.startswith("*"):
             return address is None and host.endswith(self.name[1:])
         return host == self.name
@@ -88,6 +89,7 @@ def parse(entry: str) -> HostRule:
 
 def _split(entry: str) -> tuple[str, frozenset[int] | None]:
     host, colon, port = entry.rpartition(":")
+    # An address of version 6 has colons itself, so a port can only follow its brackets.
     if not colon or port.endswith("]") or (host.count(":") and not host.endswith("]")):
         return entry, _USUAL_PORTS
     if port == "*":
@@ -151,6 +153,7 @@ def meanings(address: Address) -> list[Address]:
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     inner = [address.ipv4_mapped, address.sixtofour, address.teredo[1] if address.teredo else None]
+    # The second is the old IPv4-compatible form, such as ::192.0.2.1 (RFC 4291, 2.5.5.1).
     if address in TRANSLATED or int(address) >> 32 == 0:
         inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
     if address in TRANSLATED_LOCALLY:

@@ -93,6 +93,7 @@ class EgressGates:
         if self._control is not None:
             self._control.close()
             self._control = None
+        # After a pause, because a process that dies while it starts would otherwise be forked again without end.
         self._loop.later(_RETRY_S, self._revive)
 
     def _revive(self) -> None:

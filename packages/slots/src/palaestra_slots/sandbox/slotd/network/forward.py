@@ -117,6 +117,7 @@ class Forwarder:
         wanted = f"basic {self._key}".encode()
         lines = (line.partition(b":") for line in head.split(b"\r\n")[1:])
         given = [value.strip() for name, _, value in lines if name.strip().lower() == b"proxy-authorization"]
+        # The name of the scheme has no case (RFC 9110, 11.1), but the key has.
         if self._key and not any(hmac.compare_digest(each[:6].lower() + each[6:], wanted) for each in given):
             header = f'Proxy-Authenticate: Basic realm="{PROXY_NAME}"\r\n'
             raise ForwardRefused("407 Proxy Authentication Required", "the proxy's key is missing or wrong", header)
@@ -169,7 +170,11 @@ def parse_request(head: bytes) -> tuple[str, str, int, bytes]:
         raise ForwardRefused("400 Bad Request", "the request names no host and port")
     path = urllib.parse.urlunsplit(("", "", absolute.path or "/", absolute.query, ""))
     kept = [line for line in lines[1:] if line.partition(":")[0].strip().lower() not in _HOP_BY_HOP]
+    # A proxy replaces the client's Host (RFC 9112, 3.2.2): otherwise, the host that the server sees could be another
+    # one than the judged host.
     authority = absolute.netloc.rpartition("@")[2]
+    # Everything after the head is copied unread, so no second request, perhaps for another host, may follow on this
+    # connection.
     request = "\r\n".join([f"{method} {path} {version}", f"Host: {authority}", *kept, "Connection: close", "", ""])
     return method, host, port or 80, request.encode("latin-1")
 

@@ -152,6 +152,8 @@ def _make_bridge() -> int:
 def _attach(bridge: int, slot: int, address: ipaddress.IPv4Interface) -> int:
     """Join the network namespace `slot` to that of a bridge. The kernel refuses an address that another one has, since
     the hardware address is made from it."""
+    # The number of the lower device holds in the namespace in which the kernel is asked. IFLA_NET_NS_FD puts the new
+    # device into the slot's namespace.
     syscalls.setns(bridge, syscalls.CLONE_NEWNET)
     lower = _attribute(_LOWER, struct.pack("=I", socket.if_nametoindex(_BRIDGE)))
     where = _attribute(_NET_NS_FD, struct.pack("=I", slot)) + _attribute(_HARDWARE, _LOCAL + address.ip.packed)

@@ -80,6 +80,7 @@ class Guard:
         group = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for hook, program in self._programs.items():
+                # Programs that systemd or a container tool has attached to a group above still run, too.
                 _bpf(_PROG_ATTACH, struct.pack("=5I", group, program, hook, _ALLOW_MULTI, 0), "attach")
         finally:
             os.close(group)
@@ -102,6 +103,7 @@ def _bpf(command: int, attributes: bytes, what: str) -> int:
 
 def _connections(version: int) -> _Code:
     """Return the program that refuses connections. r1 is the context; the address is compared in network byte order."""
+    # 24 is the offset of the port in `struct bpf_sock_addr`.
     code: _Code = [_instruction(_LOAD, 2, 1, 24), _Jump("allow", 2, _network_order(_DNS_PORT, 2))]
     for number, network in enumerate(_networks(version)):
         code += _compare([_instruction(_LOAD, 2, 1, offset) for offset in _CONTEXT[version]], network, f"next{number}")
@@ -180,6 +182,7 @@ def _assemble(code: _Code) -> bytes:
     done: list[bytes] = []
     for item in code:
         if isinstance(item, _Jump):
+            # A jump counts from the next instruction.
             distance = places[item.label] - len(done) - 1
             known = item.register is not None
             done.append(_instruction(_JUMP_IF_EQUAL if known else _JUMP, item.register or 0, 0, distance, item.number))

@@ -104,6 +104,7 @@ class _Proxy:
         data, fds = pipes.receive(self._control, MAX_MESSAGE, 3)
         if not data:
             self._over.set()
+        # At the end of the socket, the empty order wakes `serve`, which then ends.
         self._orders.put_nowait((json.loads(data or b"{}"), fds))
 
     def _divide(self) -> None:

@@ -133,6 +133,7 @@ class Tunnel:
         os.close(self._device)
 
     def _read(self) -> None:
+        # Only so many in one turn of the loop, so that a flood of one slot does not hold up the others.
         for _ in range(_BURST):
             try:
                 packet = os.read(self._device, _PACKET)
@@ -154,6 +155,8 @@ class Tunnel:
             return
         if version == 4:
             head, protocol, addresses = 4 * (packet[0] & 15), packet[9], packet[12:20]
+            # Only the first fragment has ports. The device takes packets of 65,000 bytes, so programs rarely send
+            # fragments.
             if int.from_bytes(packet[6:8], "big") & 0x3FFF:  # a fragment
                 return
         else:
@@ -172,19 +175,23 @@ class Tunnel:
         source, target = _PORTS.unpack(key[-4:])
         flags = packet[head + 13]
         if source == self._listening[version] and key[-8 if version == 4 else -20 : -4] == GATEWAY[version].packed:
+            # A packet of the listening socket: the slot's kernel answers a rewritten packet.
             flow = self._by_port.get(target)
             if flow is not None:
                 self._send(_rewritten(packet, head, flow.outward))
             return
         flow = self._flows.get(key)
+        # The slot uses a port again before the old connection was forgotten.
         if flow is not None and flow.ended and flags & _SYN:
             self._drop(flow)
             flow = None
         if flow is not None:
+            # The slot repeats its SYN while the outside connects. The flow keeps the first one, so these are dropped.
             if flow.outside is not None or flow.ended:
                 self._send(_rewritten(packet, head, flow.inward))
         elif flags & (_SYN | _ACK | _RST) == _SYN:
             self._open(version, packet, key)
+        # A reset is never answered by a reset (RFC 9293, 3.10.7.1).
         elif not flags & _RST:
             self._send(_reset(version, head, packet))
 
@@ -241,6 +248,7 @@ class Tunnel:
                 failure = error
                 continue
             connected: socket.socket = writer.get_extra_info("socket")
+            # A connection may be idle for any time, so only the kernel can find out that the other side has gone.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             return reader, writer
         raise failure
@@ -257,6 +265,7 @@ class Tunnel:
         address, port = writer.get_extra_info("peername")[:2]
         flow = self._by_port.get(port)
         version = ipaddress.ip_address(address).version
+        # Programs of the slot can connect to this socket as well, but not from the gateway's address.
         if flow is None or flow.outside is None or address != str(GATEWAY[version]) or flow.accepted.is_set():
             writer.close()
             return
@@ -286,6 +295,7 @@ class Tunnel:
 
     def _drop(self, flow: _Flow) -> None:
         self._end(flow)
+        # A new connection may have the same addresses and ports by now.
         if self._flows.get(flow.key) is flow:
             del self._flows[flow.key]
         if self._by_port.get(flow.port) is flow:
@@ -423,6 +433,8 @@ def _reset(version: int, head: int, packet: bytes) -> bytes:
     size = len(SLOT[version].packed)
     begin = 12 if version == 4 else 8
     addresses = packet[begin + size : begin + 2 * size] + packet[begin : begin + size]
+    # RFC 9293, 3.10.7.1: the reset has the number that the segment acknowledges. For a segment without ACK, it has the
+    # number 0 and acknowledges that segment.
     if flags & _ACK:
         numbers, answer = (acknowledged, 0), _RST
     else:
@@ -436,6 +448,7 @@ def _packet(version: int, protocol: int, addresses: bytes, body: bytes, place: i
     """Return a packet with its checksums. The body's checksum is at `place`."""
     pseudo = addresses + struct.pack("!II", len(body), protocol)
     check = 0xFFFF - _sum(pseudo + body)
+    # In UDP, 0 would mean that there is no checksum (RFC 768), which version 6 forbids (RFC 8200, 8.1).
     body = body[:place] + (check or 0xFFFF).to_bytes(2, "big") + body[place + 2 :]
     if version == 6:
         return struct.pack("!IHBB", 6 << 28, len(body), protocol, 64) + addresses + body

@@ -21,6 +21,7 @@ GATEWAY = {4: ipaddress.ip_address("198.18.0.2"), 6: ipaddress.ip_address("fdc6:
 HOST_NAME = "host.internal"  # the gateway's name in /etc/hosts
 
 _NAME = b"net0"
+# Packets go only to the process that reads the device, so they need not fit any link, and few large ones cost less.
 _MTU = 65_000
 _PREFIX = {4: 30, 6: 126}
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 1, 0x1000

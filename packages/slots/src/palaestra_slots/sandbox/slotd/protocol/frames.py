@@ -147,6 +147,7 @@ def encode(kind: FrameKind, request: int, fields: Fields | None = None, data: by
 def received(kind: FrameKind, request: int, fields: Fields, data: bytes) -> Frame:
     """Return a frame that stays in this process, as the other side would receive it. Raises the errors of `encode`."""
     size = len(data)
+    # Plain values are the same after encoding and decoding, so that work is left out for them.
     for value in fields.values():
         if type(value) is str:
             size += len(value)
@@ -169,6 +170,7 @@ class FrameDecoder:
         found: list[Frame] = []
         if self._buffer:
             self._buffer += data
+            # Otherwise, each piece of a large frame would copy everything that has arrived before it.
             if len(self._buffer) < self._needed:
                 return found
         view = memoryview(self._buffer if self._buffer else data)
@@ -221,6 +223,7 @@ class FrameConnection:
                 return  # reading will find the end
             if sent == len(frame):
                 return
+            # Only now: a stream with room is always ready to write, and would keep the loop busy.
             self._loop.watch_for(self._stream.fileno(), READ | WRITE, self._ready)
         self._outgoing.append(memoryview(frame)[sent:])
 

@@ -116,6 +116,8 @@ def encode_spawn(
 ) -> bytes:  # fmt: skip
     """Return a `Spawn` as an order. Raises ValueError for an empty program, a NUL or too many arguments."""
     text = "\0".join((cwd, *argv)).encode("utf-8", "surrogateescape")
+    # The init splits the strings at their NULs, so a NUL inside one would shift all that follow, the variables
+    # included.
     if not argv[0] or len(argv) + env.size >= _MAX_STRINGS or text.count(b"\0") != len(argv):
         raise ValueError("no program, a NUL, or too many arguments")
     flags = (TERMINAL if terminal else 0) | (ANNOUNCE if announce else 0)

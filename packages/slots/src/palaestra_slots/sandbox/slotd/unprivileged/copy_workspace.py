@@ -48,6 +48,7 @@ def copy_for(uid: int, source: str, target: str) -> None:
 def open_up(tree: str) -> None:
     """Make the files in a tree readable to this process's user, who owns them, because an agent may have removed the
     permissions. Does nothing for root."""
+    # `os.walk` lists a directory before it enters those below, so they are readable by then.
     for folder, names, files in os.walk(tree) if os.geteuid() else ():
         for name in (*names, *files):
             with contextlib.suppress(OSError):  # the entry is too deep for a path
@@ -62,6 +63,7 @@ def move(source: str, target: str) -> None:
     """Rename an entry, even if the entry is a read-only directory, or a parent on either side is read-only."""
     mode = os.lstat(source).st_mode
     with _writable(os.path.dirname(source)), _writable(os.path.dirname(target)):
+        # A move to another parent changes the entry `..`, so it needs the right to write to the directory itself.
         closed = stat.S_ISDIR(mode) and not mode & stat.S_IWUSR
         if closed:
             os.chmod(source, stat.S_IMODE(mode) | stat.S_IWUSR)
@@ -96,6 +98,7 @@ def _copy(source: str, target: str, copy_one: _Copy, owner: int) -> None:
                     copy_one(entry.path, f"{new}/{entry.name}")
                     if owner >= 0:
                         os.chown(f"{new}/{entry.name}", owner, owner, follow_symlinks=False)
+    # Last and innermost first: a copied mode may forbid its owner to add entries, and each entry changes the times.
     for old, new in reversed(done):
         status = os.stat(old)
         copy_attributes(status, new)
@@ -114,6 +117,7 @@ def _copy_file(old: str, status: os.stat_result, new: str) -> None:
             pass
     finally:
         os.close(source)
+    # Without the set-user and set-group bits, because the copy may belong to another user than the file.
     os.chmod(new, stat.S_IMODE(status.st_mode) & 0o1777)
     os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
 

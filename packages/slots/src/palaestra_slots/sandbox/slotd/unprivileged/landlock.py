@@ -53,6 +53,7 @@ def restrict(rights: Iterable[tuple[str, int]], *, tcp: bool) -> None:
     abi = version()
     handled = _FIRST | _REFER | (_TRUNCATE if abi >= 3 else 0) | (_IOCTL_DEVICE if abi >= 5 else 0)
     attributes = struct.pack("=QQQ", handled, 0 if tcp or abi < 4 else _TCP, _ABSTRACT_SOCKETS_AND_SIGNALS)
+    # A kernel refuses a longer structure than it knows if the rest is not zero (E2BIG).
     size = 24 if abi >= SCOPED else 16 if abi >= 4 else 8
     ruleset = syscalls.check(syscalls.raw(_CREATE, attributes, size, 0), "landlock_create_ruleset")
     try:
@@ -77,6 +78,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not os.path.isdir(f"/proc/self/fd/{fd}"):
+            # The kernel refuses a rule that gives a file the rights of directories (EINVAL).
             rights &= _FOR_FILES
         rule = struct.pack("=Qi", rights, fd)
         buffer = ctypes.create_string_buffer(rule, len(rule))

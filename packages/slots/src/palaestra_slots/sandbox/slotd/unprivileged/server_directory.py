@@ -55,6 +55,7 @@ class ServerDirectory:
         _sweep(parent)
         for start in users.starts() or [0]:
             path = f"{parent}/{start or secrets.token_hex(_RANDOM_DIGITS // 2)}"
+            # A killed server's processes may still run, even if its directory is gone.
             if start and users.living(start, users.RANGE):
                 continue
             with contextlib.suppress(FileExistsError), _held(parent):
@@ -116,6 +117,7 @@ def _sweep(parent: str) -> None:
         for name in os.listdir(parent):
             path = f"{parent}/{name}"
             if os.path.isdir(path) and cgroups.abandoned(path):
+                # No uid has as many digits as a random name.
                 _clear(path, int(name) if len(name) != _RANDOM_DIGITS else 0)
 
 

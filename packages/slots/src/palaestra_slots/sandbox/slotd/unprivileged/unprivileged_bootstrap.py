@@ -39,6 +39,8 @@ def main(arguments: list[str]) -> int:
         stream.sendall(encode(FrameKind.ERROR, 0, bootstrap.refusal(error)))
         return 1
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+    # Nothing is ever written. The server reads the end of the pipe when this process, which holds the writing end,
+    # dies.
     reader, writer = os.pipe()
     server = os.fork()
     if server == 0:

@@ -76,6 +76,7 @@ def run(plan: UnprivilegedPlan, control: socket.socket) -> NoReturn:
     """Run the init of a slot, in the child of a fork. Never returns."""
     status = 1
     try:
+        # A collection writes to every object, which would copy the memory that this fork shares with the server.
         gc.disable()
         os.dup2(fcntl.fcntl(control.fileno(), fcntl.F_DUPFD_CLOEXEC, 64), CONTROL, inheritable=False)
         syscalls.close_from(CONTROL + 1)
@@ -192,6 +193,7 @@ def _start(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -
     with open(reader, "rb") as file:
         _await_start(pid, reader)
         report = file.read()
+    # The program's execution closes the pipe, so the end without a report means success.
     if not report:
         return pid
     os.waitpid(pid, 0)
@@ -218,6 +220,7 @@ def _become(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int], 
         os.setgroups([])
         os.setresgid(plan.user, plan.user, plan.user)
         os.setresuid(plan.user, plan.user, plan.user)
+        # Entered as the slot's user, so that a directory that this user may not enter is refused.
         in_directory = True
         os.chdir(spawn.cwd)
         in_directory = False
@@ -232,6 +235,7 @@ def _become(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int], 
             _limit(limit, value)
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        # A program inherits ignored signals, and the init ignores most of them.
         for number in SPAWN_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         os.execve(path, spawn.argv, env)  # noqa: S606
@@ -264,6 +268,7 @@ class Init:
         for number in SPAWN_SIGNALS:  # without a user of their own, commands can send them
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Python continues a poll that a signal interrupts (PEP 475), so a byte in a pipe has to end it.
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         poll = select.poll()
         poll.register(CONTROL, select.POLLIN)

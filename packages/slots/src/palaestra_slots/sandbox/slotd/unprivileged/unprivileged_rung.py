@@ -202,6 +202,7 @@ class UnprivilegedDriver:
         try:
             os.mkdir(layer.path, 0o700)
             for name in _TREES.values():
+                # The move to another parent needs the right to write to the directory, which an agent may have removed.
                 os.chmod(f"{files.path}/{name}", 0o700)
                 copy_workspace.open_up(f"{files.path}/{name}")
                 os.rename(f"{files.path}/{name}", f"{layer.path}/{name}")
@@ -247,6 +248,7 @@ class UnprivilegedDriver:
         """Find the slot's own directories at the usual paths, and system files that every user may read."""
         owner = files.user or os.geteuid()
         real = unprivileged_init.real_path(files.path, path)
+        # Commands see their directories under the real paths, for example in TMPDIR, and may print those.
         if real != path or path.startswith(f"{files.path}/"):
             name, _, rest = real[len(files.path) + 1 :].partition("/")
             known = next(prefix for prefix, folder in unprivileged_init.DIRECTORIES.items() if folder == name)
@@ -286,6 +288,7 @@ class UnprivilegedDriver:
                     os._exit(0)
             self._removers.add(remover)
             self._children.add(remover)
+        # Nothing reports the end of a remover, so those that have ended are reaped with the next one.
         for pid in list(self._removers):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 self._removers.discard(pid)
