@@ -96,7 +96,10 @@ SLOTS: dict[str, tuple[str, ...]] = {
 
 # Claims about the host's own programs, with test files or single tests (file::test).
 HOST: dict[str, tuple[str, ...]] = {
-    "archives, image folders and files of tasks": ("tests/abuse/test_archives.py", "packages/slots/tests/sandbox/images"),
+    "archives, image folders and files of tasks": (
+        "tests/abuse/test_archives.py",
+        "packages/slots/tests/sandbox/images",
+    ),
     "a run's folder that chooses code, isolation or files": (
         "tests/cli/test_replay.py::test_a_recording_chooses_no_code_and_no_isolation",
         "tests/cli/test_replay.py::test_a_recording_chooses_no_file_to_write",

@@ -49,6 +49,22 @@ def test_slow_tasks_come_first_and_unknown_ones_in_the_middle() -> None:
     assert order(4, {"other": 5.0}) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("window", [2, 1024])
+def test_tasks_read_before_a_failure_are_rolled_out_before_it_is_raised(window: int) -> None:
+    async def broken() -> AsyncIterator[Numbered]:
+        for number in range(3):
+            yield number, sum_task(number)
+        raise ConfigError("the source broke")
+
+    async def main() -> None:
+        tasks = slowest_first(broken(), {"sum-1": 9.0}, window)
+        assert sorted([(await anext(tasks))[0] for _ in range(3)]) == [0, 1, 2]
+        with pytest.raises(ConfigError):
+            await anext(tasks)
+
+    asyncio.run(main())
+
+
 def test_only_the_first_tasks_are_taken_and_only_a_window_is_read_ahead() -> None:
     seconds = {f"sum-{number}": float(number) for number in range(9)}
     assert order(9, seconds, limit=4) == [3, 2, 1, 0]

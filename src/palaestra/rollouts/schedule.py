@@ -133,14 +133,20 @@ async def slowest_first(
         return -seconds.get(each[1].id, unknown)
 
     ahead: list[Numbered] = []
-    async for each in tasks:
-        ahead.append(each)
-        if len(ahead) == window:
-            for one in sorted(ahead, key=slowness):
-                yield one
-            ahead.clear()
+    failure: Exception | None = None
+    try:
+        async for each in tasks:
+            ahead.append(each)
+            if len(ahead) == window:
+                for one in sorted(ahead, key=slowness):
+                    yield one
+                ahead.clear()
+    except Exception as error:  # what was read before is still to be rolled out
+        failure = error
     for one in sorted(ahead, key=slowness):
         yield one
+    if failure is not None:
+        raise failure
 
 
 def read_timings(run: Path) -> dict[str, float]:

@@ -10,9 +10,20 @@ from pathlib import Path
 import pytest
 
 import palaestra
-from palaestra import ConfigError, EngineUnavailable, Session, Slot, Task, environment
+from palaestra import (
+    AgentResult,
+    ConfigError,
+    EngineUnavailable,
+    HermesAgentBaseEnv,
+    Session,
+    Slot,
+    Task,
+    ToolContext,
+    environment,
+)
 from palaestra.rollouts.limits import RunStopped
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_slots.core.types import JSON
 
 pytestmark = pytest.mark.slots
 
@@ -89,6 +100,37 @@ async def test_an_unknown_task_is_named_and_the_session_goes_on() -> None:
             await session.roll_out("square-9")
         assert len(await session.tasks()) == 3
         assert (await session.roll_out("square-2"))[0].scored
+
+
+class Again(HermesAgentBaseEnv):
+    """Three items in a circle, as classes of existing scripts give them."""
+
+    name = "again"
+    n = 0
+
+    async def setup(self) -> None:
+        """There is nothing to load."""
+
+    async def get_next_item(self) -> JSON:
+        self.n += 1
+        return {"id": f"task-{self.n % 3}"}
+
+    def format_prompt(self, item: JSON) -> str:
+        return "?"
+
+    async def compute_reward(self, item: JSON, result: AgentResult, ctx: ToolContext) -> float:
+        return 0.0
+
+    async def evaluate(self) -> JSON:
+        return {}
+
+
+@in_loop
+async def test_tasks_that_come_again_without_end_are_known_tasks() -> None:
+    async with Session(Again, policy="noop", enabled_toolsets=["terminal"]) as session:
+        with pytest.raises(ConfigError, match="typo"):
+            await session.roll_out("typo")
+        assert sorted(task.id for task in await session.tasks(12)) == ["task-0", "task-1", "task-2"]
 
 
 @in_loop

@@ -147,6 +147,12 @@ def test_a_closed_log_does_not_end_the_run(clock):
         stream.close()
 
 
+def test_a_stream_that_python_has_closed_does_not_end_the_run(clock):
+    stream = io.StringIO()
+    stream.close()
+    tell(PlainConsole(stream, clock), Note("nobody reads this"))
+
+
 def test_the_live_view_shows_counts_stages_and_results(log, clock):
     with make_console(log, enabled=True, clock=clock) as progress:
         tell(progress, GroupsPlanned(2, 2))

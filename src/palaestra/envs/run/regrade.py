@@ -131,10 +131,11 @@ class _Grader:
         async with self._reading:
             if self._tasks is None:
                 limit = self._run.config.total_steps
-                self._tasks = {}
+                self._tasks, read = {}, 0
                 async for task in self._run.environment.tasks():
                     self._tasks[task.id] = task
-                    if len(self._tasks) == limit:
+                    read += 1  # not the number of ids: an environment may give the same tasks again and again
+                    if read == limit:
                         break
         found = self._tasks.get(trajectory.task_id)
         if found is None:

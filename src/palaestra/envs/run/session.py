@@ -33,6 +33,8 @@ from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError,
 from palaestra_slots.core.io.threads import LoopThread
 from palaestra_slots.core.types import JSON, Message, Task
 
+_MOST_KNOWN = 10_000
+"""How many known tasks in a row mean that an environment has no others."""
 CALLER = "caller"
 """The policy of sessions whose agent is the calling program."""
 
@@ -187,7 +189,14 @@ class Session:
         return self._drawn[task_id]
 
     async def _draw(self) -> Task | None:
-        task = await anext(self._source, None)
+        """Return the next task that is not known yet. None after the last one, or after many that are known: an
+        environment may give the same tasks again and again."""
+        for _ in range(_MOST_KNOWN):
+            task = await anext(self._source, None)
+            if task is None or task.id not in self._drawn:
+                break
+        else:
+            return None
         if task is not None:
             self._drawn[task.id] = task
         return task

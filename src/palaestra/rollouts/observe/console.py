@@ -198,7 +198,8 @@ class PlainConsole(Console):
 
     def _write(self, line: str) -> None:
         self._wrote_at = self._clock.monotonic()
-        with contextlib.suppress(OSError):  # the log's reader is gone; the run is not affected
+        # The log's reader is gone, or the stream is closed (ValueError); the run is not affected.
+        with contextlib.suppress(OSError, ValueError):
             self._stream.write(line + "\n")
             self._stream.flush()
 

@@ -212,6 +212,24 @@ def test_what_is_used_least_goes_and_what_is_in_use_stays(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
+def test_an_image_that_another_process_removes_is_no_error(tmp_path: Path) -> None:
+    images = [tmp_path / f"{number}.tar" for number in range(3)]
+    for number, image in enumerate(images):
+        image.write_bytes(tar([*ROOT, (f"usr/{number}", bytes(1000))]))
+
+    async def main() -> None:
+        store = ImageStore(str(tmp_path / "store"), max_bytes=2500)
+        first = await store.directory(str(images[0]))
+        await store.aclose()
+        shutil.rmtree(first)  # its record stays, as after a kill between the two
+        for image in images[1:]:
+            assert os.path.isdir(await store.directory(str(image)))
+        assert not os.path.exists(f"{first}.json")
+        await store.aclose()
+
+    asyncio.run(main())
+
+
 def _unpack(store: str, image: str) -> None:
     assert (directory(Path(store), Path(image)) / "usr/large").stat().st_size == 3_000_000
 

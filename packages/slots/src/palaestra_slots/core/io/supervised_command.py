@@ -50,7 +50,8 @@ def main(argv: list[str]) -> int:
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGTERM)
-            status = _ended(child, time.monotonic() + _GRACE_S) or 128 + signal.SIGKILL
+            ended = _ended(child, time.monotonic() + _GRACE_S)
+            status = 128 + signal.SIGKILL if ended is None else ended
     _end_all()
     return status
 

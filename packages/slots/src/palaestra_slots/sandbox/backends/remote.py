@@ -249,8 +249,10 @@ class PlaceTable:
         raise SandboxError(f"the snapshot {snapshot.snapshot_id} was lost with the place that held it")
 
     async def end(self, number: int) -> None:
-        """End one place."""
-        place = self.by_number.pop(number)
+        """End one place. Idempotent, because tasks that end slots at the same time may all find it empty."""
+        place = self.by_number.pop(number, None)
+        if place is None:
+            return
         self._count(place)
         await place.aclose()
 

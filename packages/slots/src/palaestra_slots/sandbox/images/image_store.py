@@ -201,8 +201,11 @@ class ImageStore:
         else:
             partial = f"{self._folder}/partial/{digest}"
             shutil.rmtree(partial, ignore_errors=True)
-            os.rename(final, partial)
-            os.unlink(f"{final}.json")
+            # Another process may have removed it before this one got the lock, or died between these steps.
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(final, partial)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{final}.json")
             shutil.rmtree(partial, ignore_errors=True)
             return True
         finally:

@@ -359,6 +359,20 @@ def test_a_command_begun_during_a_checkpoint_waits_for_it(on_full: WithSlot) -> 
     on_full(body)
 
 
+def test_a_command_begun_during_a_checkpoint_ends_with_the_server(on_full: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute("seq 1 3000 | xargs touch")
+        taking = asyncio.ensure_future(backend.checkpoint(slot))
+        await asyncio.sleep(0.01)
+        running = [asyncio.ensure_future(slot.execute("true", timeout_s=5)) for _ in range(3)]
+        await asyncio.sleep(0)
+        os.kill(backend.server_pid, signal.SIGKILL)
+        ends = await asyncio.wait_for(asyncio.gather(taking, *running, return_exceptions=True), 20)
+        assert [type(end) for end in ends] == [SlotLost] * 4
+
+    on_full(body)
+
+
 def test_a_careful_umask_leaves_commands_to_the_server(on_full: WithSlot) -> None:
     """What does not fit into a result is in a file that every user of the slot can read."""
     usual = os.umask(0o077)

@@ -164,9 +164,9 @@ class DirectSlot(Requests):
     ) -> Frame:
         """Serve a request in this process, or have the server do it; see `Requests.call`."""
         command = self._commands.get(op)
+        if command is not None and (self._stops or self._frozen) and self._serves(op, fields):
+            await self._until_resumed()  # the slot may end meanwhile, so the next line asks again
         if command is not None and self._serves(op, fields):
-            if self._stops or self._frozen:
-                await self._until_resumed()
             pending = self._begin(on_data, on_hole)
             try:
                 try:
