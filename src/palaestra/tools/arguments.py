@@ -165,8 +165,7 @@ class ArgumentSchema:
                 problems.append(f"{len(unknown) - _MOST_OPTIONS} more unknown arguments")
         if not problems:
             name = ".".join(map(str, error.instance_path))
-            rule = shortened(error.message, _SHOWN_CHARS)  # begins with a space where the value's text would be
-            rule = f"{'' if rule.startswith(' ') else ': '}{rule}, got {_show(error.instance)}{_hint(error)}"
+            rule = f"{shortened(_rule(error), _SHOWN_CHARS)}, got {_show(error.instance)}{_hint(error)}"
             problems = [f"argument '{name}'{rule}" if name else error.message.strip()]
         raise InvalidArguments(f"Invalid arguments: {'; '.join(problems)}. {self._expected()}") from None
 
@@ -186,6 +185,22 @@ class ArgumentSchema:
                 kind = "|".join(_show(option) for option in options)
             parts.append(f"{name} ({kind}{', required' if name in self._required else ''})")
         return f"Expected: {', '.join(parts)}."
+
+
+def _rule(error: ValidationError) -> str:
+    """Return what a value must be, as the continuation of its name. The wording of the commonest kinds never changes:
+    models read it, so recorded rollouts contain it, and a replay compares it."""
+    match error.kind:
+        case ValidationErrorKind.Type(types=types):
+            return f" must be {' or '.join(types)}"
+        case ValidationErrorKind.Enum(options=options):
+            return f" must be one of {options}"
+        case ValidationErrorKind.Minimum(limit=limit):
+            return f" must be bigger than or equal to {limit}"
+        case ValidationErrorKind.Maximum(limit=limit):
+            return f" must be smaller than or equal to {limit}"
+    # The text of the value, with which some messages begin, is masked.
+    return error.message if error.message.startswith(" ") else f": {error.message}"
 
 
 def _hint(error: ValidationError) -> str:

@@ -63,7 +63,7 @@ def test_calls_are_checked_as_a_models_are(at_desk: AtDesk) -> None:
             "t.write_file('a.txt', mode='w')\n",
         )
         said = reply["output"].splitlines()
-        assert said[0].startswith("Invalid arguments: argument 'content' is not of type \"string\"")
+        assert said[0].startswith("Invalid arguments: argument 'content' must be string")
         assert said[1].startswith("Invalid arguments: missing required argument 'content'")
         assert said[2].startswith("Unknown tool 'no_such'")
         assert said[3].startswith("execute_code cannot be called by a program")

@@ -71,7 +71,7 @@ def test_a_loose_match_says_which_kind_it_was(at_desk: AtDesk) -> None:
         ({"mode": "replace", "path": "a.txt", "old_string": "zebra", "new_string": "b"}, "not found"),
         ({"mode": "replace", "path": "b.txt", "old_string": "a", "new_string": "b"}, "b.txt does not exist"),
         ({"mode": "patch", "patch": "*** Begin Patch\n"}, "must end with"),
-        ({"mode": "replace", "path": "a.txt", "old_string": 1, "new_string": "b"}, 'not of type "string"'),
+        ({"mode": "replace", "path": "a.txt", "old_string": 1, "new_string": "b"}, "must be string"),
     ],
 )
 def test_mistakes_change_nothing(at_desk: AtDesk, arguments: dict[str, JSON], part: str) -> None:

@@ -213,7 +213,7 @@ def test_a_page_has_one_bound_and_says_how_to_continue(at_desk: AtDesk, line: st
         ({"pattern": ""}, "Invalid arguments"),
         ({"pattern": "x", "file_glob": "a\0"}, "file_glob cannot contain NUL"),
         ({"pattern": "\ud800"}, "half of a surrogate pair"),
-        ({"pattern": "x", "limit": 501}, "'limit' is greater than"),
+        ({"pattern": "x", "limit": 501}, "'limit' must be"),
     ],
 )
 def test_mistakes_are_told(at_desk: AtDesk, query: dict[str, JSON], part: str) -> None:
