@@ -76,10 +76,15 @@ class Incoming:
     @property
     def said(self) -> str:
         """The text without the quoted lines at its end: a command or an answer may be a reply to a message."""
-        lines = self.text.rstrip().split("\n")
-        while lines and (not lines[-1].strip() or lines[-1].startswith(">")):
-            lines.pop()
-        return "\n".join(lines)
+        return "\n".join(without_quote(self.text.rstrip().split("\n")))
+
+
+def without_quote(lines: list[str]) -> list[str]:
+    """Return the lines before the quoted and empty ones at the end."""
+    end = len(lines)
+    while end and (lines[end - 1].startswith(">") or not lines[end - 1].strip()):
+        end -= 1
+    return lines[:end]
 
 
 def with_quote(text: str, quoted: str | None) -> str:

@@ -32,7 +32,15 @@ import aioimaplib
 import aiosmtplib
 
 from palaestra.doors.gateway.config import PlatformConfig
-from palaestra.doors.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, PlatformLimits
+from palaestra.doors.gateway.platform import (
+    Answers,
+    Attachment,
+    ChatAddress,
+    Deliver,
+    Incoming,
+    PlatformLimits,
+    without_quote,
+)
 from palaestra_slots.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra_slots.core.io.threads import in_own_thread
 
@@ -326,11 +334,9 @@ def _text(mail: EmailMessage) -> str:
     if not text.strip():  # some programs send an empty text beside the HTML
         text = _plain(_body(mail, "html"))
     lines = text.replace("\r\n", "\n").rstrip().split("\n")
-    end = len(lines)
-    while end and (lines[end - 1].startswith(">") or not lines[end - 1].strip()):
-        end -= 1
-    if end < len(lines) and end and _QUOTE_HEAD.match(lines[end - 1].strip()[:_LONGEST_HEAD]):
-        return "\n".join(lines[: end - 1]).strip()
+    own = without_quote(lines)
+    if own and len(own) < len(lines) and _QUOTE_HEAD.match(own[-1].strip()[:_LONGEST_HEAD]):
+        return "\n".join(own[:-1]).strip()
     return "\n".join(lines).strip()
 
 
