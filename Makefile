@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
 # ones, which wait more).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch ray learn check check-style check-types check-docs spine snapshots interop official e2b faces faces-ci agents constraints setup venv
+.PHONY: help demo docs reference pictures test test-slow test-all durations retest test-torch ray learn check check-style check-types check-docs spine snapshots interop official e2b faces faces-ci agents constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
@@ -23,6 +23,9 @@ demo: venv ## roll out real bug-fixing tasks with the oracle and with doing noth
 docs: venv ## build the documentation: docs/_build/index.html
 	@.venv/bin/sphinx-build -q -W --keep-going -b html docs docs/_build
 	@echo "built docs/_build/index.html"
+
+reference: venv ## write the reference pages from the code: commands, settings, Python, errors
+	@.venv/bin/python scripts/reference_pages.py
 
 pictures: venv ## make the pictures of the README and the documentation again (needs Chromium)
 	@.venv/bin/python scripts/pictures.py
@@ -51,11 +54,11 @@ test-torch: venv ## run the tests that need torch and transformers, in an enviro
 
 ray: venv ## run the tests on real Ray clusters of this machine, in an environment of their own
 	@scripts/ray_env
-	@.venv-ray/bin/python -m pytest -q tests/cluster/test_on_ray.py tests/cluster/test_train_on.py
+	@.venv-ray/bin/python -m pytest -q extensions/cloud/tests/cluster/test_on_ray.py extensions/cloud/tests/cluster/test_train_on.py
 
-learn: venv ## train a tiny model on two tool tasks, and print what it has learned (about 5 minutes, torch)
+learn: venv ## train a real model of 135M weights on tasks with files, and print what it learned (torch, no GPU)
 	@scripts/torch_env
-	@OMP_NUM_THREADS=1 .venv-torch/bin/python benchmarks/learn.py --seeds 1
+	@.venv-torch/bin/python benchmarks/learn_files.py
 
 check: check-style check-types check-docs ## lint, format, types, layers, documentation, and what must not be committed
 
@@ -74,6 +77,8 @@ check-types: venv
 	@.venv/bin/mypy
 
 check-docs: venv
+	@.venv/bin/python scripts/reference_pages.py --check
+	@.venv/bin/python scripts/docs_words.py
 	@.venv/bin/sphinx-build -q -W --keep-going -b html docs docs/_build
 
 spine: venv ## count the files and frames of one rollout; fails above the caps
@@ -91,15 +96,15 @@ official: venv ## compare official verdicts with those of SWE-bench's and Harbor
 	@test ! -d .venv-graders || .venv-graders/bin/python -m pytest -q -n 2 --dist loadgroup -o filterwarnings=default \
 	    --disable-warnings tests/interop/test_official_swebench.py tests/interop/test_official_harbor.py
 
-FAULTS = tests/integrations/test_faults_are_dropped.py
+FAULTS = extensions/integrations/tests/test_faults_are_dropped.py
 FACES = -m pytest -q -o filterwarnings=default --disable-warnings
-FACES_CI = test ! -d .venv-faces || .venv-faces/bin/python $(FACES) $(addprefix tests/integrations/test_,verifiers.py verifiers_tasks.py agent_lightning.py) $(FAULTS)
+FACES_CI = test ! -d .venv-faces || .venv-faces/bin/python $(FACES) $(addprefix extensions/integrations/tests/test_,verifiers.py verifiers_tasks.py agent_lightning.py) $(FAULTS)
 agents: venv ## install every agent that --agent knows by name, and let each fix a bug in a slot (minutes, 5 GB)
 	@.venv/bin/python -m pytest -q -m "slow and network" tests/rollouts/test_installed_agents.py
 
 e2b: venv ## run the E2B SDKs for Python and JavaScript against our server, in an environment of their own
 	@scripts/e2b_env
-	@.venv/bin/python -m pytest -q -m interop tests/doors/e2b
+	@.venv/bin/python -m pytest -q -m interop extensions/e2b/tests
 
 faces-ci: venv ## run the tests of the integrations with verifiers and Agent-Lightning with their packages (3 minutes)
 	@scripts/faces_env .venv-faces
@@ -109,19 +114,19 @@ faces: venv ## run the tests of the trainers' integrations with the trainers' ow
 	@scripts/faces_env
 	@scripts/torch_env # a tiny model plays the tasks of Inspect, verifiers and NeMo Gym
 	@$(FACES_CI)
-	@test ! -d .venv-faces-harbor || .venv-faces-harbor/bin/python $(FACES) tests/integrations/test_harbor.py tests/integrations/test_harbor_agents.py
-	@test ! -d .venv-faces-openenv || .venv-faces-openenv/bin/python $(FACES) tests/integrations/test_openenv.py $(FAULTS)
-	@test ! -d .venv-faces-nemo || .venv-faces-nemo/bin/python $(FACES) tests/integrations/test_nemo_gym.py tests/integrations/test_nemo_gym_rows.py $(FAULTS)
-	@test ! -d .venv-faces-logs || .venv-faces-logs/bin/python $(FACES) tests/rollouts/imports tests/integrations/test_inspect.py
-	@test ! -d .venv-faces-skyrl || JAX_PLATFORMS=cpu .venv-faces-skyrl/bin/python $(FACES) tests/integrations/test_skyrl.py
+	@test ! -d .venv-faces-harbor || .venv-faces-harbor/bin/python $(FACES) extensions/integrations/tests/test_harbor.py extensions/integrations/tests/test_harbor_agents.py
+	@test ! -d .venv-faces-openenv || .venv-faces-openenv/bin/python $(FACES) extensions/integrations/tests/test_openenv.py $(FAULTS)
+	@test ! -d .venv-faces-nemo || .venv-faces-nemo/bin/python $(FACES) extensions/integrations/tests/test_nemo_gym.py extensions/integrations/tests/test_nemo_gym_rows.py $(FAULTS)
+	@test ! -d .venv-faces-logs || .venv-faces-logs/bin/python $(FACES) extensions/view/tests/imports extensions/integrations/tests/test_inspect.py
+	@test ! -d .venv-faces-skyrl || JAX_PLATFORMS=cpu .venv-faces-skyrl/bin/python $(FACES) extensions/integrations/tests/test_skyrl.py
 	@test ! -d .venv-faces-verl || PYTHONPATH=$(SLIME):$(RLLM) OMP_NUM_THREADS=1 \
-	    .venv-faces-verl/bin/python $(FACES) $(addprefix tests/integrations/test_,verl.py areal.py slime.py rllm.py) $(FAULTS)
+	    .venv-faces-verl/bin/python $(FACES) $(addprefix extensions/integrations/tests/test_,verl.py areal.py slime.py rllm.py) $(FAULTS)
 
 constraints: venv ## pin the newest allowed versions again (needs uv)
-	@uv pip compile pyproject.toml packages/slots/pyproject.toml --no-emit-package palaestra-slots --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
+	@uv pip compile pyproject.toml packages/*/pyproject.toml --no-emit-package palaestra-slots --no-emit-package palaestra-tokens --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
 	    --extra data --group dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/development.txt
 	@printf 'torch; python_version < "3"\ntml-renderers; python_version < "3"\n' > .venv/without-torch.txt
-	@printf 'matplotlib>=3.10\npeft>=0.18\ntinker>=0.38,<0.40\ntinker-cookbook[math-rl]>=0.6.1,<0.7\ntokenizers>=0.22\ntransformers>=5\ntrl>=1.16,<2\n' | uv pip compile - --universal --python-version 3.11 \
+	@printf 'gguf>=0.17\nmatplotlib>=3.10\npeft>=0.18\ntinker>=0.38,<0.40\ntinker-cookbook[math-rl]>=0.6.1,<0.7\ntokenizers>=0.22\ntransformers>=5\ntrl>=1.16,<2\n' | uv pip compile - --universal --python-version 3.11 \
 	    --generate-hashes --upgrade --quiet -c requirements/development.txt --override .venv/without-torch.txt --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
 	    -o requirements/torch.txt
 	@echo 'atroposlib==0.4.0' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet \

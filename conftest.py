@@ -21,10 +21,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 _ON_BUSY_MACHINES = [HealthCheck.too_slow]  # how long an example takes to make depends on what else runs
-settings.register_profile("steady", derandomize=True, suppress_health_check=_ON_BUSY_MACHINES)
-settings.register_profile(
-    "explore", derandomize=False, max_examples=1000, print_blob=True, suppress_health_check=_ON_BUSY_MACHINES
-)
+_STEADY = settings(derandomize=True, deadline=None, suppress_health_check=_ON_BUSY_MACHINES)
+settings.register_profile("steady", _STEADY)
+settings.register_profile("explore", _STEADY, derandomize=False, max_examples=1000, print_blob=True)
 settings.load_profile("steady")
 
 # Tests press Ctrl-C. What a script starts in the background ignores it, and so would all that the tests start.
@@ -110,7 +109,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @functools.cache
 def _index_problem() -> str | None:
     """Why the package index cannot be reached, or None. Asks for a connection only; what it serves is for the tests."""
-    from palaestra.suites.swe.authoring.sdist import configured_url
+    from palaestra_suites.swe.authoring.sdist import configured_url
 
     address = urlsplit(asyncio.run(configured_url()))
     proxy = urllib.request.getproxies().get(address.scheme)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from _instant_server import token_reply
 
-from palaestra.inference.tokenizers import Tokenizer
-from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.tokenizers import Tokenizer
 
 
 def saved_tokenizer(folder: str) -> str:

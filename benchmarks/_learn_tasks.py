@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from palaestra import JSON, Message, Rollout, Say, Slot, Task, ToolStep, environment
-from palaestra.testing.fake_engine import train_bpe
-from palaestra.testing.tiny_model import END_OF_TEXT, SPECIAL, TAGS, TURN_END, save_tokenizer
+from palaestra_tokens.testing.fake_engine import train_bpe
+from palaestra_tokens.testing.tiny_model import END_OF_TEXT, SPECIAL, TAGS, TURN_END, save_tokenizer
 
 NAMES = ("ash", "birch", "cedar", "elm", "fir", "oak")
 WORDS = ("red", "blue", "green", "gold", "grey", "pink")

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.envs.cheats.proof import PolicyRuns, first_tasks, parse_settings, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.discovery import load_environment
+from palaestra.envs.policy_runs import PolicyRuns, first_tasks, parse_settings, policy_runs
 from palaestra.envs.run.run import opened
-from palaestra.inference.engines.scripted import NoopPolicy, OraclePolicy, Policy
-from palaestra.inference.server_group import ServerGroup
 from palaestra_slots.core.types import Task
+from palaestra_tokens.engines.scripted import NoopPolicy, OraclePolicy, Policy
+from palaestra_tokens.server_group import ServerGroup
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.group import GroupRun
@@ -24,6 +22,8 @@ from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
 from palaestra_slots.core.types import JSON, Score, Task
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.server_group import ServerGroup
 
 
 class Adding(Environment):

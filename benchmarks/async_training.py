@@ -35,10 +35,10 @@ from _measure import Row, judged, options_parser, progress, report, with_ceiling
 
 import palaestra
 from palaestra import JSON, TrainingConfig
-from palaestra.inference.engine import Sampled
-from palaestra.trainers import trl
-from palaestra.trainers.checkpoints import read_step_groups
-from palaestra.trainers.training import split_tasks
+from palaestra_tokens.engine import Sampled
+from palaestra_train import trl
+from palaestra_train.checkpoints import read_step_groups
+from palaestra_train.training import TrainingResult, split_tasks
 
 DELAY_S = 1.0
 AHEAD = 2
@@ -109,7 +109,7 @@ def train(
     seed: int = 0,
     resume: str | None = None,
     evaluate: bool = True,
-) -> palaestra.trainers.training.TrainingResult:
+) -> TrainingResult:
     """Train a model with slow model calls, and return the result."""
     import torch
 

@@ -27,10 +27,10 @@ from pathlib import Path
 import _measure as measure
 from _instant_server import chat_reply, serve
 
-from palaestra.doors.batch.prompts import batch
 from palaestra.envs.run.command import command_line
 from palaestra.envs.run.run import Steering, run
 from palaestra.rollouts.events import GroupFinished, Handlers
+from palaestra_chat.batch.prompts import batch
 
 PROMPTS = {"plain": 10_000, "command": 10_000}
 QUICK = {"plain": 1000, "command": 400}

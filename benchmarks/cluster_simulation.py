@@ -29,9 +29,16 @@ from typing import Any
 import _measure as measure
 import msgspec
 
-from palaestra.cluster.driver import Driver
-from palaestra.cluster.launcher import NodeAddress, NodeLost
-from palaestra.cluster.messages import (
+from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.events import GroupEnded, GroupStarted, RolloutEnded
+from palaestra.rollouts.journal.journal import EventStream, Journal
+from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.runner import Runner
+from palaestra.rollouts.spec import RunContext, RunSettings
+from palaestra.rollouts.workspaces import Workspaces
+from palaestra_cloud.cluster.driver import Driver
+from palaestra_cloud.cluster.launcher import NodeAddress, NodeLost
+from palaestra_cloud.cluster.messages import (
     FINISHED,
     KINDS,
     GroupEntry,
@@ -44,16 +51,9 @@ from palaestra.cluster.messages import (
     to_worker,
     unpacked,
 )  # fmt: skip
-from palaestra.cluster.nodes import Terms
-from palaestra.cluster.opened import flush_seconds
-from palaestra.cluster.placement import PATIENCE_S
-from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.events import GroupEnded, GroupStarted, RolloutEnded
-from palaestra.rollouts.journal.journal import EventStream, Journal
-from palaestra.rollouts.records import Group, Trajectory
-from palaestra.rollouts.runner import Runner
-from palaestra.rollouts.spec import RunContext, RunSettings
-from palaestra.rollouts.workspaces import Workspaces
+from palaestra_cloud.cluster.nodes import Terms
+from palaestra_cloud.cluster.opened import flush_seconds
+from palaestra_cloud.cluster.placement import PATIENCE_S
 from palaestra_slots.core.types import Outcome, Score, Task
 
 GROUP = 8

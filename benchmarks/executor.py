@@ -19,11 +19,11 @@ import time
 
 import _measure as measure
 
-from palaestra.contract.tool_context import ToolContext
 from palaestra.tools.call_text import ToolCall
 from palaestra.tools.registry.build import build_tool_registry
-from palaestra.tools.runtime.executor import ToolExecutor
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_contract.tool_context import ToolContext
+from palaestra_contract.tools.executor import ToolExecutor
 from palaestra_slots.core.sync_bridge import bridged
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig

@@ -3,10 +3,10 @@
     make demo                                   # builds the tasks in data/demo/tasks.jsonl
     .venv/bin/python benchmarks/forgers.py      # --only interprets plays one forger, --tasks 2 the first two tasks
 
-Each forger (`tests/suites/swe/forgers.py`) adds code to the module with the bug. `answers` plays the hard-coded
-examples of `tests/suites/hard_coded.py`. Prints the official verdict, the reward and the reason, by forger and task,
-and counts the labels. The exit code is 0 if no forger earned a reward, except hard-coded examples, and if seven of nine
-of these have a label. `--only fixes` plays the fixes instead.
+Each forger (`swe/forgers.py` in the tests of the suites) adds code to the module with the bug. `answers` plays the
+hard-coded examples of `hard_coded.py` there. Prints the official verdict, the reward and the reason, by forger and
+task, and counts the labels. The exit code is 0 if no forger earned a reward, except hard-coded examples, and if seven
+of nine of these have a label. `--only fixes` plays the fixes instead.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 200 people on the loopback platform each write a message every `PAUSE_S` seconds, at random moments. The model server,
 in a separate process, answers after `MODEL_S` seconds. The added latency is the time from the person's message to the
 answer, minus the model server's time. For comparison, the same run measures the same conversations without a gateway
-(`palaestra.doors.chat` alone).
+(`palaestra_chat` alone).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ async def people(say: Say, messages: int) -> list[float]:
 
 
 async def with_gateway(url: str, home: Path, messages: int) -> dict[str, float]:
-    from palaestra.doors.chat.service import ChatService, ChatSettings
-    from palaestra.doors.chat.store import ConversationStore
-    from palaestra.doors.gateway.config import GatewayConfig
-    from palaestra.doors.gateway.mailbox import Mailbox
-    from palaestra.doors.gateway.platforms.loopback import Loopback
-    from palaestra.doors.gateway.service import Gateway
-    from palaestra.inference.config import APIServerConfig
+    from palaestra_chat.service import ChatService, ChatSettings
+    from palaestra_chat.store import ConversationStore
+    from palaestra_gateway.config import GatewayConfig
+    from palaestra_gateway.mailbox import Mailbox
+    from palaestra_gateway.platforms.loopback import Loopback
+    from palaestra_gateway.service import Gateway
+    from palaestra_tokens.config import APIServerConfig
 
     allowed = {"loopback": {"allowed_users": ["*"]}}
     config = GatewayConfig.from_dict({"platforms": allowed, "limits": {"messages_per_hour": 0}})
@@ -73,10 +73,10 @@ async def with_gateway(url: str, home: Path, messages: int) -> dict[str, float]:
 
 
 async def without_gateway(url: str, home: Path, messages: int) -> dict[str, float]:
-    from palaestra.doors.chat.conversation import Conversation
-    from palaestra.doors.chat.service import ChatService, ChatSettings
-    from palaestra.doors.chat.store import ConversationStore
-    from palaestra.inference.config import APIServerConfig
+    from palaestra_chat.conversation import Conversation
+    from palaestra_chat.service import ChatService, ChatSettings
+    from palaestra_chat.store import ConversationStore
+    from palaestra_tokens.config import APIServerConfig
 
     with closing(ConversationStore(home / "conversations.db")) as store:
         server = APIServerConfig(base_url=f"{url}/v1", model_name="m")

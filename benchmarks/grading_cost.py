@@ -26,8 +26,8 @@ import palaestra
 from palaestra import Score
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
-from palaestra.suites.swe import unified_diff
-from palaestra.suites.swe.swe_smith_oracle import SweEnvironment
+from palaestra_suites.swe import unified_diff
+from palaestra_suites.swe.swe_smith_oracle import SweEnvironment
 
 TARGET = 2.0
 """The most that grading may cost, as a multiple of the official verdict alone."""

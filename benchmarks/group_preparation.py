@@ -53,8 +53,6 @@ def sample(rollouts: int, parts: str, store: str) -> measure.Sample:
 
 async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float:
     """Measure the seconds until every rollout of the group has its slot with the installed tree."""
-    from palaestra.inference.config import APIServerConfig
-    from palaestra.inference.server_group import ServerGroup
     from palaestra.rollouts.environment import Environment
     from palaestra.rollouts.grading.grader import Grading
     from palaestra.rollouts.journal.journal import EventStream, Journal
@@ -68,6 +66,8 @@ async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float
     from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
     from palaestra_slots.sandbox.snapshots.cache import Prepared as PreparedBefore
     from palaestra_slots.sandbox.snapshots.folder import SnapshotStore
+    from palaestra_tokens.config import APIServerConfig
+    from palaestra_tokens.server_group import ServerGroup
 
     ready: list[float] = []
 

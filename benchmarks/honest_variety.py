@@ -3,8 +3,9 @@
     make demo                                     # builds the tasks in data/demo/tasks.jsonl
     .venv/bin/python benchmarks/honest_variety.py # --quick plays one work of each task, --only NAME one environment
 
-Prints the official verdict, the reward (of the guarded view) and the labels of each work (`tests/suites/
-honest_variety.py`). The exit code is 0 if both accept every work and no work carries an unexpected label.
+Prints the official verdict, the reward (of the guarded view) and the labels of each work
+(`honest_variety.py` in the tests of the suites). The exit code is 0 if both accept every
+work and no work carries an unexpected label.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     .venv/bin/python benchmarks/honest_work.py --results honest.jsonl   # resumes where an earlier run ended
 
 Each variant is a rewritten reference solution (renamed variables, extracted functions, rewritten comparisons, reordered
-code, types, added files; see `tests/suites/honest_work.py`). Prints the variants that one of the two verdicts does not
-pay in full, or that carry a label.
+code, types, added files; see `honest_work.py` in the tests of the suites). Prints the variants that one of the
+two verdicts does not pay in full, or that carry a label.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from real_fixes import Played, report
 
-from palaestra.suites.terminal_bench.import_tasks import import_tasks
 from palaestra_slots.core.types import JSON
+from palaestra_suites.terminal_bench.import_tasks import import_tasks
 
 TASKS = Path(__file__).with_suffix(".toml")
 BOOTSTRAP = """#!/bin/bash

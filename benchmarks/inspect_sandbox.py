@@ -38,7 +38,7 @@ from inspect_evals.ifevalcode.scorer import ifevalcode_scorer
 from inspect_evals.mbpp.mbpp import verify as mbpp
 from inspect_evals.usaco.usaco import verify as usaco
 
-from palaestra.integrations.inspect_sandbox import PalaestraSandbox
+from palaestra_integrations.inspect_sandbox import PalaestraSandbox
 
 SANDBOXES = {"palaestra": PalaestraSandbox, "local": LocalSandboxEnvironment}
 

@@ -30,13 +30,13 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from _learn_other_tasks import conversation, other_tools
 from _learn_tasks import conversation as two_tools_conversation
 from _learn_tasks import make_model, two_tools
+from _learning_curves import curve, plot
 from _measure import Row, options_parser, progress, report, with_ceiling, with_floor
 
 import palaestra
 from palaestra import TrainingConfig, TrainingReport
-from palaestra.trainers.checkpoints import EVALUATION, STEP, read_steps
-from palaestra.trainers.training import split_tasks
-from palaestra_slots.core.types import JSON
+from palaestra.rollouts.observe.training_steps import EVALUATION, STEP, read_steps
+from palaestra_train.training import split_tasks
 
 PRACTICE, STEPS, GROUPS, GROUP_SIZE = 220, 30, 8, 8
 HELD_OUT, SAMPLES = 24, 4
@@ -80,7 +80,7 @@ def main() -> int:
         ]
         progress(f"seed {seed}: {result.before:.3f} before, {result.after:.3f} after, {took:.0f} s")
     picture = options.out / "learn.png"
-    plot(curves, picture)
+    plot({f"seed {seed}": run for seed, run in curves.items()}, picture, "two tool tasks, in slots")
     for seed, folder in curves.items():
         print(f"seed {seed}: {folder / 'report.html'}")
     print(picture)
@@ -122,27 +122,6 @@ def learn(seed: int, out: Path, *, quick: bool, other: bool = False) -> Training
             concurrency=24,
         )
     )
-
-
-def curve(run: Path, kind: str) -> list[tuple[JSON, JSON]]:
-    """Return the steps of a run with the mean reward of each: that of the training, or that of the held-out tasks."""
-    return [(line["step"], line["reward"]) for line in read_steps(run) if line["kind"] == kind]
-
-
-def plot(runs: dict[int, Path], picture: Path) -> None:
-    """Draw the learning curves of all seeds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for seed, run in runs.items():
-        for kind, style in ((STEP, {"alpha": 0.35}), (EVALUATION, {"marker": "o", "label": f"held out, seed {seed}"})):
-            axes.plot(*zip(*curve(run, kind), strict=True), color=f"C{seed}", **style)
-    axes.set(xlabel="step", ylabel="mean sampled reward", ylim=(0, 1), title="two tool tasks, in slots")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=120)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ from pathlib import Path
 from _measure import Row, parse_options, report, with_ceiling, with_floor
 
 from palaestra import HermesAgentLoop
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engines.transformers import TransformersEngine
-from palaestra.inference.ledger import LedgerRecord, record_rows, verify_ledger
-from palaestra.inference.server_group import ServerGroup
-from palaestra.inference.serving.token_server import TokenLoopback
-from palaestra.testing.tiny_model import make_tiny
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.engines.transformers import TransformersEngine
+from palaestra_tokens.ledger import LedgerRecord, record_rows, verify_ledger
+from palaestra_tokens.server_group import ServerGroup
+from palaestra_tokens.serving.token_server import TokenLoopback
+from palaestra_tokens.testing.tiny_model import make_tiny
 
 ROLLOUTS, AT_ONCE, MOST_TURNS, MOST_TOKENS = 200, 16, 6, 80
 PRACTICE_STEPS = 100

@@ -94,9 +94,9 @@ def repeated(start: Callable[[], Chat], turns: int, tools: bool) -> float:
 
 def ours(turns: int, template: str, tools: bool) -> float:
     """Measure Palaestra's managed chat, with tools and a parser or without both."""
-    from palaestra.inference.templates import ChatFormat
-    from palaestra.inference.token_exact.managed_chat import ManagedChat
-    from palaestra.testing.fake_engine import ToyEngine
+    from palaestra_tokens.templates import ChatFormat
+    from palaestra_tokens.testing.fake_engine import ToyEngine
+    from palaestra_tokens.token_exact.managed_chat import ManagedChat
 
     tokenizer = make_tokenizer()
     chat_format = ChatFormat(tokenizer, template)
@@ -127,7 +127,7 @@ class Instant:
 def make_tokenizer():  # type: ignore[no-untyped-def]
     """Return a byte-level BPE with up to 4,096 ids from three modules of the standard library, and ChatML's special
     tokens."""
-    from palaestra.testing.fake_engine import toy_tokenizer
+    from palaestra_tokens.testing.fake_engine import toy_tokenizer
 
     corpus = [Path(module.__file__).read_text(encoding="utf-8") for module in (asyncio, argparse, subprocess)]
     words = [f"<{end}{word}>" for word in ("think", "tool_call", "tool_response") for end in ("", "/")]

@@ -67,7 +67,7 @@ async def sample(rollouts: int) -> measure.Sample:
     from palaestra.envs.config.command_line import CommandLine, Parsed
     from palaestra.envs.discovery import form_of
     from palaestra.envs.run.run import run
-    from palaestra.inference.config import APIServerConfig
+    from palaestra_tokens.config import APIServerConfig
 
     form = form_of(sums)
     line = CommandLine(prog="memory", env_type=form.config_type(), server_type=APIServerConfig)

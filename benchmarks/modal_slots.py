@@ -21,7 +21,7 @@ import _slot_turns as turns
 import modal
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from palaestra.cloud.modal import DEFAULT_APP, ModalBackend, ModalSandboxConfig
+from palaestra_cloud.modal import DEFAULT_APP, ModalBackend, ModalSandboxConfig
 from palaestra_slots.sandbox.slot import SlotSpec
 from stand_ins.fake_modal import FakeModal
 

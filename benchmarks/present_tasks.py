@@ -25,7 +25,7 @@ from pathlib import Path
 
 from image_tasks import write
 
-from palaestra.suites.terminal_bench.import_tasks import Finding, import_tasks
+from palaestra_suites.terminal_bench.import_tasks import Finding, import_tasks
 
 _PYTEST = "uvx -p 3.13 -w pytest==8.4.1 pytest /tests/test_outputs.py -rA"
 _PAYS = "then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi"

@@ -25,17 +25,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from palaestra.suites.terminal_bench import harbor_task, terminal_bench_1
-from palaestra.suites.terminal_bench.compose import read_services
-from palaestra.suites.terminal_bench.find_tasks import read_folder
-from palaestra.suites.terminal_bench.import_tasks import TriedTask, import_tasks
-from palaestra.suites.terminal_bench.terminal_task import TerminalTask
 from palaestra_slots.core.errors import TaskError
 from palaestra_slots.core.types import Limits
 from palaestra_slots.images.dockerfile import ImageRecipe, parse_recipe
 from palaestra_slots.images.slot_build import build_in_slot
 from palaestra_slots.images.task_files import Unsupported
 from palaestra_slots.sandbox.slot import ExecutionResult, Slot
+from palaestra_suites.terminal_bench import harbor_task, terminal_bench_1
+from palaestra_suites.terminal_bench.compose import read_services
+from palaestra_suites.terminal_bench.find_tasks import read_folder
+from palaestra_suites.terminal_bench.import_tasks import TriedTask, import_tasks
+from palaestra_suites.terminal_bench.terminal_task import TerminalTask
 
 _LINE = re.compile(r"line (\d+)")
 _SERVICE = re.compile(r"[\w./-]*: services\.[\w-]+\.")

@@ -32,14 +32,6 @@ from pathlib import Path, PurePosixPath
 
 from _row_plays import Rewards, play
 
-from palaestra.suites.grading.harness import Status
-from palaestra.suites.grading.log_parsers import parser
-from palaestra.suites.swe.authoring.sdist import open_index, read_sdist
-from palaestra.suites.swe.languages import LANGUAGES
-from palaestra.suites.swe.swe_row import load_rows
-from palaestra.suites.toolchain.interpreters import this_interpreter
-from palaestra.suites.toolchain.repository_venv import VENV_DIR, RepositoryVenv
-from palaestra.suites.toolchain.toolchain import Install
 from palaestra_slots.core.config import local_path
 from palaestra_slots.core.errors import PalaestraError, TaskError
 from palaestra_slots.core.types import JSON, Network
@@ -47,6 +39,14 @@ from palaestra_slots.images.build_once import CACHE_DIR
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra_slots.sandbox.slot import WORKSPACE, Slot, SlotSpec
+from palaestra_suites.grading.harness import Status
+from palaestra_suites.grading.log_parsers import parser
+from palaestra_suites.swe.authoring.sdist import open_index, read_sdist
+from palaestra_suites.swe.languages import LANGUAGES
+from palaestra_suites.swe.swe_row import load_rows
+from palaestra_suites.toolchain.interpreters import this_interpreter
+from palaestra_suites.toolchain.repository_venv import VENV_DIR, RepositoryVenv
+from palaestra_suites.toolchain.toolchain import Install
 
 PACKAGES = Path(__file__).with_suffix(".jsonl")
 DEBIAN = "http://deb.debian.org/debian/pool/main"

@@ -36,8 +36,19 @@ from typing import Any
 
 import _measure as measure
 
-from palaestra.cluster.launcher import ProcessLauncher
-from palaestra.cluster.messages import (
+from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.events import (
+    GroupEnded,
+    GroupStarted,
+    ReplyReceived,
+    RolloutBegun,
+    TokensSpent,
+    TurnTaken,
+)  # fmt: skip
+from palaestra.rollouts.journal.journal import EventStream, Journal, read_journal
+from palaestra.rollouts.resume.state import read_finished
+from palaestra_cloud.cluster.launcher import ProcessLauncher
+from palaestra_cloud.cluster.messages import (
     FINISHED,
     KINDS,
     PlayGroup,
@@ -50,17 +61,6 @@ from palaestra.cluster.messages import (
     to_worker,
     unpacked,
 )  # fmt: skip
-from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.events import (
-    GroupEnded,
-    GroupStarted,
-    ReplyReceived,
-    RolloutBegun,
-    TokensSpent,
-    TurnTaken,
-)  # fmt: skip
-from palaestra.rollouts.journal.journal import EventStream, Journal, read_journal
-from palaestra.rollouts.resume.state import read_finished
 from palaestra_slots.core.types import Score, Task
 
 GROUP = 4
@@ -139,7 +139,10 @@ def workers() -> list[int]:
     found, mine = [], f"{MARK}={os.environ[MARK]}".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"palaestra.cluster.worker" in path.read_bytes() and mine in (path.parent / "environ").read_bytes():
+            if (
+                b"palaestra_cloud.cluster.worker" in path.read_bytes()
+                and mine in (path.parent / "environ").read_bytes()
+            ):
                 found.append(int(path.parent.name))
         except OSError:
             continue
@@ -222,9 +225,9 @@ def killed(folder: Path, words: list[str], after: int, kill: Any) -> Path:
 
 async def instant(recorded: Path, slots: int) -> None:
     """Be a worker that plays each group at once, with the events of the recorded one."""
-    from palaestra.cluster.event_outbox import EventOutbox
-    from palaestra.cluster.group import JOURNALLED
-    from palaestra.cluster.worker import streams
+    from palaestra_cloud.cluster.event_outbox import EventOutbox
+    from palaestra_cloud.cluster.group import JOURNALLED
+    from palaestra_cloud.cluster.worker import streams
 
     reader, writer = await streams()
     events = [line.split(b"\t", 2) for line in recorded.read_bytes().splitlines()]
@@ -289,18 +292,18 @@ def launcher_of(address: str, nodes: int, command: tuple[str, ...]) -> Any:
     """Return what starts instant workers: on the Ray cluster at the address, or as processes without one."""
     if not address:
         return ProcessLauncher(nodes, command)
-    from palaestra.cluster.ray_launcher import RayLauncher
+    from palaestra_cloud.cluster.ray_launcher import RayLauncher
 
     return RayLauncher(address, command)
 
 
 async def driver(address: str, recorded: Path, groups: int, in_flight: int, nodes: int) -> measure.Sample:
     """Measure the driver's CPU per rollout, and that of its journal alone."""
-    from palaestra.cluster.driver import Driver
-    from palaestra.cluster.nodes import Terms
     from palaestra.rollouts.runner import Runner
     from palaestra.rollouts.spec import RunContext, RunSettings
     from palaestra.rollouts.workspaces import Workspaces
+    from palaestra_cloud.cluster.driver import Driver
+    from palaestra_cloud.cluster.nodes import Terms
 
     slots = -(-in_flight // nodes)
     launcher = launcher_of(address, nodes, (str(Path(__file__).resolve()), "--instant", str(recorded), str(slots)))

@@ -37,16 +37,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _instant_server
 from _measure import Row, interleaved, options_parser, quantile, report, serving, with_ceiling
 
-from palaestra.inference.chat_server import SessionContext
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engine import Sampled
-from palaestra.inference.engines.token_engine import SGLangEngine
-from palaestra.inference.recording import Conversations, RecordingEndpoint, RolloutAddress
-from palaestra.inference.templates import ChatFormat
-from palaestra.inference.token_exact.managed_chat import ManagedChat
-from palaestra.testing.fake_engine import toy_tokenizer
 from palaestra_slots.core.io.http_server import listening
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.chat_server import SessionContext
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.engine import Sampled
+from palaestra_tokens.engines.token_engine import SGLangEngine
+from palaestra_tokens.recording import Conversations, RecordingEndpoint, RolloutAddress
+from palaestra_tokens.templates import ChatFormat
+from palaestra_tokens.testing.fake_engine import toy_tokenizer
+from palaestra_tokens.token_exact.managed_chat import ManagedChat
 
 T = TypeVar("T")
 TURNS, ROLLOUTS = 12, 100

@@ -27,8 +27,8 @@ import aiohttp
 from _instant_server import chat_reply, serve
 
 if TYPE_CHECKING:  # the bare case must not import any of this
-    from palaestra.inference.chat_server import ChatServer
-    from palaestra.inference.engine import ChatCompletion
+    from palaestra_tokens.chat_server import ChatServer
+    from palaestra_tokens.engine import ChatCompletion
 
 TURNS = 5
 PROSE = 19 * "write the number of lines of the file to the answer "
@@ -92,9 +92,9 @@ async def bare(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
 
 async def palaestra(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
     """Run the agent loop over the chat completions engine."""
-    from palaestra.inference.chat_server import SessionContext
-    from palaestra.inference.config import APIServerConfig
-    from palaestra.inference.server_group import ServerGroup
+    from palaestra_tokens.chat_server import SessionContext
+    from palaestra_tokens.config import APIServerConfig
+    from palaestra_tokens.server_group import ServerGroup
 
     servers = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False))
     await servers.start()
@@ -126,7 +126,7 @@ async def model_server() -> None:
     """Serve the replies as chat completions, and as tokens of the tiny model's tokenizer."""
     from _exact import said, saved_tokenizer, turn_counter
 
-    from palaestra.inference.tokenizers import load_tokenizer
+    from palaestra_tokens.tokenizers import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(saved_tokenizer(folder))
@@ -137,8 +137,8 @@ async def model_server() -> None:
 
 async def no_http(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
     """Run the agent loop over a server object that decodes the same bytes without a connection."""
-    from palaestra.inference.http.chat_completions import decode_completion
-    from palaestra.inference.http.transport import encode_json
+    from palaestra_tokens.http.chat_completions import decode_completion
+    from palaestra_tokens.http.transport import encode_json
 
     class InProcess:
         async def chat_completion(self, **request: object) -> ChatCompletion:

@@ -4,8 +4,8 @@
     .venv-graders/bin/python benchmarks/runner_logs.py             # compare the parsers on the kept logs
 
 Each runner runs each scenario of `SCENARIOS` as a small project of its own, in a slot without a network. The logs and
-the statuses that SWE-bench's parser reads in them are in `tests/suites/grading/runner_logs.jsonl`. A runner whose
-programs are not on this machine is left out, and its kept logs stay.
+the statuses that SWE-bench's parser reads in them are in `grading/runner_logs.jsonl` of the tests of the suites. A
+runner whose programs are not on this machine is left out, and its kept logs stay.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from palaestra.suites.grading.harness import Status
-from palaestra.suites.grading.log_parsers import parser
 from palaestra_slots.core.types import Network
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra_slots.sandbox.slot import WORKSPACE, SlotSpec
+from palaestra_suites.grading.harness import Status
+from palaestra_suites.grading.log_parsers import parser
 
 KEPT = Path(__file__).parents[1] / "tests" / "suites" / "grading" / "runner_logs.jsonl"
 PASS, FAIL, ERROR, SKIP = "pass", "fail", "error", "skip"

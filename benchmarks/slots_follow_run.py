@@ -35,8 +35,6 @@ import _measure as measure
 from _instant_server import chat_reply, serve
 
 from palaestra import Task, environment
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.events import RolloutEnded
 from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.runner import Runner
@@ -45,6 +43,8 @@ from palaestra.rollouts.workspaces import Workspaces
 from palaestra_slots.sandbox.admission import available_memory
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.server_group import ServerGroup
 
 CALL_S, COMMANDS, GROUP = 1.0, 9, 8
 WAVES, QUICK_WAVES, ROUNDS = 4, 3, 3

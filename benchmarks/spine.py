@@ -91,11 +91,11 @@ class Part:
 PARTS = {
     "tool call": Part(("agent/tool_calls.py:ToolCalls.run",), skipped=1),
     "grading": Part(("rollouts/environment.py:Environment.grade",)),
-    "report": Part(("viewer/page_file.py:write_report",)),
-    "SWE score": Part(("suites/swe/swe_smith_oracle.py:SweEnvironment.score",)),
+    "report": Part(("palaestra_view/page_file.py:write_report",)),
+    "SWE score": Part(("palaestra_suites/swe/swe_smith_oracle.py:SweEnvironment.score",)),
     "token to group": Part(
         (
-            "inference/token_exact/managed_chat.py:ManagedChat.chat_completion",
+            "palaestra_tokens/token_exact/managed_chat.py:ManagedChat.chat_completion",
             "rollouts/turn_log.py:TurnLog.record",
             "rollouts/rollout.py:Rollout.trajectory",
             "rollouts/group.py:GroupRun._write",
@@ -288,13 +288,13 @@ def _swe_row(folder: Path) -> list[str]:
 
 async def message(url: str) -> Traced:
     """Trace the second message of a conversation in a gateway."""
-    from palaestra.doors.chat.service import ChatService, ChatSettings
-    from palaestra.doors.chat.store import ConversationStore
-    from palaestra.doors.gateway.config import GatewayConfig
-    from palaestra.doors.gateway.mailbox import Mailbox
-    from palaestra.doors.gateway.platforms.loopback import Loopback
-    from palaestra.doors.gateway.service import Gateway
-    from palaestra.inference.config import APIServerConfig
+    from palaestra_chat.service import ChatService, ChatSettings
+    from palaestra_chat.store import ConversationStore
+    from palaestra_gateway.config import GatewayConfig
+    from palaestra_gateway.mailbox import Mailbox
+    from palaestra_gateway.platforms.loopback import Loopback
+    from palaestra_gateway.service import Gateway
+    from palaestra_tokens.config import APIServerConfig
 
     tracer = Tracer(())
     config = GatewayConfig.from_dict({"platforms": {"loopback": {"allowed_users": ["*"]}}})
@@ -330,7 +330,7 @@ async def model_server() -> None:
     from _exact import said, saved_tokenizer, turn_counter
     from _instant_server import chat_reply, serve
 
-    from palaestra.inference.tokenizers import load_tokenizer
+    from palaestra_tokens.tokenizers import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(saved_tokenizer(folder))

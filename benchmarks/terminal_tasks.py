@@ -17,9 +17,9 @@ import time
 
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.suites.endless_terminals.build_terminal import build
-from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
-from palaestra.suites.endless_terminals.generated_task import to_line
+from palaestra_suites.endless_terminals.build_terminal import build
+from palaestra_suites.endless_terminals.compose_tasks import TaskSelection, generate
+from palaestra_suites.endless_terminals.generated_task import to_line
 
 
 class Stopwatch:

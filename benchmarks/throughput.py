@@ -61,14 +61,14 @@ async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = 
     from _exact import saved_tokenizer
 
     from palaestra import Task, environment
-    from palaestra.inference.config import APIServerConfig
-    from palaestra.inference.server_group import ServerGroup
     from palaestra.rollouts.journal.journal import EventStream, Journal
     from palaestra.rollouts.runner import Runner
     from palaestra.rollouts.spec import RunContext
     from palaestra.rollouts.workspaces import Workspaces
     from palaestra_slots.sandbox.backends.local import LocalBackend
     from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+    from palaestra_tokens.config import APIServerConfig
+    from palaestra_tokens.server_group import ServerGroup
 
     @environment(toolsets=["terminal"])
     async def steps():  # the annotations would be looked up in the module
@@ -100,7 +100,7 @@ async def model_server() -> None:
     """Serve the six replies, as chat completions and as tokens of the tiny model's tokenizer."""
     from _exact import said, saved_tokenizer, turn_counter
 
-    from palaestra.inference.tokenizers import load_tokenizer
+    from palaestra_tokens.tokenizers import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(saved_tokenizer(folder))

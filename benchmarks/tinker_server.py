@@ -25,7 +25,7 @@ from typing import Any
 
 from _measure import Row, parse_options, report, with_ceiling
 
-from palaestra.testing.tiny_model import make_tiny
+from palaestra_tokens.testing.tiny_model import make_tiny
 
 KEY = "tml-local"
 RANK, PROMPT_TOKENS, REPLY_TOKENS, REPLIES = 8, 32, 64, 64
@@ -112,9 +112,9 @@ def through_the_sdk(url: str, times: int) -> dict[str, float]:
 def bare_torch(model: Path, times: int) -> dict[str, float]:
     import torch
 
-    from palaestra.inference.engines.sampling import Sampling
-    from palaestra.inference.engines.torch_decoder import TorchDecoder
-    from palaestra.trainers.tinker.model import BaseModel, LoraSettings
+    from palaestra_tokens.engines.sampling import Sampling
+    from palaestra_tokens.engines.torch_decoder import TorchDecoder
+    from palaestra_train.tinker.model import BaseModel, LoraSettings
 
     base = BaseModel(str(model), device="cpu")
     module = base.copy(LoraSettings(RANK, seed=0))

@@ -30,13 +30,13 @@ import _measure as measure
 import _templates as templates
 import msgspec
 
-from palaestra.inference.ledger import LedgerRecord, TokenRow, verify_ledger
-from palaestra.inference.templates import ChatFormat, TurnRenderer
-from palaestra.inference.token_exact.managed_chat import HistoryMode, ManagedChat
-from palaestra.inference.tokenizers import FastTokenizer
-from palaestra.testing.fake_engine import ToyEngine, toy_logprob, toy_tokenizer
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import Message
+from palaestra_tokens.ledger import LedgerRecord, TokenRow, verify_ledger
+from palaestra_tokens.templates import ChatFormat, TurnRenderer
+from palaestra_tokens.testing.fake_engine import ToyEngine, toy_logprob, toy_tokenizer
+from palaestra_tokens.token_exact.managed_chat import HistoryMode, ManagedChat
+from palaestra_tokens.tokenizers import FastTokenizer
 
 TURNS = 100_000
 QUICK_TURNS = 3_000

@@ -25,9 +25,9 @@ import _measure as measure
 from _row_plays import Rewards, play
 
 from palaestra.envs.datasets import read_rows
-from palaestra.suites.swe.swe_row import parse_row
 from palaestra_slots.core.errors import TaskError
 from palaestra_slots.core.types import JSON
+from palaestra_suites.swe.swe_row import parse_row
 
 Rows = Sequence[Mapping[str, JSON]]
 

@@ -22,13 +22,13 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
-from palaestra.inference.engine import Sampled
-from palaestra.inference.ledger import Ledger, Piece, SegmentReason
-from palaestra.inference.ledger.records import LedgerRecord
 from palaestra.rollouts.events import GroupEnded, GroupStarted, RolloutEnded, RunEnded, RunStarted, TurnTaken
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.records import Beside, Group, Trajectory, TurnRecord
 from palaestra_slots.core.types import JSON, Blame, Label, Message, Outcome
+from palaestra_tokens.engine import Sampled
+from palaestra_tokens.ledger import Ledger, Piece, SegmentReason
+from palaestra_tokens.ledger.records import LedgerRecord
 
 WORDS = "the test fails because parse returns None for an empty line so we open src main py and read it again"
 MANY_TOKENS = 100_000
@@ -225,7 +225,7 @@ def measure_page(run: Path, cache: Path) -> None:
     """Print how fast the page is in Chromium, with the index in the cache."""
     from playwright.sync_api import sync_playwright
 
-    from palaestra.tools.browser import chromium
+    from palaestra_toolsets.browser import chromium
 
     served = Served(run, cache)
     try:

@@ -62,7 +62,7 @@ STAGES = {
 
 
 WAITS = {
-    "palaestra.inference.engines.openai:OpenAIEngine.chat_completion": "model call",
+    "palaestra_tokens.engines.openai:OpenAIEngine.chat_completion": "model call",
     "palaestra_slots.sandbox.pool:Snapshots.compose": "prepare the files",
     "palaestra_slots.sandbox.pool:SlotPool.acquire": "get a slot",
     "palaestra_slots.sandbox.local.local_slot:LocalSlot.execute": "command",

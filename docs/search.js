@@ -3,7 +3,7 @@
 Sphinx shows only pages that contain every word of the query, and orders them by their best word, so a question of four
 words often finds nothing. This ranking adds up the words: a rare word counts more than a common one, a word in a
 heading more than one in the text, and a word in a long page, which contains almost every word, less than one in a short
-page. Each page is one result, which leads to its best section if the heading fits the query. */
+page, and one of the reference, which explains no task, counts least. Each page is one result, which leads to its best section if the heading fits the query. */
 Search.performTermsSearch = (words) => {
   const { alltitles, docnames, filenames, terms, titles, titleterms } = Search._index;
   const listed = (pages) => (pages === undefined ? [] : [].concat(pages));
@@ -38,7 +38,8 @@ Search.performTermsSearch = (words) => {
   const pages = new Set([...found.values()].flatMap((each) => [...each]));
   return [...pages].map((page) => {
     const { value, title, anchor } = best[page];
-    const text = share([...words].filter((word) => found.get(word).has(page))) / (1 + (0.25 * size[page]) / mean);
+    const listing = docnames[page].startsWith("reference/") ? 0.5 : 1;
+    const text = (listing * share([...words].filter((word) => found.get(word).has(page)))) / (1 + (0.25 * size[page]) / mean);
     const name = anchor ? `${titles[page]} > ${title}` : titles[page];
     return [docnames[page], name, anchor, null, Math.round(100 * (text + value)), filenames[page], SearchResultKind.text];
   });

@@ -400,8 +400,8 @@ class AutoTokenizer:
 
     @classmethod
     def from_pretrained(cls, *_: Any, **__: Any) -> Any:
-        from palaestra.contract.chat_tokenizer import ChatTokenizer
-        from palaestra.inference.tokenizers import load_tokenizer
+        from palaestra_contract.chat_tokenizer import ChatTokenizer
+        from palaestra_tokens.tokenizers import load_tokenizer
 
         return ChatTokenizer(load_tokenizer(cls.folder))
 
@@ -452,8 +452,8 @@ async def run(options: argparse.Namespace, told: dict[str, Any], finder: StandIn
     told["class"] = cls.__name__
     form: Any = None
     if options.side == "ours":
-        from palaestra.contract.base_env import ClassForm
-        from palaestra.inference.server_group import ServerGroup
+        from palaestra_contract.base_env import ClassForm
+        from palaestra_tokens.server_group import ServerGroup
 
         form = ClassForm(cls, str(script))
     told["stage"] = "config"
@@ -541,7 +541,13 @@ def main() -> None:
     here = str(Path(__file__).parent)
     sys.path[:] = [str(Path(options.script).parent), options.packages, *(each for each in sys.path if each != here)]
     ours = frozenset(
-        {"palaestra", "palaestra_slots", "atroposlib", *(each.name for each in Path(options.script).parent.iterdir())}
+        {
+            "palaestra",
+            "palaestra_slots",
+            "palaestra_tokens",
+            "atroposlib",
+            *(each.name for each in Path(options.script).parent.iterdir()),
+        }
     )
     finder = StandIns((options.folder, options.packages), ours)
     if options.side == "ours":

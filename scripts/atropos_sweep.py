@@ -25,9 +25,9 @@ from typing import Any
 
 from aiohttp import web
 
-from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
-from palaestra.testing.fake_engine import toy_logprob
-from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.testing.fake_engine import toy_logprob
+from palaestra_tokens.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.tokenizers import FastTokenizer, load_tokenizer
 
 ONE = Path(__file__).with_name("atropos_one_script.py")
 ANSWERS = (

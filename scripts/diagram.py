@@ -21,7 +21,7 @@ SPINE = (
 )
 EVENTS = ("event stream", "first the journal,", "then limits, status,", "console, metrics,", "trackers, spans")
 CHAT = ("chat middleware", "recorded turns,", "spans, freezing")
-ENGINE = ("inference/engines", "tokens to the ledger")
+ENGINE = ("tokens/engines", "tokens to the ledger")
 TOOL = ("tool middleware", "resume, spans,", "recorded answers")
 
 LEFT, SIDE, GAP = 264, 160, 24

@@ -1,6 +1,6 @@
 """Check that each folder of a package has a README with a line for each file: the first sentence of its docstring.
 
-With --write, write them. The folders are those below `packages/*/src`.
+With --write, write them. The folders are those below `packages/*/src` and `extensions/*/src`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def wanted(folder: Path) -> str:
 
 def folders() -> Iterator[Path]:
     """Yield the folders that need a README."""
-    for source in sorted(ROOT.glob("packages/*/src")):
+    for source in sorted([*ROOT.glob("packages/*/src"), *ROOT.glob("extensions/*/src")]):
         yield from sorted(path.parent for path in source.rglob("__init__.py"))
 
 

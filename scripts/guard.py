@@ -16,7 +16,7 @@ _PATTERNS = {
         r"https?://(?:[\w.-]+\.)?(?:pypi\.org|pythonhosted\.org|artifactory[\w.-]*)"
         r"|://(?!localhost|127\.|[\w.-]+\.(?:test|invalid|example)\b)[^\s\"'\[\]()]*/simple(?![-\w])"
     ),
-    "index option": re.compile(r"--(?:extra-)?index-url[= ]|--find-links[= ]"),
+    "index option": re.compile(r"--(?:extra-)?index-url[= ](?! *URL\b)|--find-links[= ]"),
     "machine path": re.compile(r"(?<![\w.])/(?:home|Users)/(?!agent\b|user\b)\w+|(?<![\w./-])/work/(?:main|shared)\b"),
     "key": re.compile(r"\bsk-[A-Za-z0-9]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY"),
 }

@@ -14,6 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import grimp
+from package_order import FOLDERS
 
 
 def named_in_strings(module: str, modules: Collection[str]) -> Iterator[str]:
@@ -33,7 +34,7 @@ def named_in_strings(module: str, modules: Collection[str]) -> Iterator[str]:
 
 def main() -> int:
     """Check the packages."""
-    graph = grimp.build_graph("palaestra", "palaestra_slots", exclude_type_checking_imports=False)
+    graph = grimp.build_graph(*FOLDERS, exclude_type_checking_imports=False)
     packages = {module for module in graph.modules if graph.find_children(module)}
     modules = graph.modules - packages
     sorter = TopologicalSorter(

@@ -2,7 +2,7 @@
 
 `slots` imports nothing of ours, `tokens` the core of slots, and the runtime both. Extensions import these three, and
 the other extensions that `EXTENSIONS` names. Imports inside functions, imports for types, names of `palaestra` itself,
-and modules that strings name, such as `"palaestra.cluster.worker"`, count.
+and modules that strings name, such as `"palaestra_cloud.cluster.worker"`, count.
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LIBRARIES = {"slots": "", "tokens": "slots/core", "runtime": "slots tokens"}
 EXTENSIONS = {
-    "contract": "tools cloud",
-    "suites": "tools",
+    "contract": "cloud",
+    "suites": "toolsets",
+    "train": "audit",
     "integrations": "suites",
-    "chat": "tools",
-    "gateway": "tools chat",
+    "chat": "toolsets",
+    "gateway": "toolsets chat",
 }
-EXTENSIONS |= dict.fromkeys(("train", "view", "cloud", "e2b", "tools"), "")
+EXTENSIONS |= dict.fromkeys(("audit", "view", "cloud", "e2b", "toolsets"), "")
 ALLOWED = {name: words.split() for name, words in LIBRARIES.items()}
 ALLOWED |= {name: [*LIBRARIES, *words.split()] for name, words in EXTENSIONS.items()}
 """What each package may import: packages, or a top folder of a package."""
 PLACES = {
     "slots": "palaestra_slots",
-    "tokens": "inference",
-    "runtime": "__main__ agent cli envs rollouts testing tools tools.net.host_policy tools.serving.mcp_endpoint",
-    "contract": """agent.detached_subagents agent.hermes_text cli.serve_tools compat contract
-        suites.examples.terminal_test tools.builtin.terminal_stateful tools.builtin.tmux tools.registry.catalog
-        tools.runtime.executor tools.runtime.function_calls tools.runtime.session_tasks tools.runtime.ttl tools.serving
-        tools.tool_server_client""",
-    "suites": "grading suites",
-    "train": "cli.serve_trainers cli.train envs.run.feed_trainer envs.run.train trainers",
-    "integrations": "integrations",
-    "view": "cli.annotate cli.view rollouts.imports viewer",
-    "chat": "doors",
-    "gateway": "doors.gateway",
-    "cloud": "cloud cluster",
-    "e2b": "doors.e2b",
-    "tools": """tools.browser tools.builtin.browser tools.builtin.generated_media tools.builtin.memory
-        tools.builtin.mixture_of_agents tools.builtin.rl_training tools.builtin.session_search tools.builtin.skills
-        tools.builtin.vision tools.builtin.web tools.builtin.web_crawl tools.net tools.registry.unavailable
-        tools.training tools.web""",
+    "tokens": "palaestra_tokens",
+    "runtime": "__main__ agent cli envs rollouts tools",
+    "contract": "palaestra_contract compat",
+    "suites": "palaestra_suites grading",
+    "audit": "palaestra_audit",
+    "train": "palaestra_train",
+    "integrations": "palaestra_integrations",
+    "view": "palaestra_view",
+    "chat": "palaestra_chat",
+    "gateway": "palaestra_gateway",
+    "cloud": "palaestra_cloud",
+    "e2b": "palaestra_e2b",
+    "toolsets": "palaestra_toolsets",
 }
 """The files and folders of each package. Of the names that fit a module, the longest counts."""
 PACKAGES = {place: package for package, names in PLACES.items() for place in names.split()}
-FOLDERS = {"palaestra": "src/palaestra", "palaestra_slots": "packages/slots/src/palaestra_slots"}
+FOLDERS = {"palaestra": "src/palaestra"}
+FOLDERS |= {
+    path.name: str(path.relative_to(ROOT))
+    for kind in ("packages", "extensions")
+    for path in sorted(ROOT.glob(f"{kind}/*/src/palaestra_*"))
+}
 """The folders that have been split so far. Names of modules in `palaestra` are written without it."""
 
 
@@ -75,7 +76,7 @@ def imported(tree: ast.Module, files: set[str]) -> Iterator[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             yield f"{node.value.id}.{node.attr}"
     # A folder and a relative name make a name together, as in `import_module(f"palaestra.cli.{module}")`.
-    folders = {text for text in strings if text.partition(".")[0] in FOLDERS and "." in text}
+    folders = {text for text in strings if text.partition(".")[0] in FOLDERS and text != "palaestra"}
     named = folders | {f"{folder}.{text}" for folder in folders for text in strings}
     yield from (name for name in named if name.removeprefix("palaestra.") in files)
 
@@ -93,6 +94,7 @@ def against_the_order(root: Path) -> set[tuple[str, str]]:
     ]
     public = {alias.asname or alias.name: str(node.module) for node in names for alias in node.names}
     found = set()
+    trees.pop("palaestra_contract.moved_modules", None)  # a table of old names, like the public names of `palaestra`
     for module, path in trees.items():
         if not (package := package_of(module)):
             raise SystemExit(f"{module} belongs to no package: add it, or its folder, to PLACES in {__file__}")

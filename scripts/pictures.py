@@ -33,9 +33,9 @@ from rich.style import Style
 from rich.text import Text
 
 import palaestra
-from palaestra.testing.echo_chat_server import MODEL, EchoChatServer
 from palaestra_slots.core.io.threads import LoopThread
 from palaestra_slots.core.types import JSON, Message
+from palaestra_tokens.testing.echo_chat_server import MODEL, EchoChatServer
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/pictures"
@@ -136,11 +136,13 @@ def draw_plot(_folder: Path, target: Path) -> None:
 ALL = {
     "run.svg": Picture(record_run, {"README.md": _EXAMPLE, "src/palaestra/rollouts/observe/console.py": ""}),
     "chat.svg": Picture(
-        record_chat, {f"src/palaestra/doors/chat/terminal/{name}.py": "" for name in ("screen", "renderers", "people")}
+        record_chat,
+        {f"extensions/chat/src/palaestra_chat/terminal/{name}.py": "" for name in ("screen", "renderers", "people")},
     ),
-    "report.png": Picture(draw_report, {"README.md": _EXAMPLE, "src/palaestra/viewer/page/run.js": ""}),
+    "report.png": Picture(draw_report, {"README.md": _EXAMPLE, "extensions/view/src/palaestra_view/page/run.js": ""}),
     "view.png": Picture(
-        partial(draw_report, failed=True), {"README.md": _EXAMPLE, "src/palaestra/viewer/page/rollout.js": ""}
+        partial(draw_report, failed=True),
+        {"README.md": _EXAMPLE, "extensions/view/src/palaestra_view/page/rollout.js": ""},
     ),
     "spine.svg": Picture(draw_spine, {"scripts/diagram.py": "", "scripts/charts.py": ""}),
     **{

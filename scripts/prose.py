@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCES = [ROOT / "src", *sorted(ROOT.glob("packages/*/src"))]
+SOURCES = [ROOT / "src", *sorted([*ROOT.glob("packages/*/src"), *ROOT.glob("extensions/*/src")])]
 
 LIMITS = {"README.md": 4.0, "docs": 4.0, "CHANGELOG.md": 5.0, "docstrings": 5.0}
-LIMITS |= dict.fromkeys((str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/README.md")), 4.0)
+LIMITS |= {str(path.parent.relative_to(ROOT) / "README.md"): 4.0 for path in SOURCES if path.parent != ROOT}
 """The maximum number of hits per 1,000 words."""
 
 STIFF = {

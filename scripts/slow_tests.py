@@ -34,7 +34,7 @@ def slow_tests(seconds: dict[str, float]) -> list[str]:
 def slow_files() -> list[str]:
     """Return the files with a listed test or with the marker in their text."""
     listed = {line.partition("::")[0] for line in LISTED.read_text(encoding="utf-8").splitlines()}
-    folders = (ROOT / "tests", *ROOT.glob("packages/*/tests"))
+    folders = (ROOT / "tests", *ROOT.glob("packages/*/tests"), *ROOT.glob("extensions/*/tests"))
     paths = sorted(path.relative_to(ROOT) for folder in folders for path in folder.rglob("test_*.py"))
     return [str(path) for path in paths if str(path) in listed or _MARKED.search((ROOT / path).read_text("utf-8"))]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from palaestra.inference.engines.torch_decoder import load_model
+from palaestra_tokens.engines.torch_decoder import load_model
 
 
 def own_logprobs(model: Path, tokens: list[int], places: list[int]) -> list[float]:

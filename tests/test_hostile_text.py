@@ -7,20 +7,20 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from palaestra.contract.helpers.tool_call_text import extract_tool_call
-from palaestra.doors.batch.json_schema import JsonSchema
-from palaestra.inference.parsers import get_parser, list_parsers
-from palaestra.inference.token_exact.streaming import _settled
 from palaestra.rollouts.grading.tampering import _PATH
-from palaestra.rollouts.imports.conversations import _reply, _results
 from palaestra.rollouts.observe.failures import _VARIES
-from palaestra.suites.grading.log_parsers import PARSERS, counted, has_run, without_duration
-from palaestra.suites.swe.failure_cause import cause_of, exceeds_limit_of_runner
-from palaestra.suites.terminal_bench.offline_script import lacks_network
 from palaestra.tools.human.approval import dangers
+from palaestra_chat.batch.json_schema import JsonSchema
+from palaestra_contract.helpers.tool_call_text import extract_tool_call
 from palaestra_slots.core.printable import one_line, printable
 from palaestra_slots.core.redaction import redacted
 from palaestra_slots.sandbox.terminal.screen import plain
+from palaestra_suites.grading.log_parsers import PARSERS, counted, has_run, without_duration
+from palaestra_suites.swe.failure_cause import cause_of, exceeds_limit_of_runner
+from palaestra_suites.terminal_bench.offline_script import lacks_network
+from palaestra_tokens.parsers import get_parser, list_parsers
+from palaestra_tokens.token_exact.streaming import _settled
+from palaestra_view.imports.conversations import _reply, _results
 from suites.grading.hostile_text import MOST_CPU_S, slowest
 
 Read = Callable[[str], object]

@@ -31,11 +31,12 @@ async def greeted(sandbox):
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hide the entry points of this package behind a package of the same name that has none."""
-    metadata = tmp_path / "site" / "palaestra-0.1.0.dist-info" / "METADATA"
-    metadata.parent.mkdir(parents=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: palaestra\nVersion: 0.1.0\n")
-    monkeypatch.syspath_prepend(metadata.parents[1])
+    """Hide the entry points of our packages behind packages of the same names that have none."""
+    for name in plugins._OWN:
+        metadata = tmp_path / "site" / f"{name.replace('-', '_')}-0.1.0.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.chdir(tmp_path)
     plugins.installed.cache_clear()
     yield

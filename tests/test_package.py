@@ -1,5 +1,6 @@
 """The public names of the package, and what importing it costs."""
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,8 @@ import pytest
 
 import palaestra
 import palaestra_slots
+import palaestra_tokens
+from palaestra_slots.core.io import plugins
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,15 +31,41 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_importing_the_package_loads_nothing_else() -> None:
-    script = "import sys, palaestra; print([m for m in sys.modules if m.startswith(('palaestra.', 'palaestra_slots'))])"
+    script = "import sys, palaestra; print([m for m in sys.modules if m.startswith(('palaestra.', 'palaestra_'))])"
     loaded = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     assert loaded.strip() == "[]"
+
+
+def test_own_modules_are_not_looked_for_elsewhere() -> None:
+    found = {path.stem for path in (ROOT / "src/palaestra").iterdir() if path.suffix in ("", ".py")}
+    assert found - {"__init__", "__pycache__"} == palaestra._OWN
+
+
+@pytest.mark.parametrize("folder", ["src", "packages/slots/src"])
+def test_annotations_are_not_read_from_the_namespace_of_a_class(folder: str) -> None:
+    """From Python 3.14 on, they are not there; `inspect.get_annotations` finds them in every version."""
+    found = [
+        f"{path}:{node.lineno}"
+        for path in (ROOT / folder).rglob("*.py")
+        if "__annotations__" in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and node.value == "__annotations__"
+    ]
+    assert found == []
 
 
 def test_all_packages_have_one_version() -> None:
     projects = [
         tomllib.loads(path.read_text())["project"]
-        for path in (ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml"))
+        for path in (
+            ROOT / "pyproject.toml",
+            *ROOT.glob("packages/*/pyproject.toml"),
+            *ROOT.glob("extensions/*/pyproject.toml"),
+        )
     ]
-    assert {project["version"] for project in projects} == {palaestra.__version__} == {palaestra_slots.__version__}
-    assert f"palaestra-slots=={palaestra.__version__}" in projects[0]["dependencies"]
+    assert {project["version"] for project in projects} == {
+        each.__version__ for each in (palaestra, palaestra_slots, palaestra_tokens)
+    }
+    assert {project["name"] for project in projects} == plugins._OWN
+    for package in ("slots", "tokens"):
+        assert f"palaestra-{package}=={palaestra.__version__}" in projects[0]["dependencies"]

@@ -8,31 +8,18 @@ Every public name is imported from here. Importing the package loads none of the
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from palaestra.agent.agent import Agent
     from palaestra.agent.budget import Budget
-    from palaestra.agent.detached_subagents import Delegates
     from palaestra.agent.known_programs import program_named
     from palaestra.agent.loop import LoopSettings
     from palaestra.agent.programs import AgentAssignment, HostedAgent
     from palaestra.agent.result import AgentResult, AgentStep, SequenceData, ToolError
-    from palaestra.contract.agent_env import AgentEnv, AgentEnvConfig
-    from palaestra.contract.agent_loop import HermesAgentLoop
-    from palaestra.contract.atropos_agent import AGENT_SYSTEM_PROMPT, AgentConfig, AtroposAgent
-    from palaestra.contract.base_env import BaseEnv, Item
-    from palaestra.contract.hermes_env import HermesAgentBaseEnv
-    from palaestra.contract.scored_data import ScoredDataGroup, ScoredDataItem
-    from palaestra.contract.suite_classes import (
-        EndlessTerminalsEnv,
-        HermesSweEnv,
-        SweSmithOracleEnv,
-        TerminalBench2EvalEnv,
-    )
-    from palaestra.contract.sync_process_registry import process_registry
-    from palaestra.contract.tool_context import ToolContext
     from palaestra.envs.api.declaration import FunctionEnvConfig
     from palaestra.envs.api.function_form import environment
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -40,14 +27,7 @@ if TYPE_CHECKING:
     from palaestra.envs.run.regrade import grade
     from palaestra.envs.run.rollout_function import RolloutFunction, Scored, Unscored
     from palaestra.envs.run.session import Play, Session, SyncPlay, SyncSession
-    from palaestra.envs.run.train import TrainingReport, train
-    from palaestra.inference.config import APIServerConfig, ServerBaseline
-    from palaestra.inference.engine import Sampled
-    from palaestra.inference.engines.function_engine import FunctionEngine
-    from palaestra.inference.engines.token_engine import TokenChat
-    from palaestra.inference.engines.transformers import TransformersEngine
-    from palaestra.inference.parsers import get_parser, list_parsers, register_parser
-    from palaestra.inference.server_group import ServerManager
+    from palaestra.rollouts.chat_model import ChatModel
     from palaestra.rollouts.export.token_rows import ExportedRow
     from palaestra.rollouts.export.token_rows import exported_rows as training_rows
     from palaestra.rollouts.finished_run import Run, open_run
@@ -55,28 +35,12 @@ if TYPE_CHECKING:
     from palaestra.rollouts.recorded_tools.recording_policy import open_world
     from palaestra.rollouts.records import Group, Trajectory
     from palaestra.rollouts.rollout import Rollout
-    from palaestra.suites.examples.count_lines import count_lines
-    from palaestra.suites.examples.terminal_test import TerminalTestEnv
-    from palaestra.suites.swe.authoring.build_tasks import BuildOptions as SweBuildOptions
-    from palaestra.suites.swe.authoring.build_tasks import build as build_swe_tasks
-    from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
-    from palaestra.suites.terminal_bench.sandboxes.task_sandbox import TaskSandbox, TaskSandboxSpec
-    from palaestra.suites.terminal_bench.sandboxes.task_sandboxes import TaskSandboxes, TaskSandboxSettings
     from palaestra.tools.builtin.clarify import User
-    from palaestra.tools.builtin.session_search import Sessions
     from palaestra.tools.call_text import ToolCall, ToolResult
     from palaestra.tools.decorator import tool
     from palaestra.tools.human.approval import Approvals
     from palaestra.tools.human.terminal_prompt import TerminalPerson
     from palaestra.tools.registry.build import build_tool_registry, get_available_toolsets, get_tool_definitions
-    from palaestra.tools.registry.catalog import (
-        TOOL_TO_TOOLSET_MAP,
-        TOOLSET_REQUIREMENTS,
-        check_tool_availability,
-        check_toolset_requirements,
-        get_all_tool_names,
-        get_toolset_for_tool,
-    )
     from palaestra.tools.registry.distributions import (
         get_distribution,
         list_distributions,
@@ -85,8 +49,34 @@ if TYPE_CHECKING:
         validate_distribution,
     )
     from palaestra.tools.registry.registry import ToolRegistry
-    from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
-    from palaestra.tools.runtime.function_calls import (
+    from palaestra.tools.settings import ToolSettings
+    from palaestra.tools.tool import Tool, ToolMistake, ToolRun, ToolSchema
+    from palaestra_contract.agent_env import AgentEnv, AgentEnvConfig
+    from palaestra_contract.agent_loop import HermesAgentLoop
+    from palaestra_contract.atropos_agent import AGENT_SYSTEM_PROMPT, AgentConfig, AtroposAgent
+    from palaestra_contract.base_env import BaseEnv, Item
+    from palaestra_contract.detached_subagents import Delegates
+    from palaestra_contract.hermes_env import HermesAgentBaseEnv
+    from palaestra_contract.scored_data import ScoredDataGroup, ScoredDataItem
+    from palaestra_contract.suite_classes import (
+        EndlessTerminalsEnv,
+        HermesSweEnv,
+        SweSmithOracleEnv,
+        TerminalBench2EvalEnv,
+    )
+    from palaestra_contract.sync_process_registry import process_registry
+    from palaestra_contract.terminal_test import TerminalTestEnv
+    from palaestra_contract.tool_context import ToolContext
+    from palaestra_contract.tools.catalog import (
+        TOOL_TO_TOOLSET_MAP,
+        TOOLSET_REQUIREMENTS,
+        check_tool_availability,
+        check_toolset_requirements,
+        get_all_tool_names,
+        get_toolset_for_tool,
+    )
+    from palaestra_contract.tools.executor import ToolExecutor, ToolExecutorConfig
+    from palaestra_contract.tools.function_calls import (
         ToolSession,
         cleanup_all_environments,
         cleanup_vm,
@@ -97,19 +87,15 @@ if TYPE_CHECKING:
         register_task_env_overrides,
         use_session,
     )
-    from palaestra.tools.runtime.session_tasks import ToolSessionConfig
-    from palaestra.tools.serving.payloads import (
+    from palaestra_contract.tools.payloads import (
         ToolCallPayload,
         ToolExecutorExecuteRequest,
         ToolExecutorReleaseRequest,
         ToolResultPayload,
         ToolServerExecuteRequest,
     )
-    from palaestra.tools.serving.tool_server import ToolServer
-    from palaestra.tools.settings import ToolSettings
-    from palaestra.tools.tool import Tool, ToolMistake, ToolRun, ToolSchema
-    from palaestra.trainers.config import TrainingConfig
-    from palaestra.trainers.trainer import TrainedRow, Trainer
+    from palaestra_contract.tools.session_tasks import ToolSessionConfig
+    from palaestra_contract.tools.tool_server import ToolServer
     from palaestra_slots.core.errors import (
         AcquireTimeout,
         ConfigError,
@@ -176,6 +162,23 @@ if TYPE_CHECKING:
         View,
     )
     from palaestra_slots.sandbox.snapshots.cache import Prepared, Recipe
+    from palaestra_suites.examples.count_lines import count_lines
+    from palaestra_suites.swe.authoring.build_tasks import BuildOptions as SweBuildOptions
+    from palaestra_suites.swe.authoring.build_tasks import build as build_swe_tasks
+    from palaestra_suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
+    from palaestra_suites.terminal_bench.sandboxes.task_sandbox import TaskSandbox, TaskSandboxSpec
+    from palaestra_suites.terminal_bench.sandboxes.task_sandboxes import TaskSandboxes, TaskSandboxSettings
+    from palaestra_tokens.config import APIServerConfig, ServerBaseline
+    from palaestra_tokens.engine import Sampled
+    from palaestra_tokens.engines.function_engine import FunctionEngine
+    from palaestra_tokens.engines.token_engine import TokenChat
+    from palaestra_tokens.engines.transformers import TransformersEngine
+    from palaestra_tokens.parsers import get_parser, list_parsers, register_parser
+    from palaestra_tokens.server_group import ServerManager
+    from palaestra_toolsets.tools.session_search import Sessions
+    from palaestra_train.config import TrainingConfig
+    from palaestra_train.train_run import TrainingReport, train
+    from palaestra_train.trainer import TrainedRow, Trainer
 
 __version__ = "0.1.0"
 
@@ -208,6 +211,7 @@ __all__ = [
     "Blame",
     "Budget",
     "Change",
+    "ChatModel",
     "ConfigError",
     "ContextExceeded",
     "Delegates",
@@ -366,14 +370,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AGENT_SYSTEM_PROMPT": "contract.atropos_agent",
-    "APIServerConfig": "inference.config",
+    "AGENT_SYSTEM_PROMPT": "palaestra_contract.atropos_agent",
+    "APIServerConfig": "palaestra_tokens.config",
     "AcquireTimeout": "palaestra_slots.core.errors",
     "Agent": "agent.agent",
     "AgentAssignment": "agent.programs",
-    "AgentConfig": "contract.atropos_agent",
-    "AgentEnv": "contract.agent_env",
-    "AgentEnvConfig": "contract.agent_env",
+    "AgentConfig": "palaestra_contract.atropos_agent",
+    "AgentEnv": "palaestra_contract.agent_env",
+    "AgentEnvConfig": "palaestra_contract.agent_env",
     "AgentResult": "agent.result",
     "AgentStep": "agent.result",
     "AllowList": "palaestra_slots.core.types",
@@ -385,17 +389,18 @@ _MODULES = {
     "ArtifactListResponsePayload": "palaestra_slots.sandbox.artifacts",
     "ArtifactReadRequestPayload": "palaestra_slots.sandbox.artifacts",
     "ArtifactReadResponsePayload": "palaestra_slots.sandbox.artifacts",
-    "AtroposAgent": "contract.atropos_agent",
-    "BaseEnv": "contract.base_env",
+    "AtroposAgent": "palaestra_contract.atropos_agent",
+    "BaseEnv": "palaestra_contract.base_env",
     "BaseEnvConfig": "envs.config.fields",
     "Blame": "palaestra_slots.core.types",
     "Budget": "agent.budget",
     "Change": "palaestra_slots.sandbox.slot",
+    "ChatModel": "rollouts.chat_model",
     "ConfigError": "palaestra_slots.core.errors",
     "ContextExceeded": "palaestra_slots.core.errors",
-    "Delegates": "agent.detached_subagents",
+    "Delegates": "palaestra_contract.detached_subagents",
     "DiskError": "palaestra_slots.core.errors",
-    "EndlessTerminalsEnv": "contract.suite_classes",
+    "EndlessTerminalsEnv": "palaestra_contract.suite_classes",
     "EngineError": "palaestra_slots.core.errors",
     "EngineRefused": "palaestra_slots.core.errors",
     "EngineReplyError": "palaestra_slots.core.errors",
@@ -403,19 +408,19 @@ _MODULES = {
     "ExecutionResult": "palaestra_slots.sandbox.slot",
     "ExportedRow": "rollouts.export.token_rows",
     "FileInfo": "palaestra_slots.sandbox.slot",
-    "FunctionEngine": "inference.engines.function_engine",
+    "FunctionEngine": "palaestra_tokens.engines.function_engine",
     "FunctionEnvConfig": "envs.api.declaration",
     "GraderError": "palaestra_slots.core.errors",
     "Group": "rollouts.records",
-    "HermesAgentBaseEnv": "contract.hermes_env",
+    "HermesAgentBaseEnv": "palaestra_contract.hermes_env",
     "HermesAgentEnvConfig": "envs.config.fields",
-    "HermesAgentLoop": "contract.agent_loop",
-    "HermesSweEnv": "contract.suite_classes",
+    "HermesAgentLoop": "palaestra_contract.agent_loop",
+    "HermesSweEnv": "palaestra_contract.suite_classes",
     "HostedAgent": "agent.programs",
     "ImageError": "palaestra_slots.core.errors",
     "InfraError": "palaestra_slots.core.errors",
     "IsolationUnavailable": "palaestra_slots.core.errors",
-    "Item": "contract.base_env",
+    "Item": "palaestra_contract.base_env",
     "JSON": "palaestra_slots.core.types",
     "Label": "palaestra_slots.core.types",
     "Limits": "palaestra_slots.core.types",
@@ -437,20 +442,20 @@ _MODULES = {
     "RolloutFunction": "envs.run.rollout_function",
     "Run": "rollouts.finished_run",
     "Rung": "palaestra_slots.sandbox.slot",
-    "Sampled": "inference.engine",
+    "Sampled": "palaestra_tokens.engine",
     "Sandbox": "palaestra_slots.sandbox.sandbox",
     "SandboxError": "palaestra_slots.core.errors",
     "SandboxSnapshot": "palaestra_slots.sandbox.sandbox",
     "Say": "palaestra_slots.core.types",
     "Score": "palaestra_slots.core.types",
-    "ScoredDataGroup": "contract.scored_data",
-    "ScoredDataItem": "contract.scored_data",
+    "ScoredDataGroup": "palaestra_contract.scored_data",
+    "ScoredDataItem": "palaestra_contract.scored_data",
     "Scored": "envs.run.rollout_function",
     "SequenceData": "agent.result",
-    "ServerBaseline": "inference.config",
-    "ServerManager": "inference.server_group",
+    "ServerBaseline": "palaestra_tokens.config",
+    "ServerManager": "palaestra_tokens.server_group",
     "Session": "envs.run.session",
-    "Sessions": "tools.builtin.session_search",
+    "Sessions": "palaestra_toolsets.tools.session_search",
     "Slot": "palaestra_slots.sandbox.slot",
     "SlotEnded": "palaestra_slots.core.errors",
     "SlotLost": "palaestra_slots.core.errors",
@@ -459,106 +464,135 @@ _MODULES = {
     "SlotSpec": "palaestra_slots.sandbox.slot",
     "Snapshot": "palaestra_slots.sandbox.slot",
     "StaleLease": "palaestra_slots.core.errors",
-    "SweBuildOptions": "suites.swe.authoring.build_tasks:BuildOptions",
-    "SweSmithOracleEnv": "contract.suite_classes",
-    "SweSmithOracleEnvConfig": "suites.swe.swe_smith_oracle",
+    "SweBuildOptions": "palaestra_suites.swe.authoring.build_tasks:BuildOptions",
+    "SweSmithOracleEnv": "palaestra_contract.suite_classes",
+    "SweSmithOracleEnvConfig": "palaestra_suites.swe.swe_smith_oracle",
     "SyncPlay": "envs.run.session",
     "SyncSandbox": "palaestra_slots.sandbox.sandbox",
     "SyncSession": "envs.run.session",
-    "TOOLSET_REQUIREMENTS": "tools.registry.catalog",
-    "TOOL_TO_TOOLSET_MAP": "tools.registry.catalog",
+    "TOOLSET_REQUIREMENTS": "palaestra_contract.tools.catalog",
+    "TOOL_TO_TOOLSET_MAP": "palaestra_contract.tools.catalog",
     "Task": "palaestra_slots.core.types",
     "TaskError": "palaestra_slots.core.errors",
-    "TaskSandbox": "suites.terminal_bench.sandboxes.task_sandbox",
-    "TaskSandboxSettings": "suites.terminal_bench.sandboxes.task_sandboxes",
-    "TaskSandboxSpec": "suites.terminal_bench.sandboxes.task_sandbox",
-    "TaskSandboxes": "suites.terminal_bench.sandboxes.task_sandboxes",
-    "TerminalBench2EvalEnv": "contract.suite_classes",
+    "TaskSandbox": "palaestra_suites.terminal_bench.sandboxes.task_sandbox",
+    "TaskSandboxSettings": "palaestra_suites.terminal_bench.sandboxes.task_sandboxes",
+    "TaskSandboxSpec": "palaestra_suites.terminal_bench.sandboxes.task_sandbox",
+    "TaskSandboxes": "palaestra_suites.terminal_bench.sandboxes.task_sandboxes",
+    "TerminalBench2EvalEnv": "palaestra_contract.suite_classes",
     "TerminalPerson": "tools.human.terminal_prompt",
-    "TerminalTestEnv": "suites.examples.terminal_test",
-    "TokenChat": "inference.engines.token_engine",
+    "TerminalTestEnv": "palaestra_contract.terminal_test",
+    "TokenChat": "palaestra_tokens.engines.token_engine",
     "Tool": "tools.tool",
     "ToolCall": "tools.call_text",
-    "ToolCallPayload": "tools.serving.payloads",
-    "ToolContext": "contract.tool_context",
+    "ToolCallPayload": "palaestra_contract.tools.payloads",
+    "ToolContext": "palaestra_contract.tool_context",
     "ToolError": "agent.result",
-    "ToolExecutor": "tools.runtime.executor",
-    "ToolExecutorConfig": "tools.runtime.executor",
-    "ToolExecutorExecuteRequest": "tools.serving.payloads",
-    "ToolExecutorReleaseRequest": "tools.serving.payloads",
+    "ToolExecutor": "palaestra_contract.tools.executor",
+    "ToolExecutorConfig": "palaestra_contract.tools.executor",
+    "ToolExecutorExecuteRequest": "palaestra_contract.tools.payloads",
+    "ToolExecutorReleaseRequest": "palaestra_contract.tools.payloads",
     "ToolMistake": "tools.tool",
     "ToolRegistry": "tools.registry.registry",
     "ToolResult": "tools.call_text",
-    "ToolResultPayload": "tools.serving.payloads",
+    "ToolResultPayload": "palaestra_contract.tools.payloads",
     "ToolRun": "tools.tool",
     "ToolSchema": "tools.tool",
-    "ToolServer": "tools.serving.tool_server",
-    "ToolServerExecuteRequest": "tools.serving.payloads",
-    "ToolSession": "tools.runtime.function_calls",
-    "ToolSessionConfig": "tools.runtime.session_tasks",
+    "ToolServer": "palaestra_contract.tools.tool_server",
+    "ToolServerExecuteRequest": "palaestra_contract.tools.payloads",
+    "ToolSession": "palaestra_contract.tools.function_calls",
+    "ToolSessionConfig": "palaestra_contract.tools.session_tasks",
     "ToolSettings": "tools.settings",
     "ToolStep": "palaestra_slots.core.types",
     "ToolUnavailable": "palaestra_slots.core.errors",
-    "TrainedRow": "trainers.trainer",
-    "Trainer": "trainers.trainer",
+    "TrainedRow": "palaestra_train.trainer",
+    "Trainer": "palaestra_train.trainer",
     "TrainerError": "palaestra_slots.core.errors",
-    "TrainingConfig": "trainers.config",
-    "TrainingReport": "envs.run.train",
+    "TrainingConfig": "palaestra_train.config",
+    "TrainingReport": "palaestra_train.train_run",
     "Trajectory": "rollouts.records",
-    "TransformersEngine": "inference.engines.transformers",
+    "TransformersEngine": "palaestra_tokens.engines.transformers",
     "Unscored": "envs.run.rollout_function",
     "Usage": "palaestra_slots.core.types",
     "User": "tools.builtin.clarify",
     "View": "palaestra_slots.sandbox.slot",
     "WorkError": "palaestra_slots.core.errors",
-    "build_swe_tasks": "suites.swe.authoring.build_tasks:build",
+    "build_swe_tasks": "palaestra_suites.swe.authoring.build_tasks:build",
     "build_tool_registry": "tools.registry.build",
-    "check_tool_availability": "tools.registry.catalog",
-    "check_toolset_requirements": "tools.registry.catalog",
-    "cleanup_all_environments": "tools.runtime.function_calls",
-    "cleanup_vm": "tools.runtime.function_calls",
-    "clear_task_env_overrides": "tools.runtime.function_calls",
-    "count_lines": "suites.examples.count_lines",
+    "check_tool_availability": "palaestra_contract.tools.catalog",
+    "check_toolset_requirements": "palaestra_contract.tools.catalog",
+    "cleanup_all_environments": "palaestra_contract.tools.function_calls",
+    "cleanup_vm": "palaestra_contract.tools.function_calls",
+    "clear_task_env_overrides": "palaestra_contract.tools.function_calls",
+    "count_lines": "palaestra_suites.examples.count_lines",
     "environment": "envs.api.function_form",
-    "get_active_environments_info": "tools.runtime.function_calls",
-    "get_all_tool_names": "tools.registry.catalog",
+    "get_active_environments_info": "palaestra_contract.tools.function_calls",
+    "get_all_tool_names": "palaestra_contract.tools.catalog",
     "get_available_toolsets": "tools.registry.build",
     "get_distribution": "tools.registry.distributions",
-    "get_parser": "inference.parsers",
+    "get_parser": "palaestra_tokens.parsers",
     "get_tool_definitions": "tools.registry.build",
-    "get_toolset_for_tool": "tools.registry.catalog",
+    "get_toolset_for_tool": "palaestra_contract.tools.catalog",
     "grade": "envs.run.regrade",
-    "handle_function_call": "tools.runtime.function_calls",
-    "handle_function_call_async": "tools.runtime.function_calls",
+    "handle_function_call": "palaestra_contract.tools.function_calls",
+    "handle_function_call_async": "palaestra_contract.tools.function_calls",
     "list_distributions": "tools.registry.distributions",
-    "list_parsers": "inference.parsers",
+    "list_parsers": "palaestra_tokens.parsers",
     "list_runs": "rollouts.journal.reader",
     "open_run": "rollouts.finished_run",
     "open_world": "rollouts.recorded_tools.recording_policy",
     "print_distribution_info": "tools.registry.distributions",
-    "process_registry": "contract.sync_process_registry",
+    "process_registry": "palaestra_contract.sync_process_registry",
     "program_named": "agent.known_programs",
-    "register_parser": "inference.parsers",
-    "register_task_env_overrides": "tools.runtime.function_calls",
+    "register_parser": "palaestra_tokens.parsers",
+    "register_task_env_overrides": "palaestra_contract.tools.function_calls",
     "run": "envs.run.library",
     "run_sync": "envs.run.library",
     "sample_toolsets_from_distribution": "tools.registry.distributions",
     "stream": "envs.run.library",
     "tool": "tools.decorator",
-    "train": "envs.run.train",
+    "train": "palaestra_train.train_run",
     "training_rows": "rollouts.export.token_rows:exported_rows",
-    "use_session": "tools.runtime.function_calls",
+    "use_session": "palaestra_contract.tools.function_calls",
     "validate_distribution": "tools.registry.distributions",
 }
+
+
+_OWN = frozenset(["__main__", "agent", "cli", "compat", "envs", "grading", "rollouts", "tools"])
+
+
+class _OldNames:
+    """Asked last, for modules that are not here: brings in the package that finds moved modules by their old names, if
+    it is installed."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if not name.startswith("palaestra.") or name.split(".", 2)[1] in _OWN:
+            return None
+        from palaestra_slots.core.io import plugins
+
+        point = plugins.installed("palaestra.scripts").get("moved_modules")
+        found: ModuleSpec | None = None if point is None else point.load()(name)
+        return found
+
+
+sys.meta_path.append(_OldNames())
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'palaestra' has no attribute {name!r}")
     module, _, attribute = _MODULES[name].partition(":")
-    if not module.startswith("palaestra_slots."):
+    if not module.startswith("palaestra_"):
         module = f"palaestra.{module}"
-    value: object = getattr(import_module(module), attribute or name)
+    try:
+        value: object = getattr(import_module(module), attribute or name)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name != package:
+            raise
+        where = f"./extensions/{package.removeprefix('palaestra_')}"
+        text = f"{name} needs the package {package.replace('_', '-')}: in a checkout, pip install {where}"
+        raise ModuleNotFoundError(text, name=package) from None
     globals()[name] = value
     return value
 

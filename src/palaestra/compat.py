@@ -5,6 +5,6 @@ paths; `palaestra run SCRIPT.py --compat` does the same. `contract/old_modules.p
     from environments.hermes_base_env import HermesAgentBaseEnv      # palaestra's
 """
 
-from palaestra.contract.old_modules import install
+from palaestra_contract.old_modules import install
 
 install()

@@ -4,6 +4,6 @@
 and the score function compares the value.
 """
 
-from palaestra.suites.grading.hidden_tests import TestVerdicts, run_tests
+from palaestra_suites.grading.hidden_tests import TestVerdicts, run_tests
 
 __all__ = ["TestVerdicts", "run_tests"]

@@ -21,15 +21,15 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.suites.swe.authoring import sdist
-from palaestra.suites.swe.repository import RepositoryCache
-from palaestra.suites.swe.swe_row import SweRow, load_rows
-from palaestra.suites.terminal_bench.find_tasks import load_tasks
 from palaestra_slots.core.errors import ImageError, PrepareError, TaskError
 from palaestra_slots.images.dockerfile import ImageRecipe, check_images, image_config, parse
 from palaestra_slots.images.image_builder import ImageBuilder
 from palaestra_slots.images.task_files import check_links, read_bytes
 from palaestra_slots.sandbox.images.unpack import unpack_files
+from palaestra_suites.swe.authoring import sdist
+from palaestra_suites.swe.repository import RepositoryCache
+from palaestra_suites.swe.swe_row import SweRow, load_rows
+from palaestra_suites.terminal_bench.find_tasks import load_tasks
 from sandbox.images.test_image_store import ROOT, Entry, directory, layout, tar
 
 FILE = b"#!attack"

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from palaestra import Agent, AgentResult, ConfigError, Outcome, ToolError, ToolRegistry, tool
-from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 
 def add(a: int, b: int) -> int:

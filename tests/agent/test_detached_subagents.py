@@ -16,17 +16,17 @@ from palaestra.agent.budget import Budget
 from palaestra.agent.loop import LoopSettings
 from palaestra.agent.result import Subagent
 from palaestra.agent.subagents import SYSTEM_PROMPT
-from palaestra.inference.serving.token_server import TokenLoopback
-from palaestra.inference.tokenizers import load_tokenizer
-from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
-from palaestra.testing.fake_engine import ToyEngine
-from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 from palaestra.tools.call_text import ToolCall
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra_slots.core.errors import ConfigError, EngineUnavailable, IsolationUnavailable, StaleLease
 from palaestra_slots.core.types import JSON, Outcome
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_tokens.serving.token_server import TokenLoopback
+from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_tokens.testing.fake_engine import ToyEngine
+from palaestra_tokens.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.tokenizers import load_tokenizer
 
 
 def calls(name: str, **arguments: JSON) -> FakeAnswer:

@@ -10,11 +10,11 @@ import pytest
 from manual_clock import ManualClock
 from palaestra import AgentResult, HermesAgentLoop
 from palaestra.agent.budget import Budget
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engines.openai import OpenAIEngine
-from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra_slots.core.retry import RetryPolicy
 from palaestra_slots.core.types import JSON, Outcome
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.engines.openai import OpenAIEngine
+from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 READ = {
     "type": "function",

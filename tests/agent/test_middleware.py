@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from palaestra.agent.middleware import Ask, ChatCall, ChatMiddleware, MiddlewareServer
-from palaestra.inference.chat_server import ChatServer
-from palaestra.inference.engine import ChatCompletion
-from palaestra.inference.ledger import Ledger
 from palaestra_slots.core.errors import EngineError
 from palaestra_slots.core.types import JSON, Message
+from palaestra_tokens.chat_server import ChatServer
+from palaestra_tokens.engine import ChatCompletion
+from palaestra_tokens.ledger import Ledger
 
 
 class Exact(ChatServer):

@@ -43,6 +43,37 @@ def test_a_program_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch
         asyncio.run(program.install())
 
 
+@pytest.mark.parametrize("ending", ["exit 1", "exit 127", "kill -KILL $$", "kill -TERM $$", "exec sleep 60"])
+def test_an_interrupted_installation_is_made_again_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    tools, agent, again = tmp_path / "bin", tmp_path / "agent", tmp_path / "again"
+    tools.mkdir()
+    npm = f"""#!/bin/sh
+mkdir -p node_modules/.bin; touch node_modules/.bin/pi
+[ -e {again} ] && exit
+touch {again} half; ln -s / link; {ending}
+"""
+    for name, text in (("node", ""), ("npm", npm)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    program = Installed("pi", str(agent), "1", ())
+
+    async def interrupted() -> None:
+        async with asyncio.timeout(1):
+            await program.install()
+
+    with pytest.raises((ConfigError, TimeoutError)):
+        asyncio.run(interrupted())
+    assert program.binary.exists()
+    asyncio.run(program.install())
+    assert program.binary.exists()
+    assert {each.name for each in agent.iterdir()} == {"node_modules", "install.lock"}
+    again.unlink()  # another installation would fail
+    asyncio.run(program.install())
+
+
 def test_an_agent_names_the_python_that_it_needs() -> None:
     program = PipProgram("mine", "mine", "1.0", (), python="3.99")
     with pytest.raises(ConfigError, match=r"agent mine needs Python 3\.99 on this machine"):

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palaestra.agent.replies import read_reply, text_of
-from palaestra.inference.engine import (
+from palaestra_slots.core.errors import EngineReplyError
+from palaestra_slots.core.types import JSON
+from palaestra_tokens.engine import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
@@ -18,8 +20,6 @@ from palaestra.inference.engine import (
     FunctionCall,
     ToolCallMessage,
 )
-from palaestra_slots.core.errors import EngineReplyError
-from palaestra_slots.core.types import JSON
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),

@@ -128,7 +128,7 @@ def test_a_package_does_not_replace_a_shipped_environment(install: Install, caps
     install(MODULE, "[palaestra.environments]\ncount_lines = theirs_module:words\n")
     assert run("env", "list", "--json") == 0
     rows = {row["name"]: row["origin"] for row in json.loads(capsys.readouterr().out)}
-    assert rows["count_lines"] == "palaestra (palaestra.suites.examples.count_lines:count_lines)"
+    assert rows["count_lines"] == "palaestra-suites (palaestra_suites.examples.count_lines:count_lines)"
 
 
 @pytest.mark.slow

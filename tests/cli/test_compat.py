@@ -54,9 +54,9 @@ if __name__ == "__main__":
 
 @pytest.mark.slots
 def test_an_unchanged_script_runs(tmp_path: Path) -> None:
-    from palaestra.contract.chat_tokenizer import ChatTokenizer
-    from palaestra.inference.tokenizers import load_tokenizer
-    from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
+    from palaestra_contract.chat_tokenizer import ChatTokenizer
+    from palaestra_tokens.testing.tiny_model import save_tokenizer, train_tokenizer
+    from palaestra_tokens.tokenizers import load_tokenizer
 
     folder = tmp_path / "model"
     folder.mkdir()
@@ -83,3 +83,67 @@ def test_an_unchanged_script_runs(tmp_path: Path) -> None:
         assert tokenizer.decode(tokens).startswith("<|im_start|>user\nToss.<|im_end|>")
     again = palaestra("resume", "last", "--compat")
     assert again.returncode == 0, again.stderr
+
+
+OLD = """
+from environments.hermes_base_env import HermesAgentBaseEnv, HermesAgentEnvConfig
+from atroposlib.envs.server_handling.server_manager import APIServerConfig
+
+
+class OldEnv(HermesAgentBaseEnv):
+    name = "old"
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], group_size=1, total_steps=2, max_num_workers=1)
+        return config, [APIServerConfig(model_name="m")]
+
+    async def setup(self):
+        self.left = ["b", "a"]
+
+    async def get_next_item(self):
+        return self.left and {"id": self.left[-1], "solution": f"echo {self.left.pop()} > it"} or None
+
+    def format_prompt(self, item):
+        return "Write it"
+
+    async def compute_reward(self, item, result, ctx):
+        return float(ctx.terminal("cat it")["output"].strip() == item["id"])
+
+    async def evaluate(self, *args, **kwargs):
+        return {}
+"""
+
+
+@pytest.fixture(scope="module")
+def old_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of an old script with `--compat`."""
+    folder = tmp_path_factory.mktemp("old")
+    (folder / "old_env.py").write_text(OLD)
+    words = ["run", "old_env.py", "--compat", "--policy", "oracle", "--tasks", "1", "--env.save_workspaces", "true"]
+    done = subprocess.run([sys.executable, "-m", "palaestra", *words], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["resume", "last", "--tasks", "2"],
+        ["replay", "last"],
+        ["grade", "last"],
+        ["grade", "last", "--environment", "old_env.py", "--compat"],
+        ["fork", "last", "000000-a/0", "--turn", "0", "--times", "1"],
+        ["env", "show", "old_env.py", "--compat"],
+        ["env", "check", "old_env.py", "--compat", "--only", "conftest-skip"],
+        ["eval", "--compat", "old_env.py", "--policy", "oracle", "--tasks", "1"],
+        ["run", "old_env.py", "--compat", "--policy", "oracle", "--on", "processes:1"],
+    ],
+    ids=" ".join,
+)
+def test_old_imports_are_remembered_or_allowed_by_the_flag(old_run: Path, words: list[str]) -> None:
+    first = str(min(old_run.glob("runs/*/*"), key=lambda path: path.name))
+    words = [first if word == "last" else word for word in words]
+    done = subprocess.run([sys.executable, "-m", "palaestra", *words], cwd=old_run, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

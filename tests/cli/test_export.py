@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from recorded import MALFORMED, broken, rollout, sky, write_run
+from recorded import MALFORMED, TOOL, broken, call, result, rollout, sky, write_run
 
 from palaestra.cli.main import main
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 from palaestra.rollouts.export.formats import FORMATS
-from palaestra.rollouts.records import Group
+from palaestra.rollouts.records import Group, TurnRecord
+from palaestra_slots.core.types import JSON, Message
+from palaestra_tokens.testing.fake_engine import CHATML, toy_tokenizer
+from palaestra_tokens.tokenizers import load_tokenizer
 
 
 def run(*argv: object) -> int:
@@ -273,3 +276,67 @@ def test_rollouts_are_chosen_by_reward_outcome_and_task(
 def test_an_unknown_outcome_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "--to", "atif", "--outcome", "naturl") == 2
     assert "natural" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    toy_tokenizer(["weather in Oslo"]).save(folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML}))
+    return folder
+
+
+def played(*messages: Message, turns: int, **fields: JSON) -> Group:
+    """The group of a rollout without sampled tokens."""
+    made = rollout(0, list(messages), turns=[TurnRecord(number=number + 1) for number in range(turns)], **fields)
+    return Group(group_id=made.group_id, number=0, task_id=made.task_id, tools=[TOOL], trajectories=[made])
+
+
+CLOSING: Message = {"role": "assistant", "content": "The reference solution has been carried out."}
+ASKED: Message = {"role": "user", "content": "Weather?"}
+CALLING: Message = {"role": "assistant", "content": None, "tool_calls": [call(1, '{"city":"Oslo"}')]}
+
+
+def test_reference_solutions_are_exported_as_rows(tmp_path: Path, tokenizer: Path) -> None:
+    folder = write_run(tmp_path / "run", played(ASKED, CALLING, result(1, "rain"), CLOSING, turns=2))
+    assert run(folder, "--to", "rows", "--tokenizer", tokenizer) == 0
+    (row,) = map(json.loads, lines(folder / "exports" / "rows.jsonl"))
+    text = load_tokenizer(str(tokenizer)).decode(row["completion_ids"])
+    assert text == '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
+    assert row["mask"] == [1] * len(row["completion_ids"])
+    assert (row["source"], row["logprobs"], row["reward"]) == ("encoded", None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("group", "options", "message"),
+    [
+        (played(ASKED, CALLING, turns=1), [], "an export with a tokenizer"),
+        (played(ASKED, CALLING, turns=1), ["--tokenizer", "MODEL", "--tool-parser", "mistral"], "--tool-parser"),
+        (played(*MALFORMED, turns=1), ["--tokenizer", "MODEL"], "malformed arguments"),
+        (played(ASKED, CALLING, turns=1), ["--tokenizer", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_rows_that_cannot_be_made_name_the_reason(
+    group: Group,
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    tokenizer: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = write_run(tmp_path / "run", group)
+    given = [str(tokenizer) if each == "MODEL" else each for each in options]
+    assert run(folder, "--to", "rows", *given) == 2
+    assert message in capsys.readouterr().err
+    assert not list((folder / "exports").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [("--tokenizer=x", "openai"), ("--tokenizer=x", "table"), ("--placeholders", "openai"), ("--text-content", "rows")],
+)
+def test_an_option_of_another_format_is_refused(
+    option: str, name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder, "--to", name, option) == 2
+    assert f"{option.partition('=')[0]} is for the format" in capsys.readouterr().err

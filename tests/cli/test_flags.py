@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
@@ -19,7 +20,7 @@ from palaestra import open_run
 from palaestra.cli.main import COMMANDS, cli, main
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
-from palaestra.inference.config import APIServerConfig
+from palaestra_tokens.config import APIServerConfig
 
 ENV = """
 import logging
@@ -269,6 +270,29 @@ def test_cleaning_asks_or_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
         os.close(terminal)
         assert (done.returncode, half.exists()) == (0, left), done.stderr
         assert "1 half-made" in done.stderr
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_dry_run_lists_the_workspaces_that_would_be_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dry: bool
+) -> None:
+    store, names, held = tmp_path / "store", {}, []
+    for number, lock in enumerate([None, fcntl.LOCK_SH, fcntl.LOCK_EX]):
+        entry, half = store / (f"{number}" * 40), store / f"new-{number}"
+        half.mkdir(parents=True)
+        (entry / "layers").mkdir(parents=True)
+        (entry / "about.json").write_text('{"size_bytes": 1}')
+        names[lock] = entry.name[:12]
+        for path in (entry / "layers", half) if lock is not None else ():
+            held.append(os.open(path, os.O_RDONLY))
+            fcntl.flock(held[-1], lock or 0)
+    (store / ("3" * 40)).mkdir()  # a damaged entry, which is not listed
+    places = ["--directory", str(tmp_path / "services"), "--workspace-store", str(store)]
+    assert main(["slots", "clean", "--workspaces", "--json", "--dry-run" if dry else "--yes", *places]) == 0
+    assert json.loads(capsys.readouterr().out)["workspaces"] == ["1 half-made", names[None]]
+    assert (store / ("0" * 40)).exists() is (store / "new-0").exists() is dry
+    for lock in held:
+        os.close(lock)
 
 
 def test_all_commands_are_listed() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pages.site import DOCUMENTS, Site, pages, searxng
 from palaestra.cli.main import main
 from palaestra.rollouts.journal.reader import open_recording
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS
-from tools.web.site import DOCUMENTS, Site, pages, searxng
 
 BIRDS = """
 from palaestra import Task, ToolStep, environment

@@ -338,7 +338,7 @@ def test_a_foreign_run_of_an_installed_environment_chooses_no_server(
 
 OPTIONS = """
 from palaestra import HermesAgentEnvConfig
-from palaestra.suites.examples.terminal_test import TerminalTestEnv
+from palaestra_contract.terminal_test import TerminalTestEnv
 
 class Options(HermesAgentEnvConfig):
     depth: int = 1

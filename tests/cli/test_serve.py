@@ -15,9 +15,9 @@ import pytest
 from talking import Talk, group
 
 from palaestra.cli.main import main
-from palaestra.trainers.atropos.connection import FeedSettings
-from palaestra.trainers.atropos.feed import feeding
-from palaestra.trainers.atropos.groups import Deliveries
+from palaestra_train.atropos.connection import FeedSettings
+from palaestra_train.atropos.feed import feeding
+from palaestra_train.atropos.groups import Deliveries
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -36,6 +38,15 @@ def test_another_installation_is_named_by_its_origin(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert metadata.version("palaestra") == "9"
     assert install_command("web") == command
+
+
+def test_no_message_and_no_page_takes_the_package_from_an_index() -> None:
+    """A package index may lack this package, or have one of another owner under its name."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    texts = [ROOT / name for name in listed.split("\0") if re.search(r"\.(py|md|yaml|sbatch|txt)$", name)]
+    taken = re.compile(r"pip install ['\"]?palaestra\[")
+    found = {str(each.relative_to(ROOT)) for each in texts if each.is_file() and taken.search(each.read_text("utf-8"))}
+    assert found == {"tests/core/test_extras.py"}  # an installation of unknown origin
 
 
 def test_the_packages_have_extras_of_their_own() -> None:

@@ -10,14 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 import palaestra
-from palaestra.doors.batch.prompts import BatchConfig
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.config.host_path import HostPath
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engines.scripted import ReplayPolicy, policy_named
+from palaestra_chat.batch.prompts import BatchConfig
 from palaestra_slots.core.config import local_path, slot_path
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.engines.scripted import ReplayPolicy, policy_named
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ from urllib.parse import quote
 
 import pytest
 
-from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra_slots.core import redaction
@@ -18,6 +17,7 @@ from palaestra_slots.core.errors import EngineRefused, PrepareError
 from palaestra_slots.core.exits import report_failure
 from palaestra_slots.core.io.process_arguments import hide
 from palaestra_slots.core.redaction import HIDDEN, redacted, redacted_arguments
+from palaestra_tokens.config import APIServerConfig
 
 SECRET = "Zx81-hunter2-longenough"
 PEM = "PRIVATE" + " KEY-----"

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from crash.by_prompt import served
 from palaestra.cli import main as command_line
-from palaestra.inference.engines.scripted import ScriptedSession
 from palaestra.rollouts.events import RolloutEnded, RolloutResumed
 from palaestra.rollouts.journal.journal import Journal, read_journal
 from palaestra_slots.sandbox.local.client import SlotClient
+from palaestra_tokens.engines.scripted import ScriptedSession
 
 STEPS = ("wc -l < a.txt > lines.txt", "cat a.txt lines.txt", "cp lines.txt answer.txt; cat answer.txt")
 ENVIRONMENT = f"""

@@ -18,14 +18,14 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from palaestra.inference.engine import Sampled
-from palaestra.inference.serving.model_server import ModelServer
-from palaestra.inference.templates import ChatFormat
-from palaestra.inference.token_exact.managed_chat import ManagedChat
-from palaestra.inference.tokenizers import FastTokenizer, load_tokenizer
-from palaestra.testing.fake_engine import Misspeller, toy_logprob
-from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.engine import Sampled
+from palaestra_tokens.serving.model_server import ModelServer
+from palaestra_tokens.templates import ChatFormat
+from palaestra_tokens.testing.fake_engine import Misspeller, toy_logprob
+from palaestra_tokens.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.token_exact.managed_chat import ManagedChat
+from palaestra_tokens.tokenizers import FastTokenizer, load_tokenizer
 
 TURN = "<|im_start|>assistant"
 

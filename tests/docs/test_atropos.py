@@ -13,10 +13,10 @@ import pytest
 
 from envs.scripts import groups_file
 from palaestra.cli.main import main
-from palaestra.inference.serving.token_server import TokenLoopback
-from palaestra.inference.tokenizers import load_tokenizer
-from palaestra.testing.fake_engine import ToyEngine
-from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.serving.token_server import TokenLoopback
+from palaestra_tokens.testing.fake_engine import ToyEngine
+from palaestra_tokens.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "atropos.md").read_text("utf-8")

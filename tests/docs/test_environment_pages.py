@@ -52,7 +52,8 @@ def test_the_page_says_what_the_oracle_and_doing_nothing_score(name: str) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name", ["hermes_swe", "terminal_test", pytest.param("swe_smith_oracle", marks=pytest.mark.network)]
+    "name",
+    ["endless_terminals", "hermes_swe", "terminal_test", pytest.param("swe_smith_oracle", marks=pytest.mark.network)],
 )
 def test_the_commands_of_the_page_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

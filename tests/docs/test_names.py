@@ -12,18 +12,25 @@ import click
 from palaestra.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"palaestra": ROOT / "src/palaestra", "palaestra_slots": ROOT / "packages/slots/src/palaestra_slots"}
-PROJECTS = [ROOT, *ROOT.glob("packages/*")]
+PACKAGES = {"palaestra": ROOT / "src/palaestra"}
+PACKAGES |= {path.name: path for path in (*ROOT.glob("packages/*/src/*"), *ROOT.glob("extensions/*/src/*"))}
+PROJECTS = [ROOT, *ROOT.glob("packages/*"), *ROOT.glob("extensions/*")]
 FOLDERS = [
     *PROJECTS,
     *PACKAGES.values(),
+    *(package.parent for package in PACKAGES.values()),
     *(path for package in PACKAGES.values() for path in package.rglob("*") if path.is_dir()),
 ]
 OURS = {path.name for path in (*ROOT.iterdir(), *FOLDERS) if path.is_dir() and path not in PROJECTS} - {".git"}
 """First parts of a path in this repository; one that starts otherwise is a file of a workspace or of a run."""
 PLACEHOLDER = re.compile(r"\b[A-Z]+(_|\.|/|$)")
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(ROOT.glob("packages/*/README.md")),
+    *sorted(ROOT.glob("extensions/*/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -75,7 +82,7 @@ def test_paths_exist() -> None:
 
 def test_modules_and_imports_exist() -> None:
     for page in PAGES:
-        names = {span for span in spans(page) if re.fullmatch(r"palaestra(_slots)?(\.\w+)+", span)}
+        names = {span for span in spans(page) if re.fullmatch(r"palaestra(_[a-z]+)?(\.\w+)+", span)}
         for language, code in blocks(page):
             if language == "python":
                 names |= imported(code)
@@ -92,7 +99,7 @@ def test_commands_exist() -> None:
     for page in PAGES:
         context = click.Context(cli)
         for line in shell_lines(page):
-            words = re.match(r"(?:\.venv/bin/)?palaestra ([a-z-]+)(?: ([a-z][a-z0-9-]*))?", line)
+            words = re.match(r"(?:\.venv/bin/)?palaestra ([a-z-]+)(?: ([a-z][a-z0-9-]*)(?![\w./:]))?", line)
             if words is None:
                 continue
             command = cli.get_command(context, words[1])

@@ -45,6 +45,7 @@ def test_the_printed_class_that_collects_its_rollouts(tmp_path: Path, monkeypatc
         ("word_env.py", "word", 2),
         ("sum_env.py", "sum", 2),
         ("quiz_env.py", "quiz", 2),
+        ("files_env.py", "files", 6),
     ],
 )
 @pytest.mark.parametrize(("policy", "reward"), [("oracle", 1.0), ("noop", 0.0)])
@@ -52,7 +53,7 @@ def test_a_printed_environment_keeps_its_promise(
     name: str, output: str, count: int, policy: str, reward: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    argv = ["run", str(written(tmp_path, name)), "process", "--policy", policy]
+    argv = ["run", str(written(tmp_path, name)), "process", "--policy", policy, "--tasks", str(count)]
     assert main(argv) == 0
     groups = [json.loads(line) for line in groups_file(tmp_path, output).read_text().splitlines()]
     assert len(groups) == count

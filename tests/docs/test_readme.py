@@ -10,7 +10,7 @@ import pytest
 import palaestra
 from envs.scripts import groups_file
 from palaestra.cli.main import COMMANDS, main
-from palaestra.envs.cheats.proof import BANK
+from palaestra_audit.cheats.proof import BANK
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -33,24 +33,6 @@ def test_the_example_gives_the_promised_rewards(
     assert main(argv) == 0
     lines = groups_file(tmp_path).read_text().splitlines()
     assert [json.loads(line)["scores"] for line in lines] == [[reward]] * 3
-
-
-def test_every_folder_in_the_tree_is_there() -> None:
-    page = README.parent / "docs" / "architecture.md"
-    tree = re.search(r"```\n(packages/slots/src/palaestra_slots/\n.*?)```", page.read_text(), re.DOTALL)
-    assert tree is not None
-    root = package = README.parent
-    outer = ""
-    for line in tree.group(1).splitlines():
-        names = re.match(r" *(\S+/(?:  \S+/)*)(?= |$)", line)
-        if names is None:
-            continue
-        indent = len(line) - len(line.lstrip())
-        for name in names[1].split():
-            package = root / name if indent == 0 else package
-            outer = name if indent == 2 else outer
-            path = {0: root / name, 2: package / name}.get(indent, package / outer / name)
-            assert path.is_dir(), line
 
 
 def test_the_command_is_on_the_path_before_it_is_used() -> None:

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import palaestra
-from palaestra.tools.browser import chromium
+from palaestra_toolsets.browser import chromium
 
 _ROOT = Path(__file__).parents[2]
 
@@ -109,7 +109,7 @@ def test_the_first_pages_fit_the_window_and_report_no_error(site: Path, width: i
         page = browser.new_page(viewport={"width": width, "height": 900})
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
-        for name in ("index", "architecture", "environments", "performance/slots", "security/grading"):
+        for name in ("index", "architecture", "environments", "performance", "security/grading"):
             page.goto((site / f"{name}.html").as_uri())
             page.wait_for_function("[...document.images].every(image => image.complete)")
             if page.evaluate("document.documentElement.scrollWidth") > width:

@@ -1,4 +1,4 @@
-"""The first program of docs/tinker.md runs, with the real SDK; `tests/integrations` runs the one of the cookbook."""
+"""The first program of docs/tinker.md runs, with the real SDK; the integrations' tests run the one of the cookbook."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.testing.tiny_model import make_tiny
 from palaestra_slots.core.io.threads import LoopThread
+from palaestra_tokens.testing.tiny_model import make_tiny
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 pytest.importorskip("tinker")
@@ -17,8 +17,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "tinker.md"
 
 
 def test_the_program_trains_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from palaestra.trainers.tinker.server import serving
-    from palaestra.trainers.tinker.service import ServiceSettings
+    from palaestra_train.tinker.server import serving
+    from palaestra_train.tinker.service import ServiceSettings
 
     program, _ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     make_tiny(tmp_path / "tiny", hidden=64, layers=2)

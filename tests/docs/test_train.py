@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.rollouts.observe.training_steps import read_steps
-from palaestra.testing.tiny_model import make_tiny
+from palaestra_tokens.testing.tiny_model import make_tiny
 
 pytestmark = [
     pytest.mark.slots,

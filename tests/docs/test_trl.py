@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import palaestra
-from palaestra.testing.tiny_model import make_tiny
+from palaestra_tokens.testing.tiny_model import make_tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
 (PROGRAM,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)

@@ -49,13 +49,6 @@ def test_the_first_environment_and_debugging_a_run(tmp_path: Path) -> None:
     assert set(later) == {0}
 
 
-def test_both_pages_about_training_have_the_same_environment() -> None:
-    pages = [_PAGES / "5-train.md", _PAGES.parent / "train.md"]
-    one, other = (re.findall(r"^```python\n(# note_env\.py\n.*?)^```", page.read_text(), re.M | re.S) for page in pages)
-    assert len(one) == 1
-    assert one == other
-
-
 @pytest.mark.slow
 @pytest.mark.slots
 @pytest.mark.timeout(900)

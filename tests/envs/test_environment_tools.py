@@ -10,7 +10,7 @@ import pytest
 
 from palaestra import HermesAgentEnvConfig, Task, environment, tool
 from palaestra.cli.main import main
-from palaestra.contract.agent_env import AgentEnvConfig
+from palaestra_contract.agent_env import AgentEnvConfig
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
 

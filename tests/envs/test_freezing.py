@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.inference.chat_server import ChatServer
-from palaestra.inference.engine import ChatCompletion
-from palaestra.inference.engines.scripted import ScriptedEngine
 from palaestra.rollouts.journal.reader import Recording
 from palaestra_slots.core.types import JSON, Message
+from palaestra_tokens.chat_server import ChatServer
+from palaestra_tokens.engine import ChatCompletion
+from palaestra_tokens.engines.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.slots
 

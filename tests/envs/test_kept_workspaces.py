@@ -20,13 +20,13 @@ from palaestra.cli.main import main
 from palaestra.rollouts.events import GroupStarted, RolloutEnded
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.records import Group
-from palaestra.suites.swe.swe_row import RowKind, SweRow
-from palaestra.suites.swe.swe_smith_oracle import ResolvedRow, SweEnvironment, SweSmithOracleEnvConfig
-from palaestra.suites.toolchain.toolchain import Install, Toolchain
 from palaestra_slots.core.types import Task
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.slot import Rung
 from palaestra_slots.sandbox.snapshots.folder import SnapshotStore, StoredSnapshot
+from palaestra_suites.swe.swe_row import RowKind, SweRow
+from palaestra_suites.swe.swe_smith_oracle import ResolvedRow, SweEnvironment, SweSmithOracleEnvConfig
+from palaestra_suites.toolchain.toolchain import Install, Toolchain
 from programs import killed_after, until
 
 pytestmark = pytest.mark.slots

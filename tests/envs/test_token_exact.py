@@ -13,23 +13,23 @@ import pytest
 
 from palaestra import HermesAgentBaseEnv, HermesAgentLoop
 from palaestra.agent.result import AgentResult
-from palaestra.contract.tool_context import ToolContext
 from palaestra.envs.config.build import server_settings
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.parsers import get_parser
-from palaestra.inference.server_group import ServerGroup
-from palaestra.inference.serving.token_server import TokenLoopback
-from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra.rollouts.rollout import Rollout
-from palaestra.testing.fake_engine import ToyEngine
-from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_contract.tool_context import ToolContext
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Message
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.parsers import get_parser
+from palaestra_tokens.server_group import ServerGroup
+from palaestra_tokens.serving.token_server import TokenLoopback
+from palaestra_tokens.testing.fake_engine import ToyEngine
+from palaestra_tokens.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.tokenizers import load_tokenizer
 
 CALL = '<tool_call>\n{"name": "list_nothing", "arguments": {}}\n</tool_call>'
 

@@ -13,24 +13,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult
-from palaestra.inference.chat_server import SessionContext
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engine import Sampled
-from palaestra.inference.engines.openai import OpenAIEngine
-from palaestra.inference.engines.scripted import OraclePolicy, ScriptedEngine
-from palaestra.inference.templates import ChatFormat
-from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
-from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
-from palaestra.testing.fake_engine import toy_tokenizer
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import Kit
 from palaestra_slots.core.errors import GraderError
 from palaestra_slots.core.retry import RetryPolicy
 from palaestra_slots.core.types import JSON, Blame, Limits, Score, Task
 from palaestra_slots.sandbox.slot import Slot
+from palaestra_tokens.chat_server import SessionContext
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.engine import Sampled
+from palaestra_tokens.engines.openai import OpenAIEngine
+from palaestra_tokens.engines.scripted import OraclePolicy, ScriptedEngine
+from palaestra_tokens.templates import ChatFormat
+from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_tokens.testing.fake_engine import toy_tokenizer
+from palaestra_tokens.token_exact.managed_chat import ManagedChat
 
 ENGINE_FAULTS: Mapping[str, FakeAnswer] = {
     "429": FakeAnswer({"error": {"message": "slow down"}}, status=429),

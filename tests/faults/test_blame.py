@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from faults.injected import FAULTS, IDLE_LIMITS, OWN_LIMITS, BrokenWorld
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.events import AttemptDiscarded, RolloutEnded, RunStarted
 from palaestra.rollouts.journal.journal import EventStream, Journal, read_journal
 from palaestra.rollouts.journal.reader import Recording
@@ -20,6 +18,8 @@ from palaestra.rollouts.spec import RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.server_group import ServerGroup
 
 pytestmark = pytest.mark.slots
 
@@ -78,9 +78,13 @@ def test_every_fault_is_blamed_and_groups_stay_whole_at_a_tenth(tmp_path: Path) 
     env = BrokenWorld(50, plan)
     groups, path = roll_out(tmp_path, env, 4, whole=True)
     assert wrongly_blamed(env, path) == []
-    again = sum(FAULTS[fault] is not None for (fault,) in plan.values())
+    bugs = [name for name, (fault,) in plan.items() if fault == "the grader raises"]
+    again = sum(FAULTS[fault] is not None for (fault,) in plan.values()) - len(bugs)
     assert sum(len(each) for each in attempts(path).values()) == len(rollouts) + again
-    assert [len(group.scored) for group in groups] == [4] * 50, "a group is short"
+    short = {name.partition("/")[0] for name in bugs}  # a bug of the score would fail whatever is played
+    assert {group.group_id: len(group.scored) for group in groups} == {
+        group.group_id: 3 if group.group_id in short else 4 for group in groups
+    }
 
 
 def test_whose_fault_it_was_is_seen_without_replacement(tmp_path: Path) -> None:
@@ -93,7 +97,7 @@ def test_whose_fault_it_was_is_seen_without_replacement(tmp_path: Path) -> None:
 
 
 def test_a_group_has_so_many_replacements_and_no_more(tmp_path: Path) -> None:
-    plan = {f"000000-t0/{index}": ["the grader raises"] * 5 for index in range(2)}
+    plan = {f"000000-t0/{index}": ["the grader ran no test"] * 5 for index in range(2)}
     env = BrokenWorld(1, plan)
     (group,), path = roll_out(tmp_path, env, 2, whole=True)
     assert sum(len(each) for each in attempts(path).values()) == 4

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from crash.by_prompt import TURN, ByPrompt
-from palaestra.inference.engine import Sampled
-from palaestra.inference.serving.model_server import ModelServer
-from palaestra.inference.tokenizers import load_tokenizer
-from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
-from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
-from tools.web.site import Site, searxng
+from pages.site import Site, searxng
+from palaestra_tokens.engine import Sampled
+from palaestra_tokens.serving.model_server import ModelServer
+from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_tokens.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.tokenizers import load_tokenizer
 
 __all__ = [
     "MCP_SERVER",

@@ -16,11 +16,11 @@ from typing import Self
 
 from aiohttp import web
 
-from palaestra.inference.engine import Sampled
-from palaestra.inference.serving.token_server import TokenLoopback
-from palaestra.inference.tokenizers import Tokenizer
-from palaestra.testing.fake_engine import toy_logprob
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.engine import Sampled
+from palaestra_tokens.serving.token_server import TokenLoopback
+from palaestra_tokens.testing.fake_engine import toy_logprob
+from palaestra_tokens.tokenizers import Tokenizer
 
 ITEM = re.compile(r"This is item (\d+)\.")
 QUESTION = re.compile(r"What is (\d+) \+ (\d+)\?")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from interop.peer import THEIRS
-from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
-from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.tokenizers import Tokenizer, load_tokenizer
 
 HERE = Path(__file__).parent
 

@@ -16,14 +16,14 @@ from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfi
 from harbor.trial.trial import Trial
 
 from palaestra.rollouts.spec import Phase
-from palaestra.suites.images.pytest_toolchain import working_command
-from palaestra.suites.terminal_bench.task_environment import ResolvedTask
-from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 from palaestra_slots.core.types import Task
 from palaestra_slots.images.as_user import as_user
 from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import Slot
 from palaestra_slots.sandbox.transfer import download_dir, upload_dir
+from palaestra_suites.images.pytest_toolchain import working_command
+from palaestra_suites.terminal_bench.task_environment import ResolvedTask
+from palaestra_suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
 
 PYTEST = """#!/bin/sh
 exec {python} -c 'import sys; sys.path += {packages}; import pytest; sys.exit(pytest.console_main())' "$@"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from interop.answering import answering
 from interop.peer import OURS, STOCK, SUMS, THEIRS, Ended, ended, flags, lines
-from palaestra.inference.tokenizers import Tokenizer
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.tokenizers import Tokenizer
 
 SIDES = {"ours": OURS, "theirs": THEIRS}
 

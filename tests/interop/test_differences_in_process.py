@@ -12,8 +12,8 @@ from recorded import embedded
 from interop.answering import Gauge, answering
 from interop.peer import DEADLINE_S, SUMS, Ended, ended, flags, kill, lines, running, until
 from interop.sides import SIDES, groups_file, process, process_stock, processed
-from palaestra.inference.tokenizers import Tokenizer
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.tokenizers import Tokenizer
 
 pytestmark = pytest.mark.slots
 

@@ -23,8 +23,8 @@ from interop.peer import (
     running,
     until,
 )
-from palaestra.inference.tokenizers import Tokenizer
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.tokenizers import Tokenizer
 
 Conversation = Callable[[Talk, Server], Awaitable[JSON]]
 

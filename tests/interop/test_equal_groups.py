@@ -9,8 +9,8 @@ import pytest
 
 from interop.peer import lines
 from interop.sides import SIDES, groups_file, process_stock, processed
-from palaestra.inference.tokenizers import Tokenizer
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.tokenizers import Tokenizer
 
 TOKENS = ("tokens", "masks", "scores", "messages")
 

@@ -11,8 +11,8 @@ from talking import Talk
 from interop.answering import answering
 from interop.batches import begin, delivered, take
 from interop.peer import STOCK, THEIRS, PalaestraApi, flags, running, until
-from palaestra.inference.tokenizers import Tokenizer
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.tokenizers import Tokenizer
 
 
 @pytest.mark.parametrize("size", [4, 16])

@@ -12,9 +12,9 @@ from talking import Talk
 from interop.answering import answering
 from interop.batches import Row, begin, delivered, take
 from interop.peer import DEADLINE_S, OURS, SCRIPTS, SUMS, THEIRS, RunApi, ended, flags, running, until
-from palaestra.inference.tokenizers import Tokenizer
 from palaestra.rollouts.resume.state import read_finished
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.tokenizers import Tokenizer
 
 
 def journalled(folder: Path) -> list[list[Row]]:

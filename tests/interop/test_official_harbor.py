@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from palaestra.envs.cheats.proof import policy_runs
 from palaestra.envs.config.build import make_pool
-from palaestra.inference.engines.scripted import Policy
-from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
-from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
-from palaestra.suites.toolchain.toolchain import DependencyCache
+from palaestra.envs.policy_runs import policy_runs
 from palaestra_slots.core.types import ToolStep
+from palaestra_suites.terminal_bench.terminalbench_2 import TerminalBenchEnvironment
+from palaestra_suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
+from palaestra_suites.toolchain.toolchain import DependencyCache
+from palaestra_tokens.engines.scripted import Policy
 from suites.conftest import installed_pytest as installed_pytest
 
 pytestmark = [pytest.mark.slots, pytest.mark.timeout(900), pytest.mark.xdist_group("harbor")]

@@ -20,22 +20,22 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.envs.cheats.proof import PolicyRuns, policy_runs
 from palaestra.envs.config.build import make_pool
-from palaestra.inference.engines.scripted import PatchPolicy
+from palaestra.envs.policy_runs import PolicyRuns, policy_runs
 from palaestra.rollouts.spec import Phase
-from palaestra.suites.swe.row_tests import run_row
-from palaestra.suites.swe.swe_smith_oracle import (
+from palaestra_slots.core.types import JSON, Task
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import Slot
+from palaestra_suites.swe.row_tests import run_row
+from palaestra_suites.swe.swe_smith_oracle import (
     REPOSITORY,
     ResolvedRow,
     SweEnvironment,
     SweSmithOracleEnvConfig,
 )
-from palaestra.suites.swe.workspace import unpack
-from palaestra.suites.toolchain.toolchain import DependencyCache
-from palaestra_slots.core.types import JSON, Task
-from palaestra_slots.sandbox.pool import SlotPool
-from palaestra_slots.sandbox.slot import Slot
+from palaestra_suites.swe.workspace import unpack
+from palaestra_suites.toolchain.toolchain import DependencyCache
+from palaestra_tokens.engines.scripted import PatchPolicy
 from suites.conftest import installed_pytest as installed_pytest
 from suites.swe.published import BUGGY, RIGHT, Files, Source, git
 

@@ -7,13 +7,13 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from palaestra import Task, environment
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engine import Sampled
-from palaestra.inference.engines.token_engine import TokenChat
-from palaestra.testing.fake_engine import toy_logprob, toy_tokenizer
 from palaestra_slots.core.errors import SlotLost
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Slot
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.engine import Sampled
+from palaestra_tokens.engines.token_engine import TokenChat
+from palaestra_tokens.testing.fake_engine import toy_logprob, toy_tokenizer
 
 TOKENIZER = toy_tokenizer(["fix the bug in calc.py <tool_call> bash command sed the answer is done"] * 5)
 FIX = "sed 's/a - b/a + b/' calc.py > fixed.py; mv fixed.py calc.py"

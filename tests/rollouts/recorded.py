@@ -11,13 +11,13 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from palaestra.inference.engine import Sampled
-from palaestra.inference.ledger import Ledger, Piece, SegmentReason
 from palaestra.rollouts.events import GroupEnded, GroupStarted, RolloutEnded, RunEnded, RunStarted
 from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.records import Group, TokenRow, Trajectory, TurnRecord
 from palaestra_slots.core.types import JSON, Blame, Message, Outcome
+from palaestra_tokens.engine import Sampled
+from palaestra_tokens.ledger import Ledger, Piece, SegmentReason
 
 META = ExportMeta(run_id="run-1", env="weather", model="m", seed=7, started_at=1.5)
 

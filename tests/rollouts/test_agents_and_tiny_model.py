@@ -18,9 +18,9 @@ import palaestra
 from model_logprobs import own_logprobs
 from palaestra.agent.known_programs import PROGRAMS
 from palaestra.agent.programs import NpmProgram
-from palaestra.inference.config import APIServerConfig
-from palaestra.testing.tiny_model import make_tiny
 from palaestra_slots.core.types import Blame, Outcome
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.testing.tiny_model import make_tiny
 
 pytestmark = [
     pytest.mark.slots,

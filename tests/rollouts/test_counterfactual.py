@@ -20,9 +20,17 @@ from envs.agent_script import WITH_META
 from palaestra import ConfigError, Rollout, Slot, Task, environment
 from palaestra.cli.main import main
 from palaestra.envs.run.library import assembled
-from palaestra.inference.chat_server import ServerEngine
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engine import (
+from palaestra.rollouts.counterfactual import FORK_NAME, fork_of, read_fork, resumed_fork
+from palaestra.rollouts.events import RolloutEnded, TurnTaken
+from palaestra.rollouts.export.token_rows import ExportedRow
+from palaestra.rollouts.journal.journal import read_journal
+from palaestra.rollouts.journal.reader import Recording
+from palaestra.rollouts.journal.verify import verify_run
+from palaestra.rollouts.records import Origin, Trajectory
+from palaestra_slots.core.types import JSON, Blame, Outcome
+from palaestra_tokens.chat_server import ServerEngine
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.engine import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
@@ -31,17 +39,9 @@ from palaestra.inference.engine import (
     Sampled,
     ToolCallMessage,
 )  # fmt: skip
-from palaestra.inference.engines.token_engine import TokenChat
-from palaestra.rollouts.counterfactual import FORK_NAME, fork_of, read_fork, resumed_fork
-from palaestra.rollouts.events import RolloutEnded, TurnTaken
-from palaestra.rollouts.export.token_rows import ExportedRow
-from palaestra.rollouts.journal.journal import read_journal
-from palaestra.rollouts.journal.reader import Recording
-from palaestra.rollouts.journal.verify import verify_run
-from palaestra.rollouts.records import Origin, Trajectory
-from palaestra.testing.fake_engine import toy_tokenizer
-from palaestra.trainers.advantages import COUNTERFACTUAL, Batch
-from palaestra_slots.core.types import JSON, Blame, Outcome
+from palaestra_tokens.engines.token_engine import TokenChat
+from palaestra_tokens.testing.fake_engine import toy_tokenizer
+from palaestra_train.advantages import COUNTERFACTUAL, Batch
 
 pytestmark = pytest.mark.slots
 
@@ -332,10 +332,10 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     report = asyncio.run(assembled(lock(), "process", {}, server=Presser(), folder=str(tmp_path))(begins=wrong))
     lost = palaestra.open_run(report.folder).trajectories[0]
     assert lost.reward is None
-    before = sorted(tmp_path.glob("*/*"))
-    with pytest.raises(ConfigError, match=r"nothing can follow turn 4, because the limit is 4 turns.*max_agent_turns"):
-        continued(run, 4, max_agent_turns=4)
-    assert sorted(tmp_path.glob("*/*")) == before
+    late = fork_of(journal, "000000-lock-0/1", 4, "")
+    line = {"server": Presser(), "folder": str(tmp_path), "max_agent_turns": 4}
+    report = asyncio.run(assembled(lock(), "process", {}, **line)(begins=late))
+    assert "nothing can follow turn 4: raise the limit of 4 turns" in palaestra.open_run(report.folder).groups[0].error
     assert "the recorded turns cannot be repeated here: its prompt has changed" in lost.error
 
 

@@ -13,17 +13,17 @@ import pytest
 from msgspec.structs import replace
 
 from palaestra import Task, ToolStep, environment
-from palaestra.doors.batch.batch_files import write_batch_files
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import Steering, run
-from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.events import GroupEnded, GroupFinished, GroupStarted, Handlers, RolloutEnded, RunStarted
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.observe.metrics import Figures, summarise
 from palaestra.rollouts.records import Beside, Group, Trajectory
+from palaestra_chat.batch.batch_files import write_batch_files
 from palaestra_slots.core.types import Outcome
+from palaestra_tokens.config import APIServerConfig
 
 N = 60
 MANY = 500

@@ -183,8 +183,8 @@ def test_cancelling_keeps_what_was_finished_and_records_the_rest(tmp_path: Path)
 
 def test_a_model_server_that_is_gone_stops_the_run(tmp_path: Path, unused_tcp_port: int) -> None:
     shared = services(tmp_path, group_size=1)
-    from palaestra.inference.config import APIServerConfig
-    from palaestra.inference.server_group import ServerGroup
+    from palaestra_tokens.config import APIServerConfig
+    from palaestra_tokens.server_group import ServerGroup
 
     url = f"http://127.0.0.1:{unused_tcp_port}/v1"
     server = ServerGroup([APIServerConfig(base_url=url, model_name="m", timeout=1, health_check=False)])

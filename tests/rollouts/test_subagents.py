@@ -18,16 +18,6 @@ from manual_clock import ManualClock
 from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import SYSTEM_PROMPT
-from palaestra.inference.chat_server import ChatServer, Engine, SessionContext
-from palaestra.inference.engine import (
-    ChatChoice,
-    ChatCompletion,
-    CompletionUsage,
-    Sampled,
-)
-from palaestra.inference.templates import ChatFormat
-from palaestra.inference.token_exact.managed_chat import ManagedChat
-from palaestra.inference.token_exact.replies import ReplyReader
 from palaestra.rollouts.events import Handlers, ReplyReceived, RolloutEnded, TokensSpent, TurnTaken
 from palaestra.rollouts.export.atif import AtifExporter, atif_document
 from palaestra.rollouts.export.atropos import GroupsFile
@@ -46,13 +36,23 @@ from palaestra.rollouts.resume.state import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import AgentSettings, Middleware
-from palaestra.testing.fake_engine import toy_logprob, toy_tokenizer
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK
 from palaestra.tools.builtin.todo import TODO
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.errors import EngineUnavailable
 from palaestra_slots.core.types import JSON, Blame, Message, Outcome, Prices, Task
+from palaestra_tokens.chat_server import ChatServer, Engine, SessionContext
+from palaestra_tokens.engine import (
+    ChatChoice,
+    ChatCompletion,
+    CompletionUsage,
+    Sampled,
+)
+from palaestra_tokens.templates import ChatFormat
+from palaestra_tokens.testing.fake_engine import toy_logprob, toy_tokenizer
+from palaestra_tokens.token_exact.managed_chat import ManagedChat
+from palaestra_tokens.token_exact.replies import ReplyReader
 from rollouts.resume.test_recorded_turns import cut, middle, part, taken_up
 
 Speaks = Callable[[str, int], str | None]
@@ -420,6 +420,8 @@ def test_a_rollout_repeats_itself_until_every_known_reply_is_given_back(tmp_path
         assert recall.replaying
         assert recall.pending_reply(branch, messages) is not None
         assert recall.pending_reply(branch, messages) is None
+    assert recall.replaying, "the turn that was cut off is not over"
+    assert not recall.match_turn(None, opening, [])
     assert not recall.replaying
 
 

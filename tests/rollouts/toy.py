@@ -9,8 +9,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import JournalEvent, MemoryEvent, RunStarted, Subscriber
 from palaestra.rollouts.grading.grader import Grading
@@ -23,6 +21,8 @@ from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
 from palaestra_slots.core.errors import SandboxError
 from palaestra_slots.core.types import JSON, Score, Task, ToolStep
 from palaestra_slots.sandbox.slot import Change, Slot, SlotSource, SlotSpec, Snapshot, View
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.server_group import ServerGroup
 
 
 async def add(arguments: Mapping[str, JSON], run: ToolRun) -> Mapping[str, JSON]:

@@ -11,7 +11,6 @@ import pytest
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.inference.config import APIServerConfig
 from palaestra_slots.core.errors import AcquireTimeout
 from palaestra_slots.sandbox import admission
 from palaestra_slots.sandbox.admission import (
@@ -24,6 +23,7 @@ from palaestra_slots.sandbox.admission import (
 )
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_tokens.config import APIServerConfig
 
 MUCH, MANY = 1 << 40, 1 << 20
 

@@ -15,22 +15,27 @@ package_order: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package_order)
 
 TREE = {
-    "__init__": "if TYPE_CHECKING:\n    from palaestra.contract.base_env import BaseEnv\n",
+    "__init__": "if TYPE_CHECKING:\n    from palaestra_contract.base_env import BaseEnv\n",
     "palaestra_slots.core.errors": "",
-    "contract.__init__": "",
-    "contract.base_env": "from palaestra_slots.sandbox.pool import SlotPool\n",
+    "palaestra_contract.__init__": "",
+    "palaestra_contract.base_env": "from palaestra_slots.sandbox.pool import SlotPool\n",
     "palaestra_slots.sandbox.pool": "from palaestra_slots.core.errors import SlotLost\n",
-    "cluster.worker": "",
-    "tools.runtime.ttl": "",
-    "tools.web.fetch": "",
-    "viewer.server": "",
+    "palaestra_cloud.cluster.worker": "",
+    "palaestra_contract.tools.ttl": "",
+    "palaestra_toolsets.web.fetch": "",
+    "palaestra_view.server": "",
 }
 
 
 def offenders(root: Path, **sources: str) -> set[tuple[str, str]]:
     for module, source in {**TREE, **sources}.items():
-        folder = "packages/slots/src" if module.startswith("palaestra_slots.") else "src/palaestra"
-        path = root / folder / f"{module.replace('.', '/')}.py"
+        package, _, rest = module.partition(".")
+        folder, name = (
+            (package_order.FOLDERS[package], rest)
+            if rest and package in package_order.FOLDERS
+            else (package_order.FOLDERS["palaestra"], module)
+        )
+        path = root / folder / f"{name.replace('.', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
     found: set[tuple[str, str]] = package_order.against_the_order(root)
@@ -40,17 +45,16 @@ def offenders(root: Path, **sources: str) -> set[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        ("from palaestra.contract.base_env import Item", "contract.base_env"),
-        ("from palaestra.contract import base_env", "contract.base_env"),
-        ("from palaestra import contract", "contract"),
-        ("import palaestra.contract.base_env as base", "contract.base_env"),
-        ("from palaestra import BaseEnv", "contract.base_env"),
-        ("import palaestra\nx = palaestra.BaseEnv", "contract.base_env"),
-        ("def f():\n    from palaestra.viewer.server import serve", "viewer.server"),
-        ("if TYPE_CHECKING:\n    from palaestra.viewer.server import serve", "viewer.server"),
-        ("x = {'view': 'palaestra.viewer.server:serve'}", "viewer.server"),
-        ("x = import_module(f'palaestra.viewer.{name}')\ny = ('server:serve',)", "viewer.server"),
-        ("x = (sys.executable, '-m', 'palaestra.cluster.worker')", "cluster.worker"),
+        ("from palaestra_contract.base_env import Item", "palaestra_contract.base_env"),
+        ("from palaestra_contract import base_env", "palaestra_contract.base_env"),
+        ("import palaestra_contract.base_env as base", "palaestra_contract.base_env"),
+        ("from palaestra import BaseEnv", "palaestra_contract.base_env"),
+        ("import palaestra\nx = palaestra.BaseEnv", "palaestra_contract.base_env"),
+        ("def f():\n    from palaestra_view.server import serve", "palaestra_view.server"),
+        ("if TYPE_CHECKING:\n    from palaestra_view.server import serve", "palaestra_view.server"),
+        ("x = {'view': 'palaestra_view.server:serve'}", "palaestra_view.server"),
+        ("x = import_module(f'palaestra_view.{name}')\ny = ('server:serve',)", "palaestra_view.server"),
+        ("x = (sys.executable, '-m', 'palaestra_cloud.cluster.worker')", "palaestra_cloud.cluster.worker"),
     ],
 )
 def test_a_library_that_imports_an_extension_is_found(tmp_path: Path, source: str, target: str) -> None:
@@ -60,15 +64,15 @@ def test_a_library_that_imports_an_extension_is_found(tmp_path: Path, source: st
 @pytest.mark.parametrize(
     ("module", "source", "forbidden"),
     [
-        ("contract.old", "import palaestra.cluster.worker", False),
-        ("viewer.page", "import palaestra.cluster.worker", True),
-        ("doors.gateway.jobs", "from palaestra.tools.web.fetch import get", False),
-        ("doors.gateway.jobs", "from palaestra.tools.runtime.ttl import Expiry", True),
-        ("inference.engine", "import palaestra_slots.core.errors", False),
-        ("inference.engine", "import palaestra_slots.sandbox.pool", True),
+        ("palaestra_contract.old", "import palaestra_cloud.cluster.worker", False),
+        ("palaestra_view.page", "import palaestra_cloud.cluster.worker", True),
+        ("palaestra_gateway.jobs", "from palaestra_toolsets.web.fetch import get", False),
+        ("palaestra_gateway.jobs", "from palaestra_contract.tools.ttl import Expiry", True),
+        ("palaestra_tokens.engine", "import palaestra_slots.core.errors", False),
+        ("palaestra_tokens.engine", "import palaestra_slots.sandbox.pool", True),
         ("palaestra_slots.sandbox.slot", "import palaestra.envs.form", True),
         ("palaestra_slots.sandbox.slot", "from palaestra_slots.core.errors import SlotLost", False),
-        ("envs.run", "SCHEMA = 'palaestra.viewer'", False),
+        ("envs.run", "SCHEMA = 'palaestra_view'", False),
     ],
 )
 def test_the_order(tmp_path: Path, module: str, source: str, *, forbidden: bool) -> None:

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from palaestra.tools.browser import chromium
+from palaestra_toolsets.browser import chromium
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"
@@ -102,7 +102,7 @@ def test_text_is_readable_on_a_phone() -> None:
 def test_the_check_finds_a_plot_that_is_older_than_its_data(tmp_path: Path) -> None:
     needed = [
         "scripts", "docs/pictures", "README.md", "src/palaestra/rollouts/observe/console.py",
-        "src/palaestra/doors/chat/terminal", "src/palaestra/viewer/page",
+        "extensions/chat/src/palaestra_chat/terminal", "extensions/view/src/palaestra_view/page",
     ]  # fmt: skip
     for path in needed:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

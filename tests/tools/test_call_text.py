@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.agent.hermes_text import observation, result_in, result_text
 from palaestra.tools.call_text import result_of
 from palaestra.tools.tool import ToolCall, ToolResult
+from palaestra_contract.hermes_text import observation, result_in, result_text
 from palaestra_slots.core.types import JSON
 
 CALL = '<tool_call>{"name": "terminal", "arguments": {"command": "ls"}}</tool_call>'

@@ -8,8 +8,8 @@ from palaestra.tools.registry.build import build_tool_registry, builtin_tools
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import Tool
 from palaestra_slots.core.types import JSON
+from tools.desk import AtDesk, Desk
 
-from .conftest import AtDesk, Desk
 from .contract import FROM_REPLY, PARAMETERS, SCENES
 
 TOOLS = {tool.name: tool for tool in builtin_tools()}

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from pages.site import Site, pages, searxng
 from palaestra import ToolCall, ToolExecutor, ToolSession, ToolSettings, handle_function_call, open_world, use_session
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
-from palaestra.tools.browser import chromium
 from palaestra.tools.registry.build import RunConditions, build_tool_registry
 from palaestra_slots.core.errors import ConfigError, IsolationUnavailable, ToolUnavailable
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
-from tools.web.site import Site, pages, searxng
+from palaestra_toolsets.browser import chromium
 
 
 @pytest.fixture(scope="module")

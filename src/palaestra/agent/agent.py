@@ -15,8 +15,6 @@ from typing import TypeAlias
 
 from palaestra.agent.loop import AgentLoop, LoopSettings
 from palaestra.agent.result import AgentResult
-from palaestra.inference.config import APIServerConfig, ServerBaseline
-from palaestra.inference.server_group import ServerGroup
 from palaestra.tools.decorator import tool
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
@@ -28,6 +26,8 @@ from palaestra_slots.core.io.threads import run_blocking
 from palaestra_slots.core.types import Message
 from palaestra_slots.sandbox.sandbox import Sandbox
 from palaestra_slots.sandbox.slot import Slot
+from palaestra_tokens.config import APIServerConfig, ServerBaseline
+from palaestra_tokens.server_group import ServerGroup
 
 ToolSource: TypeAlias = Tool | Callable[..., object] | str
 """A tool, a typed function with a docstring, or the name of a toolset."""

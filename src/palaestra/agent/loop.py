@@ -18,15 +18,18 @@ from palaestra.agent.budget import Budget, Used, WallClock, estimated_tokens
 from palaestra.agent.replies import Reply, read_reply
 from palaestra.agent.result import ENDED_LOOPS, AgentResult, Turn
 from palaestra.agent.tool_calls import ToolCalls
-from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra_slots.core.clock import Clock, SystemClock
 from palaestra_slots.core.errors import ContextExceeded, EngineError, InfraError
 from palaestra_slots.core.types import JSON, Blame, Message, Outcome
+from palaestra_tokens.chat_server import ChatServer, chat_server
+
+Answer: TypeAlias = Callable[[list[Message]], Awaitable[Message | None]]
+"""Returns the user's answer to a reply without tool calls; None if the conversation is over."""
 
 OnTurn: TypeAlias = Callable[[Turn, list[Message]], Awaitable[None] | None]
 """Called after every turn with the turn and the messages that it added. It is not called for a turn that cancellation,
-a configuration error or a bug cut short."""
+a configuration error or a bug cut short, or whose reply the user could not answer because the infrastructure failed."""
 
 
 class _End(NamedTuple):
@@ -64,8 +67,8 @@ class AgentLoop:
 
     `tools` runs the calls. `definitions` are the OpenAI function schemas that the model sees, and `names` the tools
     that it may call; both default to those of `tools`. Calls of the `parallel_safe` tools may run concurrently, by
-    default those of `tools`. `failure` is the infrastructure failure that ended the latest run, or None. `wall` is the
-    clock of that run.
+    default those of `tools`. `user` answers replies without tool calls. `failure` is the infrastructure failure that
+    ended the latest run, or None. `wall` is the clock of that run.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class AgentLoop:
         names: Collection[str] | None = None,
         parallel_safe: Collection[str] | None = None,
         on_turn: OnTurn | None = None,
+        user: Answer | None = None,
         clock: Clock | None = None,
     ) -> None:
         registry = tools.registry
@@ -95,6 +99,7 @@ class AgentLoop:
             self.settings.beyond,
         )
         self._on_turn = on_turn
+        self._user = user
         self._delegated_turns = 0
         self._context_tokens = 0
         self._output_bytes = 0
@@ -200,8 +205,12 @@ class AgentLoop:
         asked_s = self.clock.monotonic()
         reply = read_reply(await self.server.chat_completion(**self._request(result)), result.turns_used + 1)
         turn = self._record(result, reply, self.clock.monotonic() - asked_s)
+        place = len(result.messages)
         any_valid = await self._answer(result, reply, turn) if reply.calls else False
-        self._measure_context(result, reply)
+        natural = not reply.calls and not reply.cut_off
+        if natural and self._user is not None:
+            natural = not await self._ask_user(result, turn)
+        self._measure_context(result, reply, result.messages[place:])
         await self._report()
         # Also after a reply that was cut off: its complete calls have run, and the model continues with their results.
         if any_valid:
@@ -210,7 +219,23 @@ class AgentLoop:
             used_up = self.settings.budget.used_up(self.used())  # the budget may have shortened the reply
             return _End(Outcome.BUDGET, used_up) if used_up else _End(Outcome.LENGTH, "the reply was cut off")
         # If all calls were malformed, the model gets the errors and another turn.
-        return None if reply.calls else _End(Outcome.NATURAL)
+        return _End(Outcome.NATURAL) if natural else None
+
+    async def _ask_user(self, result: AgentResult, turn: Turn) -> bool:
+        """Let the user answer the reply; return whether the conversation goes on."""
+        assert self._user is not None
+        started_s = self.wall.elapsed_s
+        try:
+            said = await self._user(result.messages)
+        except InfraError:
+            # A turn without an answer would read as the end of the conversation, so a resumed rollout asks again.
+            self._unreported = None
+            raise
+        finally:
+            turn.tool_s = self.wall.elapsed_s - started_s
+        if said is not None:
+            result.messages.append(said)
+        return said is not None
 
     def _request(self, result: AgentResult) -> dict[str, JSON]:
         request: dict[str, JSON] = {"messages": result.messages, "n": 1, "temperature": self.settings.temperature}
@@ -255,13 +280,12 @@ class AgentLoop:
             result.tool_errors.extend(answer.tool_error(turn.number) for answer in answers if answer.error)
         return valid > 0
 
-    def _measure_context(self, result: AgentResult, reply: Reply) -> None:
+    def _measure_context(self, result: AgentResult, reply: Reply, fresh: list[Message]) -> None:
         """Estimate the tokens of the next prompt: the server's count plus an estimate for the messages added since. If
         the server reported no count, all messages are estimated."""
         if self.settings.max_context_tokens is None:
             return
         counted = reply.prompt_tokens + reply.completion_tokens
-        fresh = result.messages[-len(reply.calls) :] if reply.calls else []
         self._context_tokens = counted + estimated_tokens(fresh if counted else result.messages)
 
     async def _report(self) -> None:

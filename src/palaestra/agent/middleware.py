@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from palaestra.inference.chat_server import ChatServer, chat_server
-from palaestra.inference.engine import ChatCompletion, TextCompletion
-from palaestra.inference.ledger import Ledger
 from palaestra_slots.core.errors import SandboxError
 from palaestra_slots.core.types import JSON, Message
 from palaestra_slots.sandbox.slot import Slot
+from palaestra_tokens.chat_server import ChatServer, chat_server
+from palaestra_tokens.engine import ChatCompletion, TextCompletion
+from palaestra_tokens.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 

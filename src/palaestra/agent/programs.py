@@ -292,18 +292,24 @@ python3 {TOOL_PROGRAM} NAME '{{"argument": "value"}}'"""
 
 async def _installed(name: str, folder: Path, binary: Path, commands: Sequence[Sequence[str]]) -> None:
     """Run the commands that install an agent in its folder, unless it is already installed. Raises `ConfigError`."""
-    if binary.exists():
+    lock, unfinished = folder / "install.lock", folder / "install.unfinished"
+    if binary.exists() and not unfinished.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    async with file_lock(folder / "install.lock"):
+    async with file_lock(lock):
         # Another process may have installed the agent while this one waited for the lock.
-        if binary.exists():
+        if binary.exists() and not unfinished.exists():
             return
+        # Installers take what an interrupted one has left for installed.
+        for left in set(folder.iterdir()) - {lock, unfinished} if unfinished.exists() else ():
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        unfinished.touch()
         output = b""
         for command in commands:
             output = await _run(name, command, folder)
         if not binary.exists():
             raise ConfigError(f"agent {name} cannot be installed: {_shown(output)}")
+        unfinished.unlink()
 
 
 async def _run(name: str, command: Sequence[str], folder: Path) -> bytes:

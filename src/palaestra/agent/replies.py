@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from palaestra.inference.finish_reasons import read_finish_reason
 from palaestra_slots.core.errors import EngineReplyError
 from palaestra_slots.core.types import JSON, Message
+from palaestra_tokens.finish_reasons import read_finish_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,4 +134,4 @@ def _raw(arguments: JSON) -> str:
 
 
 def _count(value: JSON) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    return value if type(value) is int and value > 0 else 0

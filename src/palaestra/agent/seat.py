@@ -13,15 +13,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from palaestra.agent.loop import AgentLoop, LoopSettings, OnTurn
+from palaestra.agent.loop import AgentLoop, Answer, LoopSettings, OnTurn
 from palaestra.agent.subagents import Agent, Subagents
 from palaestra.agent.tool_calls import ToolHandler, handler_runtime
-from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK, Delegation
 from palaestra.tools.inner_calls import InnerCall, InnerCalls
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRuntime
 from palaestra_slots.sandbox.slot import Slot
+from palaestra_tokens.chat_server import ChatServer, chat_server
 
 
 class SlotPlace(Protocol):
@@ -108,10 +108,11 @@ class Seat:
         settings: LoopSettings,
         *,
         on_turn: OnTurn | None = None,
+        user: Answer | None = None,
         tool_handler: ToolRuntime | ToolHandler | None = None,
     ) -> AgentLoop:
         """Return an agent loop on `server`, whose calls `tool_handler` runs, by default the seat's tools. The agent
-        may delegate work if the kit has the tool for that."""
+        may delegate work if the kit has the tool for that. `user` answers its replies without tool calls."""
         kit, tools = self.kit, tool_handler or self.tools
         if isinstance(tools, ToolRuntime):
             runtime = tools
@@ -126,6 +127,7 @@ class Seat:
             names=kit.names,
             parallel_safe=self.tools.parallel_safe,
             on_turn=on_turn,
+            user=user,
         )
         self.attend(loop, tools=runtime if runtime in self._others else self.tools)
         if runtime is not tools:

@@ -23,7 +23,6 @@ from typing import Protocol
 from palaestra.agent.budget import Budget
 from palaestra.agent.loop import AgentLoop, OnTurn
 from palaestra.agent.result import AgentResult, Subagent
-from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.tools.builtin.delegate_task import Assignment, Delegation, SubagentReport
 from palaestra.tools.builtin.execute_code import Programs
 from palaestra.tools.human.approval import Approvals
@@ -31,10 +30,11 @@ from palaestra.tools.inner_calls import InnerCalls
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.registry.toolsets import TOOLSETS, resolve_toolsets
 from palaestra.tools.runtime.runtime import ToolRuntime
-from palaestra.tools.tool import ToolMistake
+from palaestra.tools.tool import RolloutState, ToolMistake
 from palaestra_slots.core.errors import ConfigError, ContextExceeded
 from palaestra_slots.core.types import Message, Outcome
 from palaestra_slots.processes.registry import ProcessRegistry
+from palaestra_tokens.chat_server import ChatServer, chat_server
 
 MAX_DEPTH = 1
 """The maximum nesting depth of sub-agents. A sub-agent at this depth has no `delegate_task`."""
@@ -184,6 +184,8 @@ class Subagents:
         tools.share(own.state(ProcessRegistry))
         if (approvals := own.found_state(Approvals)) is not None:
             tools.share(approvals)
+        if (state := own.found_state(RolloutState)) is not None:
+            tools.share(state)
         tools.share(Programs(f"subagent-{number}-"))
         parent = self.agent or LoopAgent(above)
         server = chat_server(parent.server).child(number)

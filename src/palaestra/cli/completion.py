@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from palaestra.envs.config.command_line import CommandLine
     from palaestra.envs.config.fields import BaseEnvConfig
     from palaestra.envs.form import Form
-    from palaestra.inference.config import APIServerConfig
+    from palaestra_tokens.config import APIServerConfig
 
 _PATH = CompletionItem("", type="file")
 
@@ -52,7 +52,7 @@ def complete_environments(context: click.Context, parameter: click.Parameter, in
 
     named = ((each.name, each.summary) for each in known_environments(Path.cwd()).values())
     files = ((path.name, "") for path in sorted(Path.cwd().glob("*_env.py")))
-    return _starting(incomplete, [*named, *files]) or [_PATH]
+    return starting(incomplete, [*named, *files]) or [_PATH]
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -61,21 +61,14 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
 
     runs = [(folder.name, folder.parent.name) for folder in list_runs()]
     latest = [(LAST, f"{runs[0][1]}/{runs[0][0]}")] if runs else []
-    return _starting(incomplete, [*latest, *runs]) or [_PATH]
+    return starting(incomplete, [*latest, *runs]) or [_PATH]
 
 
 def complete_formats(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete the formats of `export`."""
     from palaestra.rollouts.export.formats import FORMATS
 
-    return _starting(incomplete, ((name, summary) for name, (_, summary) in FORMATS.items()))
-
-
-def complete_cheats(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete the names of cheats for `env check --only`."""
-    from palaestra.envs.cheats.proof import BANK
-
-    return _starting(incomplete, ((cheat.name, cheat.what) for cheat in BANK))
+    return starting(incomplete, ((name, summary) for name, (_, summary) in FORMATS.items()))
 
 
 def complete_settings(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -91,7 +84,7 @@ def complete_settings(context: click.Context, parameter: click.Parameter, incomp
         return [_PATH]
     if named is None and isinstance(first, click.Argument):
         return first.shell_complete(context, incomplete)
-    return _starting(incomplete, ((name, "") for name in COMMANDS)) if words[-1] == named else []
+    return starting(incomplete, ((name, "") for name in COMMANDS)) if words[-1] == named else []
 
 
 class SettingsCommand(click.Command):
@@ -108,8 +101,8 @@ class SettingsCommand(click.Command):
             form = _form(ctx)
             line = None if form is None else _line(form)
             known = GENERAL_FLAGS if line is None else line.known_flags()
-            found += _starting(incomplete, ((flag, line.about_flag(flag) if line else "") for flag in known))
-            found += _starting(incomplete, ((flag, "") for flag in self.own_flags))
+            found += starting(incomplete, ((flag, line.about_flag(flag) if line else "") for flag in known))
+            found += starting(incomplete, ((flag, "") for flag in self.own_flags))
         return list({item.value: item for item in found}.values())
 
 
@@ -135,17 +128,17 @@ def _values(context: click.Context, flag: str, incomplete: str) -> list[Completi
     from palaestra_slots.core.config import SHORT_FORMS
 
     if flag == "--policy":
-        return _starting(incomplete, ((name, "") for name in ("oracle", "noop", "patch:", "replay:")))
+        return starting(incomplete, ((name, "") for name in ("oracle", "noop", "patch:", "replay:")))
     if flag == "--resume":
         return complete_runs(context, context.command.params[0], incomplete)
     own = context.command.own_flags if isinstance(context.command, SettingsCommand) else {}
     flag = own.get(flag, flag)
     listed = _LISTS.get(SHORT_FORMS.get(flag, flag.removeprefix("--")).partition(".")[2])
     if listed is not None:
-        return _starting(incomplete, ((name, "") for name in listed()))
+        return starting(incomplete, ((name, "") for name in listed()))
     form = _form(context)
     choices = _line(form).choices(flag) if form is not None else []
-    return _starting(incomplete, ((name, "") for name in choices)) if choices else [_PATH]
+    return starting(incomplete, ((name, "") for name in choices)) if choices else [_PATH]
 
 
 def _isolations() -> Iterable[str]:
@@ -173,7 +166,7 @@ def _toolsets() -> Iterable[str]:
 
 
 def _parsers() -> Iterable[str]:
-    from palaestra.inference.parsers import list_parsers
+    from palaestra_tokens.parsers import list_parsers
 
     return list_parsers()
 
@@ -218,7 +211,7 @@ def _form(context: click.Context) -> Form | None:
     return None
 
 
-def _starting(incomplete: str, found: Iterable[tuple[str, str]]) -> list[CompletionItem]:
+def starting(incomplete: str, found: Iterable[tuple[str, str]]) -> list[CompletionItem]:
     return [
         CompletionItem(name, help=" ".join(about.split())[:80] or None)
         for name, about in found

@@ -2,8 +2,8 @@
 
 Isolation levels are tested by making a throw-away slot at each (`sandbox.isolation`), backends by using a few of their
 slots (`sandbox.backend_check`). For a model server, doctor contacts the given address and, if the tokenizer is not on
-this machine, the hub (`inference.doctor`). Exit codes: 5 if no isolation level is available, 4 if the model server
-cannot be reached, 1 if a check or a backend failed.
+this machine, the hub (`palaestra_tokens.server_checks`). Exit codes: 5 if no isolation level is available, 4 if the
+model server cannot be reached, 1 if a check or a backend failed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Rung, RungStatus
 
 if TYPE_CHECKING:
-    from palaestra.inference.server_checks import Diagnosis, DoctorCheck
     from palaestra_slots.sandbox.backend_check import BackendFindings
+    from palaestra_tokens.server_checks import Diagnosis, DoctorCheck
 
 _EXAMPLES = {
     "docker": "docker_image=python:3.11",
@@ -109,8 +109,8 @@ def command(
     if target is None:
         _machine(as_json)
         return
-    from palaestra.inference.server_checks import Target, diagnose
     from palaestra_slots.core.io.process_arguments import hide
+    from palaestra_tokens.server_checks import Target, diagnose
 
     hide(server["api_key"] or "")
     found = asyncio.run(diagnose(Target(target, **server)))
@@ -139,7 +139,7 @@ def _show_diagnosis(found: Diagnosis, as_json: bool) -> None:
 
 def _grouped(checks: Sequence[DoctorCheck]) -> list[tuple[str, str, str, str]]:
     """Return the lines of the checks: state, names, finding and fix. The checks that do not apply share one line."""
-    from palaestra.inference.server_checks import AGREES, DISTRIBUTION, SAMPLING, WRITING, CheckState
+    from palaestra_tokens.server_checks import AGREES, DISTRIBUTION, SAMPLING, WRITING, CheckState
 
     left_out = [each for each in checks if each.state is CheckState.NOT_APPLICABLE]
     lines = [(each.state.value, each.name, each.found, each.way_out) for each in checks if each not in left_out]

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import click
 
 from palaestra.cli.completion import (
-    SettingsCommand,
-    complete_cheats,
     complete_environments,
-    complete_settings,
 )
 from palaestra.cli.plugin_group import PluginGroup
 from palaestra_slots.core.errors import ConfigError
-from palaestra_slots.core.exits import plural
 from palaestra_slots.core.io import plugins
-from palaestra_slots.core.printable import printable
 from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
-    from palaestra.envs.cheats.proof import PolicyResult, Proof
-
 _TRAINED_WITH = ("group_size", "max_agent_turns", "max_token_length", "max_num_workers", "seed")
 """Common settings that users tune for a training run."""
-
-_NAMED = 5
-"""The maximum number of failed policies that the last line of a check names."""
 
 
 class _EnvGroup(PluginGroup):
@@ -172,114 +161,3 @@ def _about(reference: str) -> dict[str, JSON]:
         "rollouts": [row(name, fields[name]) for name in _TRAINED_WITH if name in fields],
         **{part: [row(name, field, {}) for name, field in more.items()] for part, more in _more_settings().items()},
     }
-
-
-@command.command("check", cls=SettingsCommand, context_settings={"ignore_unknown_options": True})
-@click.option("--tasks", type=click.IntRange(min=1), default=1, show_default=True, help="Number of tasks to play.")
-@click.option(
-    "--only", multiple=True, metavar="CHEAT", help="Play only this cheat. Repeatable.", shell_complete=complete_cheats
-)
-@click.option("--all", "everything", is_flag=True, help="List every cheat, not only those that failed.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.argument("environment", metavar="ENV", shell_complete=complete_environments)
-@click.argument("settings", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_settings)
-@click.pass_context
-def check(
-    context: click.Context,
-    tasks: int,
-    only: tuple[str, ...],
-    everything: bool,
-    as_json: bool,
-    environment: str,
-    settings: tuple[str, ...],
-) -> None:
-    """Prove that reference solutions get the full score, and that doing nothing and every known cheat score 0.
-
-    \b
-      palaestra env check my_env.py
-      palaestra env check swe_smith_oracle --tasks 3
-      palaestra env check my_env.py --only conftest-skip --only git-parent --env.n 20
-
-    Every policy plays the same tasks with the real loop, slots and grading. If a task sets a floor, doing nothing and
-    cheats may score up to it. Cheats that attack tests are played over the reference solution with wrong results. A
-    cheat that could not decide anything is reported as not tested, with the reason. Cheats are played with the agent's
-    tool that runs commands, also if it is the environment's own; a cheat that the tool does not accept fails the check.
-    If a solution or doing nothing gets a wrong score, the cheats are played only if --only names them. The exit code is
-    1 if any policy got a wrong score.
-    """
-    from palaestra.envs.config.command_line import first_word
-
-    environment, others = first_word([environment, *settings], "ENV")
-    from palaestra.envs.cheats.proof import check_environment
-
-    proof = check_environment(environment, others, tasks=tasks, only=only, quiet=as_json)
-    if as_json:
-        click.echo(json.dumps(proof.to_json(), indent=2))
-    else:
-        _show_proof(proof, everything=everything)
-    context.exit(0 if proof.holds else 1)
-
-
-def _show_proof(proof: Proof, *, everything: bool) -> None:
-    """Print a summary of the check. If a policy failed, first print the results of the reference solution, of doing
-    nothing, and of the policies that failed; with `everything`, print all results."""
-    failed = [line for line in proof.lines if not line.ok]
-    if failed or everything:
-        _print_results(proof, [each for each in proof.lines if everything or each.state is None or not each.ok])
-    tasks = ", ".join(proof.tasks)
-    click.echo(printable(f"{proof.environment}: {plural(len(proof.tasks), 'task')} ({tasks}); --tasks N plays more"))
-    if failed:
-        listed = ", ".join(line.policy for line in failed[:_NAMED]) + (", …" if len(failed) > _NAMED else "")
-        click.echo(f"{len(proof.lines)} policies, {len(failed)} failed: {listed}")
-    else:
-        click.echo(f"{'incomplete' if proof.untried else 'ok'}: {_summary(proof)}")
-    for line in failed:
-        if line.error:
-            click.echo(printable(f"  {line.policy}: {line.error}"))
-    if proof.ways:
-        ways = (f"{way} ({example})" if example else way for way, example in proof.ways.items())
-        click.echo(printable(f"  way of judging: {', '.join(ways)}"))
-    for kind, state in [*proof.classes.items(), *((f"score {name}", state) for name, state in proof.parts.items())]:
-        if state != "closed" or everything:
-            click.echo(printable(f"  {state:10} {kind}"))
-    for reason, names in proof.not_tested.items() if failed else ():
-        click.echo(printable(f"not tested: {plural(len(names), 'way')} of reward hacking ({reason})"))
-    if proof.hollow and everything:
-        click.echo(printable(f"attacks on tests were played over the solution of {proof.hollow}"))
-    for warning in proof.warnings:
-        click.echo(printable(f"warning: {warning}"))
-    if proof.skipped:
-        click.echo(f"not played: {plural(proof.skipped, 'way')} of reward hacking; fix the score first")
-    if not proof.proven:
-        click.echo("unproven: the tasks have no reference solution to play")
-
-
-def _summary(proof: Proof) -> str:
-    """Return what a check without failures proves, and what it did not test."""
-    solutions = sum(line.state is None for line in proof.lines) - 1
-    solved = "the reference solution scores 1; " if solutions == 1 else f"{solutions} solutions score 1; "
-    count = {state: sum(line.state == state for line in proof.lines) for state in ("closed", "labelled")}
-    parts = [f"doing nothing and {plural(count['closed'], 'way')} of reward hacking score 0"]
-    if count["labelled"]:
-        parts.append(f"{count['labelled']} pass the official verdict and are labelled")
-    parts += [f"{len(names)} not tested ({reason})" for reason, names in proof.not_tested.items()]
-    return (solved if proof.proven else "") + ", ".join(parts)
-
-
-def _print_results(proof: Proof, lines: Sequence[PolicyResult]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(title=printable(f"{proof.environment}: {', '.join(proof.tasks)}"))
-    for column in ("policy", "what it does", "reward", "must be", ""):
-        shown.add_column(column)
-    for line in lines:
-        rewards = " ".join("unscored" if reward is None else f"{reward:g}" for reward in line.rewards)
-        earned = f" ({', '.join(line.parts)})" if line.parts else ""
-        plain = line.state is None or line.state == "closed"
-        verdict = "FAILED" if not line.ok else "ok" if plain else str(line.state)
-        texts = (line.policy, line.what, (rewards or "-") + earned, line.wanted, verdict)
-        shown.add_row(*map(printable, texts))
-    terminal = getattr(sys.stdout, "raw", None)
-    # Without a terminal, rich assumes 80 columns, in which the table would be broken.
-    Console(file=terminal, width=None if sys.stdout.isatty() else 130).print(shown)

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -24,7 +24,7 @@ from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     from palaestra.rollouts.export.duplicates import Duplicates
-    from palaestra.rollouts.export.exporter import Exporter, ExportReport
+    from palaestra.rollouts.export.exporter import Encoding, Exporter, ExportReport
     from palaestra.rollouts.journal.reader import Recording
     from palaestra.rollouts.records import Group, Trajectory
 
@@ -64,11 +64,10 @@ class _Help(click.Command):
       palaestra export last --to table --task 'astropy-*' --outcome natural
       palaestra export --from sessions --to openai --out chats.jsonl     # conversations of palaestra chat
 
-    RUN is a run's folder, an id or `last`. The run need not have ended. The file is written to
-    RUN/exports unless you set --out. An existing file is kept, and the new one gets a number. The path
-    goes to stdout; stderr lists the rollouts that were left out, with the reasons.
+    RUN is a run's folder, an id or `last`, ended or not. The file is written to RUN/exports or --out. An
+    existing file is kept, and the new one gets a number. stderr lists the rollouts left out, with the reasons.
 
-    With --from sessions, RUN is a conversation, or `all`. Only conversations of users who consented (palaestra chat
+    With --from sessions, RUN is a conversation, or `all`. Only conversations with consent (palaestra chat
     --consent yes) are exported, with secrets replaced.
     """,
 )
@@ -87,7 +86,7 @@ class _Help(click.Command):
     metavar="FORMAT",
     default="",
     shell_complete=complete_formats,
-    help="The format's name, or your own exporter as package.module:Class.",
+    help="Its name, or your own as package.module:Class.",
 )
 @click.option(
     "--out",
@@ -107,16 +106,20 @@ class _Help(click.Command):
     "tasks",
     multiple=True,
     metavar="PATTERN",
-    help="Only tasks that match this pattern, such as `words-*`. Repeatable.",
+    help="Only such tasks, as in `words-*`. Repeatable.",
 )
 @click.option("--outcome", "outcomes", multiple=True, help="Only this outcome (natural, …). Repeatable.")
 @click.option(
     "--unique",
     type=float,
     metavar="SIMILARITY",
-    help="Leave out what repeats an earlier conversation: 1 equal, 0.8 similar.",
+    help="Leave out repetitions: 1 equal, 0.8 similar.",
 )
 @click.option("--placeholders", is_flag=True, help="For `rows`: export placeholder tokens too.")
+@click.option("--tokenizer", metavar="NAME", help="For `rows`: encode texts, to fine-tune this model.")
+@click.option("--tool-parser", "parser", help="With --tokenizer: the parser of calls.")
+@click.option("--chat-template", metavar="FILE", help="With --tokenizer: the chat template.")
+@click.option("--text-content", is_flag=True, help="For `openai`: empty text in place of null.")
 @click.option("--counterfactual", is_flag=True, help="Export rollouts of `palaestra fork` too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(
@@ -127,13 +130,17 @@ def command(
     scored_only: bool | None,
     unique: float | None,
     placeholders: bool,
+    tokenizer: str | None,
+    parser: str | None,
+    chat_template: str | None,
     counterfactual: bool,
+    text_content: bool,
     as_json: bool,
     **selection: JSON,
 ) -> None:
     from palaestra.rollouts.annotations import read_annotations
     from palaestra.rollouts.export.duplicates import Duplicates, duplicates_of
-    from palaestra.rollouts.export.formats import exporter_named
+    from palaestra.rollouts.export.formats import FORMATS, exporter_named
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.regraded import read_grades
     from palaestra_slots.core.config import nearest
@@ -145,12 +152,17 @@ def command(
         if outcome not in known:
             raise ConfigError(f"unknown outcome {outcome!r}; use one of {', '.join(known)}.{nearest(outcome, known)}")
     exporter = exporter_named(name)
+    given = {
+        "--tokenizer": tokenizer, "--tool-parser": parser, "--chat-template": chat_template,
+        "--placeholders": placeholders, "--counterfactual": counterfactual, "--text-content": text_content,
+    }  # fmt: skip
+    _check_options(exporter.name if exporter.name in FORMATS else "", source, {name for name in given if given[name]})
     everything = exporter.everything if scored_only is None else not scored_only
     wanted = Filter(**selection, discarded=everything)
     if unique is not None:
         wanted.duplicates = Duplicates(unique)
     if source == "sessions":
-        _export_sessions(exporter, run, out, wanted, as_json=as_json)
+        _export_sessions(exporter, run, out, wanted, text_content=text_content, as_json=as_json)
         return
     if not run:
         raise ConfigError("specify the run to export: its folder, its id, or last")
@@ -163,6 +175,8 @@ def command(
         everything=everything,
         placeholders=placeholders,
         counterfactual=counterfactual,
+        text_content=text_content,
+        encoding=None if tokenizer is None else _encoding(tokenizer, chat_template, parser or "hermes"),
         judgements=said.by_rollout,
         grades=read_grades(recording.path.parent),
     )
@@ -185,7 +199,34 @@ def command(
     _say(exporter, report, target, recording.unfinished, as_json)
 
 
-def _export_sessions(exporter: Exporter, named: str, out: Path | None, wanted: Filter, *, as_json: bool) -> None:
+_OF_FORMATS = {"--tokenizer": "rows", "--placeholders": "rows", "--text-content": "openai"}
+
+
+def _check_options(format_name: str, source: str, given: Set[str]) -> None:
+    """Raise `ConfigError` for options that one of our formats, or an export of conversations, does not read."""
+    from palaestra_slots.core.errors import ConfigError
+
+    for option in sorted(given & _OF_FORMATS.keys()):
+        if format_name and format_name != (only := _OF_FORMATS[option]):
+            raise ConfigError(f"{option} is for the format {only}; remove it, or export with --to {only}")
+    if "--tokenizer" not in given and given & {"--tool-parser", "--chat-template"}:
+        raise ConfigError("--tool-parser and --chat-template need --tokenizer: set it, or leave them out")
+    if source == "sessions" and given & {"--tokenizer", "--placeholders", "--counterfactual"}:
+        raise ConfigError("--tokenizer, --placeholders and --counterfactual are for runs: leave them out with --from")
+
+
+def _encoding(tokenizer: str, chat_template: str | None, parser: str) -> Encoding:
+    from palaestra.rollouts.export.exporter import Encoding
+    from palaestra_tokens.engines.token_engine import template_text
+    from palaestra_tokens.templates import ChatFormat
+    from palaestra_tokens.tokenizers import load_tokenizer
+
+    return Encoding(ChatFormat(load_tokenizer(tokenizer), template_text(chat_template)), parser)
+
+
+def _export_sessions(
+    exporter: Exporter, named: str, out: Path | None, wanted: Filter, *, text_content: bool, as_json: bool
+) -> None:
     """Write stored conversations, which the door that stored them reads."""
     from palaestra.rollouts.export.exporter import ExportMeta
 
@@ -194,7 +235,7 @@ def _export_sessions(exporter: Exporter, named: str, out: Path | None, wanted: F
     path = out or Path("exports")
     if out is None or path.is_dir():
         path = path / f"sessions-{exporter.name}{exporter.ending}"
-    meta = ExportMeta(run_id="sessions", env="chat", everything=True)
+    meta = ExportMeta(run_id="sessions", env="chat", everything=True, text_content=text_content)
 
     def write(file: IO[bytes]) -> ExportReport:
         left_out: Counter[str] = Counter()

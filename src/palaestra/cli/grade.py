@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -14,8 +16,11 @@ from palaestra_slots.core.exits import plural
 
 if TYPE_CHECKING:
     from palaestra.envs.run.regrade import Regraded
+    from palaestra.rollouts.finished_run import Run
     from palaestra.rollouts.regraded import Grade
     from palaestra_slots.core.types import JSON
+
+_NAMED = 10
 
 
 @click.command(
@@ -29,10 +34,11 @@ if TYPE_CHECKING:
       palaestra grade RUN --env.reward official    # pay the benchmark's own verdict
 
     RUN is a run's folder, an id or the beginning of one, or `last`. The run must have kept its workspaces (`palaestra
-    run ENV --keep-workspaces`, which sets --env.save_workspaces). The command lists the rollouts whose reward or
-    official verdict changed, and appends the new rewards to grades.jsonl in the run's folder, so `palaestra view` shows
-    both. The journal does not change. Settings are those of the run, unless an option replaces
-    them. The exit code is 1 if a check failed.
+    run ENV --keep-workspaces`, which sets --env.save_workspaces). Without that, a run keeps only the work of rollouts
+    whose check failed, until this command has scored it. The command lists the rollouts whose reward or official
+    verdict changed and those that pass or fail now, prints the old and the new means, and appends the new rewards to
+    grades.jsonl in the run's folder, so `palaestra view` shows both. The journal does not change. Settings are those of
+    the run, unless an option replaces them. The exit code is 1 if a check failed.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
@@ -82,6 +88,9 @@ def command(
                 write_grade(opened.path, _grade(regraded))
             except (ConfigError, DiskError) as error:  # the run of somebody else, for example
                 unwritten.append(str(error))
+            else:
+                if regraded.only_until_scored is not None:
+                    await asyncio.to_thread(shutil.rmtree, regraded.only_until_scored, ignore_errors=True)
             if as_json:
                 click.echo(json.dumps(_fields(regraded)))
             elif regraded.changed or regraded.score is None:
@@ -93,9 +102,47 @@ def command(
         raise ConfigError(f"{run} has no rollout to grade: no finished group has a rollout whose outcome is scored")
     if unwritten:
         click.echo(f"note: the new rewards are not kept: {unwritten[0]}", err=True)
+    for line in _flipped(found):
+        click.echo(line, err=True)
+    if not unwritten:
+        click.echo(_means(opened), err=True)
     failed, changed = sum(each.score is None for each in found), sum(each.changed for each in found)
     click.echo(f"{plural(len(found), 'rollout')} graded, {changed} with a different reward, {failed} failed", err=True)
     context.exit(1 if failed else 0)
+
+
+def _flipped(found: Sequence[Regraded]) -> Iterator[str]:
+    """Yield the names of the rollouts that pass now and did not before, and the reverse."""
+    from palaestra.rollouts.observe.metrics import PASSED
+
+    pairs = [(each.trajectory, (each.trajectory.reward or 0.0) >= PASSED, each.score) for each in found]
+    for verdict, passes in (("pass", True), ("fail", False)):
+        names = [
+            was.rollout_id
+            for was, passed, score in pairs
+            if score is not None and passed != passes and (score.reward >= PASSED) == passes
+        ]
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            yield f"now {verdict}: {', '.join(names[:_NAMED])}{more}"
+
+
+def _means(run: Run) -> str:
+    """Return the mean reward and pass@1 of the run, as recorded and with the new scores."""
+    from palaestra.envs.run.run_table import figures_of
+    from palaestra.rollouts.observe.intervals import in_words
+
+    (old, tasks), (new, _) = figures_of(run, run), figures_of(run, run.graded_groups())
+
+    def figure(found: Mapping[str, JSON], name: str) -> str:
+        if name not in found:
+            return "none"
+        interval = (found[f"{name}/low"], found[f"{name}/high"]) if f"{name}/low" in found else None
+        return f"{found[name]:.3f}{in_words(interval)}"
+
+    names = {"mean_reward": "mean reward", "pass@1": "pass@1"}
+    parts = [f"{title} {figure(old, name)} -> {figure(new, name)}" for name, title in names.items()]
+    return f"{', '.join(parts)} over {plural(len(tasks), 'task')}"
 
 
 def _grade(regraded: Regraded) -> Grade:

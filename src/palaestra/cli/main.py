@@ -39,14 +39,15 @@ COMMANDS = {
     "replay": "Replay a run without a model, and compare every observation.",
     "fork": "Continue a rollout from one of its turns, in a new run.",
     "env": "List, write, port and check environments.",
+    "audit": "Find the faults of an environment's tasks, each with a witness.",
     "tasks": "Make verifiable tasks.",
     "images": "Make, pull, list and remove root file systems for slots.",
-    "model": "Make a tiny but real model, for tests.",
+    "model": "Get, convert and make small models.",
     "tools": "List the tools and toolsets of agents.",
     "gateway": "Serve conversations on chat platforms, e-mail and HTTP.",
     "serve": "Run servers for trainers, slots, tools and models.",
     "slots": "List and clean up slots and workspaces on this machine.",
-    "doctor": "Report which isolation levels work here, or check backends or a model server.",
+    "doctor": "Report what works here, or check backends or a model server.",
     "completion": "Print the completion script for a shell.",
 }
 """Maps each subcommand to its help line."""
@@ -75,6 +76,10 @@ _OWN = {
 }
 """Maps each subcommand of this package to its module and function. The other subcommands are entry points in the
 group `palaestra.commands` of extensions."""
+
+COMPAT = "--compat"
+_LOAD_ENVIRONMENTS = ("run", "eval", "feed", "train", "env", "audit", "resume", "replay", "grade", "fork")
+"""The commands with the flag `--compat`."""
 
 _EXAMPLES = """\b
   palaestra run terminal_test --policy oracle --tasks 2
@@ -140,7 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Program(sys.argv[1:] if argv is None else argv) as program:
         try:
             # In its standalone mode, click would print errors and exit by itself, also with --json.
-            program.exit_code = cli.main(program.words, prog_name="palaestra", standalone_mode=False) or DONE
+            program.exit_code = (
+                cli.main(with_old_imports(program.words), prog_name="palaestra", standalone_mode=False) or DONE
+            )
         except click.exceptions.NoArgsIsHelpError as error:  # a group without its subcommand: print its help
             click.echo(error.format_message(), err=True)
             return USAGE
@@ -159,6 +166,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             _silence()
             raise DiskError(f"cannot write the output: {error.strerror}") from None
     return program.exit_code
+
+
+def with_old_imports(words: Sequence[str]) -> list[str]:
+    """Return the words without `--compat`. If a command that loads environments has this flag, let scripts import
+    names by their old module paths."""
+    if COMPAT not in words or words[0] not in _LOAD_ENVIRONMENTS:
+        return list(words)
+    from palaestra.envs.discovery import allow_old_imports
+
+    allow_old_imports()
+    return [word for word in words if word != COMPAT]
 
 
 def _silence() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings
-from palaestra.cli.run import with_old_imports
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import plural
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
       palaestra resume RUN --environment my_env.py:NAME     # if the environment's file has moved
       palaestra resume last --dry-run              # only show what is kept and what would be run
 
-    RUN is a run's folder, an id or the beginning of one, or `last`. Settings come from the run's record; settings after
-    RUN replace them. Keys and tokens are not recorded: set them again in variables, `.env` or flags. Finished groups
-    are kept, and rollouts continue after their last finished turn.
+    RUN is a run's folder, an id or the beginning of one, `last`, or the folder of an evaluation set. Settings come from
+    the run's record; settings after RUN replace them. Keys and tokens are not recorded: set them again in variables,
+    `.env` or flags. Finished groups are kept, and rollouts continue after their last finished turn.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
@@ -47,7 +47,11 @@ if TYPE_CHECKING:
 def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None:
     from palaestra.envs.config.command_line import first_word
 
-    named, others = first_word(with_old_imports([run, *settings]), "RUN")
+    named, others = first_word([run, *settings], "RUN")
+    if Path(named, "set.json").is_file():
+        from palaestra.envs.run.evaluation_set import resume_set
+
+        context.exit(resume_set(Path(named), others))
     context.exit(resume_run(named, others, f"palaestra resume {named}"))
 
 
@@ -123,7 +127,7 @@ def fork_command(
     click.echo(printable(f"{begins.origin.rollout_id} of {recording.path.parent} after turn {turn}: {state}"), err=True)
     form = recorded_form(recording, environment)
     recorded = settings_for(settings_of(recording, form))
-    words = ["process", *with_old_imports(settings), "--group", str(times)]
+    words = ["process", *settings, "--group", str(times)]
     prog, root = f"palaestra fork {run} {rollout}", RUNS.resolve()
     with where_it_ran(recording):
         code = run_command(form, words, prog=prog, recorded=recorded, begins=begins, root=root)

@@ -5,25 +5,12 @@ The environment's command line parses all words after ENV.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import click
 
 from palaestra.cli.completion import SettingsCommand, complete_environments, complete_settings
-
-COMPAT = "--compat"
-"""The flag with which a script may import names by their old module paths."""
-
-
-def with_old_imports(words: Sequence[str]) -> list[str]:
-    """Return the words without `--compat`. If it is among them, let scripts import names by their old module paths."""
-    if COMPAT in words:
-        from palaestra_slots.core.io import plugins
-
-        cast("Callable[[], None]", plugins.load(plugins.installed("palaestra.scripts")["old_modules"]))()
-    return [word for word in words if word != COMPAT]
 
 
 def front_door(verb: str, help_text: str, *words: str) -> click.Command:
@@ -46,8 +33,10 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
     def command(context: click.Context, environment: str, settings: tuple[str, ...]) -> None:
         from palaestra.envs.config.command_line import check_general_flags, first_word
 
-        environment, others = first_word(with_old_imports([environment, *settings]), "ENV")
+        environment, others = first_word([environment, *settings], "ENV")
         check_general_flags(others)
+        if words == ("evaluate",) and (several := _several(environment, others)) is not None:
+            context.exit(several)
         from palaestra.envs.config.dotenv import exported, read_keys
         from palaestra.envs.discovery import load_environment
         from palaestra.envs.run.command import run_command
@@ -77,6 +66,7 @@ command = front_door(
     \b
       --policy NAME      a scripted policy: oracle, noop, patch:FILE, replay:RUN
       --base-url URL     an OpenAI-compatible server      --model NAME   its model
+      --task ID[,ID]     only these tasks, or patterns     --failed-of RUN  those that failed in RUN, or have no score
       --tasks N          maximum number of groups         --group N      rollouts per task
       --concurrency N    groups in progress at a time     --backend B    the slot backend
       --slots N          maximum number of slots in use; the default depends on memory and open files, up to 512
@@ -92,6 +82,20 @@ command = front_door(
     """,
 )
 
+
+def _several(environment: str, others: Sequence[str]) -> int | None:
+    """Evaluate several environments or models, and return the exit code; None for one environment and one model."""
+    from palaestra.envs.config.command_line import is_flag
+
+    if len([each for each in others if each.partition("=")[0] in ("--model", "-m", "--policy")]) < 2 and (
+        not others or is_flag(others[0])
+    ):
+        return None  # a plain evaluation imports nothing of sets
+    from palaestra.envs.run.evaluation_set import evaluate_set, split_words
+
+    return evaluate_set(*split_words(environment, others))
+
+
 eval_command = front_door(
     "eval",
     """Try every task several times and report how many are solved, with 95% intervals.
@@ -100,11 +104,20 @@ eval_command = front_door(
       palaestra eval my_env.py --samples 4 --base-url http://localhost:8000/v1 --model NAME
       palaestra eval endless_terminals --env.n 50 --policy oracle
       palaestra eval my_env.py --env.held_out 0.2 --policy oracle    # only the held-out tasks
+      palaestra eval my_env.py --failed-of last --base-url http://localhost:8000/v1 --model NAME
 
     This is `palaestra run ENV evaluate`, with the same settings; --samples N sets how often each task is tried. The
     results and one line per rollout are written to the run's folder, below `evaluation`, and also to the folder
     --env.data_dir_to_save_evals if that is set.
     `palaestra compare RUN OTHER` compares two runs of the same tasks.
+
+    \b
+      palaestra eval A B "C --env.n 20" --model M1 --base-url URL1 --model M2 --base-url URL2 --max-cost 5
+
+    With several environments or models, this plays an evaluation set: every model on every environment, as runs in one
+    folder, with one table at the end (`palaestra runs --table SET` prints it again). An environment in quotes may have
+    settings of its own. --policy NAME counts as a model. --max-cost is the budget of the whole set, and --failed-of may
+    name an earlier set. `palaestra resume SET` continues the runs that are not finished.
     """,
     "evaluate",
 )

@@ -74,13 +74,30 @@ def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
     \b
       palaestra runs
       palaestra runs --limit 100 --json | jq -r '.[] | select(.state == "done") | .path'
+      palaestra runs --table                             # pass@k, intervals, cost, time, tokens, coverage of every run
+      palaestra runs RUN OTHER --format html -o runs.html
 
     Each line shows the run's id, state, kind (run, eval, feed or batch), finished groups, mean reward (for a batch, the
     share of samples that are kept), scored and planned rollouts, environment and model. Other commands take the id, or
     its beginning, as RUN; `last` is the first run in this list, `last:2` the second. The list includes named
     batches (data/NAME).
+
+    With --table, one line per RUN (a run, or a folder of runs such as an evaluation set; by default all runs here)
+    shows pass@1 with its 95% interval, pass@k for all rollouts per task, the mean reward, how many of the environment's
+    tasks have a score, cost, time and tokens. Scores that `palaestra grade` gave replace the recorded ones.
     """,
 )
+@click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_runs)
+@click.option("--table", is_flag=True, help="Print the table instead of the list.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "html", "csv", "markdown", "latex"]),
+    default="text",
+    show_default=True,
+    help="The format of the table.",
+)
+@click.option("-o", "--out", "out", type=HostPath(dir_okay=False), help="Write the table to this file.")
 @click.option(
     "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Maximum number of runs to list."
 )
@@ -90,7 +107,12 @@ def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
     help="The folder of the runs. [default: runs]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def runs_command(limit: int, root: Path | None, as_json: bool) -> None:
+def runs_command(
+    runs: tuple[str, ...], table: bool, form: str, out: Path | None, limit: int, root: Path | None, as_json: bool
+) -> None:
+    if runs or table or out or form != "text":
+        _print_table(runs, root, form, out, as_json)
+        return
     from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, list_runs
     from palaestra.rollouts.observe.status import RunReader, score_name
     from palaestra.rollouts.observe.verdicts import official_words
@@ -104,12 +126,35 @@ def runs_command(limit: int, root: Path | None, as_json: bool) -> None:
         mean = "-" if status.mean_reward is None else f"{status.mean_reward:.3f}"
         covered = f"{status.scored} of {status.planned} scored"
         covered += "" if status.official is None else f", {official_words(status.official_name)} {status.official:.3f}"
+        covered += "" if status.graded_mean is None else f", graded {status.graded_mean:.3f}"
         counts = f"{plural(status.groups_ended, 'group'):>10}  {score_name(status.kind):>6} {mean:<5} ({covered})"
         click.echo(f"{folder.name:<21}  {status.state:<11} {status.kind:<5} {counts}  {status.env} with {status.model}")
     if not folders:
         click.echo(f"there are no runs in {(root or RUNS).resolve()}", err=True)
     elif len(folders) > limit:
         click.echo(f"not listed: {plural(len(folders) - limit, 'older run')} (--limit)", err=True)
+
+
+def _print_table(runs: tuple[str, ...], root: Path | None, form: str, out: Path | None, as_json: bool) -> None:
+    from palaestra.envs.run.run_table import ABOUT, FORMATS, find_runs, table_row
+    from palaestra.envs.run.run_table import as_json as row_as_json
+    from palaestra.rollouts.journal.reader import RUNS, list_runs
+    from palaestra_slots.core.errors import ConfigError
+    from palaestra_slots.core.io.durable_files import replaced, writing
+
+    folders = find_runs(runs) if runs else list_runs(root or RUNS)
+    if not folders:
+        raise ConfigError(f"there are no runs in {(root or RUNS).resolve()}")
+    rows = sorted(map(table_row, folders), key=lambda row: (row.environment, row.model))
+    text = json.dumps([row_as_json(row) for row in rows], indent=2) + "\n" if as_json else FORMATS[form](rows)
+    if out is None:
+        click.echo(text, nl=False)
+        if form == "text" and not as_json:
+            click.echo(ABOUT, err=True)
+        return
+    with writing(out.parent), replaced(out) as file:
+        file.write(text.encode())
+    click.echo(out)
 
 
 def _fields(folder: Path, status: RunStatus) -> dict[str, JSON]:
@@ -123,6 +168,7 @@ def _fields(folder: Path, status: RunStatus) -> dict[str, JSON]:
         "scored": status.scored,
         "planned": status.planned,
         "mean_reward": status.mean_reward,
+        **({} if status.graded_mean is None else {"graded_mean_reward": status.graded_mean}),
         **({} if status.official is None else {"official": status.official}),
         "env": status.env,
         "model": status.model,
@@ -138,12 +184,13 @@ def _lines(status: RunStatus, now: float) -> list[str]:
     flying = ", ".join(f"{stage} {count}" for stage, count in sorted(status.in_flight.items())) or "nothing"
     lines = [
         f"{status.kind:<10} {status.run_id}: {status.env} with {status.model}",
-        f"state      {status.state} after {duration(max(0.0, until - status.started_at))}",
+        f"state      {status.state} after {duration(max(0.0, until - status.started_at - status.paused_s))}",
         f"groups     {status.groups_ended} ended of {status.groups_begun} begun{failed}",
         *([f"prepared   {_prepared(status)}"] if status.prepared else []),
         f"rollouts   {status.rollouts} ended: {_counts(status.outcomes)}; {status.discarded} attempts discarded",
         *([f"resumed    {status.resumed}"] if status.resumed else []),
         f"{score_name(status.kind):<10} {_reward(status)}",
+        *_graded(status),
         *_verdicts(status),
         f"in flight  {flying}",
         *_nodes(status),
@@ -182,6 +229,15 @@ def _reward(status: RunStatus) -> str:
         "" if full is None else f", {100 * full.share:.1f} % full{in_words((100 * full.low, 100 * full.high), '.1f')}"
     )
     return f"{scored}{share}; {covered}" + (f"; {with_unscored} with the {lost} unscored as 0" if lost else "")
+
+
+def _graded(status: RunStatus) -> Iterator[str]:
+    """Yield the line about the rewards that `palaestra grade` gave, if there are any."""
+    from palaestra.rollouts.observe.intervals import in_words
+
+    if status.graded_mean is not None:
+        mean = f"{status.graded_mean:.3f}{in_words(status.graded_interval)}"
+        yield f"graded     {mean} by palaestra grade, {plural(status.graded, 'rollout')} with a different reward"
 
 
 def _verdicts(status: RunStatus) -> Iterator[str]:

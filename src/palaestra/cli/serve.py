@@ -70,14 +70,14 @@ def model(
 async def _serve_model(
     host: str, port: int, tool_parser: str, device: str | None, seed: int | None, model: str, token: str | None
 ) -> None:
-    from palaestra.inference.config import APIServerConfig
-    from palaestra.inference.engines.transformers import TransformersEngine
-    from palaestra.inference.serving.model_server import ModelServer
-    from palaestra.inference.tokenizers import no_folder
     from palaestra_slots.core.io.http_server import require_token
+    from palaestra_tokens.config import APIServerConfig
+    from palaestra_tokens.engines.transformers import TransformersEngine
+    from palaestra_tokens.serving.model_server import ModelServer
+    from palaestra_tokens.tokenizers import model_source, no_folder
 
     require_token(host, token)
-    if "/" not in model and not Path(model).exists():
+    if "/" not in (source := model_source(model)) and not Path(source).exists():
         raise no_folder(Path(model))
     # Before the model is loaded, which may take long: a signal meanwhile then ends the server in order.
     stop = told_to_stop()

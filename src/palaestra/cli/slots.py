@@ -177,11 +177,10 @@ async def _clean(
     gone["services"] += await service_client.sweep(folder, only_list=only_list)
     kept = _open(store)
     if kept is not None:
-        halves = kept.halves()
-        gone["workspaces"] = [f"{len(halves) if only_list else kept.sweep()} half-made"] if halves else []
+        halves = kept.sweep(only_list=only_list)
+        gone["workspaces"] = [f"{halves} half-made"] if halves else []
         entries = kept.entries() if workspaces else []
-        # `remove` leaves workspaces alone that a run uses, so only a removal shows which those are.
-        gone["workspaces"] += [entry.key[:12] for entry in entries if only_list or kept.remove(entry.key)]
+        gone["workspaces"] += [entry.key[:12] for entry in entries if kept.remove(entry.key, only_list=only_list)]
     return gone
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from palaestra_slots.core.errors import TaskError
 from palaestra_slots.core.types import JSON
-from palaestra_slots.core.user_code import OWN_FOLDERS
+from palaestra_slots.core.user_code import own_folders
 
 
 def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
@@ -26,7 +26,7 @@ def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
         try:
             # Without a source file, this is the working directory, which cannot be read either.
             path = Path(inspect.getsourcefile(part) or "").resolve(strict=True)
-            if not any(path.is_relative_to(folder) for folder in OWN_FOLDERS):
+            if not any(path.is_relative_to(folder) for folder in own_folders()):
                 digests.add(hashlib.sha256(path.read_bytes()).hexdigest())
         except (OSError, TypeError) as error:
             name = getattr(part, "__qualname__", repr(part))

@@ -11,30 +11,32 @@ from __future__ import annotations
 import ast
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import palaestra
 from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.form import Form
-from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra_slots.core.config import nearest
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io import plugins
 from palaestra_slots.core.types import JSON
-from palaestra_slots.core.user_code import load_file
+from palaestra_slots.core.user_code import load_file, own_folders
+from palaestra_tokens.config import APIServerConfig, ServerBaseline
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
     from palaestra.envs.run.evaluate import EvaluatedEnvironment
-    from palaestra.inference.chat_server import ChatServer
+    from palaestra_tokens.chat_server import ChatServer
 
 FOLDER = "environments"
 GROUP = "palaestra.environments"
+OLD_NAMES = "palaestra.old_names"
+"""The entry points of names that existing scripts and recorded runs use."""
 DOORS = "palaestra.doors"
 """The group of entry points for forms that run like environments, such as a file of prompts. They are loaded by name
 but not listed."""
@@ -52,7 +54,6 @@ CONTRACT_ROOTS = frozenset({
 logger = logging.getLogger(__name__)
 
 _ENDING = "_env.py"
-_PACKAGE = Path(palaestra.__file__).resolve().parent
 _CLASS_FORMS: list[tuple[type, Callable[[type, str], Form]]] = []
 """The base classes of environments as classes, and what makes a form of a subclass."""
 
@@ -61,6 +62,20 @@ def register_class(base: type, make: Callable[[type, str], Form]) -> None:
     """Accept subclasses of `base` as environments; `make` gets the subclass and its reference. The module of a base
     class calls this function, so that only its users load it."""
     _CLASS_FORMS.append((base, make))
+
+
+_OLD_IMPORTS = threading.Event()
+"""Set after `allow_old_imports`."""
+
+
+def allow_old_imports() -> None:
+    """Let scripts import names by their old module paths, as with the flag `--compat`."""
+    cast("Callable[[], None]", plugins.load(plugins.installed("palaestra.scripts")["old_modules"]))()
+    _OLD_IMPORTS.set()
+
+
+def old_imports_allowed() -> bool:
+    return _OLD_IMPORTS.is_set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +223,8 @@ def form_of(environment: object, reference: str = "") -> Form:
 
 def _pick(path: Path, name: str) -> Form:
     """Return the environment of this name in a file, or the file's only environment."""
+    if not path.is_file() and _was_ours(path) and (moved := _moved(name)):
+        return form_of(moved[name], f"{path}:{name}")  # a run recorded a file of ours that this version does not have
     try:
         module = load_file(path)
     except ConfigError as error:
@@ -219,8 +236,8 @@ def _pick(path: Path, name: str) -> Form:
             f"`palaestra run {path} --compat` runs them unchanged"
         ) from error.__cause__
     found = {key: value for key, value in vars(module).items() if _is_environment(value)}
-    if name in palaestra.__all__ and name not in found and _PACKAGE in path.resolve().parents:
-        found[name] = getattr(palaestra, name)  # a run recorded the file in which this public class was made
+    if name not in found and any(folder in path.resolve().parents for folder in own_folders()):
+        found |= _moved(name)
     if name and name not in found:
         raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
     if not name and len(found) > 1:  # environments that the file imports do not count beside its own
@@ -230,6 +247,18 @@ def _pick(path: Path, name: str) -> Form:
         raise ConfigError(f"{path} has {_list(found)}{choose}")
     name = name or next(iter(found))
     return form_of(found[name], f"{path.resolve()}:{name}")
+
+
+def _was_ours(path: Path) -> bool:
+    """Return whether a path is that of a module of ours in an installation or a checkout."""
+    pairs = zip(path.parts, path.parts[1:], strict=False)
+    return any(above in ("src", "site-packages", "dist-packages") and plugins.is_own(name) for above, name in pairs)
+
+
+def _moved(name: str) -> dict[str, object]:
+    """Return the public class of this name, if a package offers it: a run recorded the file in which it was made."""
+    points = {point.attr: point for point in plugins.installed(GROUP).values()} | dict(plugins.installed(OLD_NAMES))
+    return {name: plugins.load(points[name])} if name in points else {}
 
 
 def _is_environment(value: object) -> bool:

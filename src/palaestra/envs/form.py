@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from palaestra.envs.config.fields import BaseEnvConfig
-from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.config import APIServerConfig, ServerBaseline
 
 if TYPE_CHECKING:
     from palaestra.envs.run.evaluate import EvaluatedEnvironment
-    from palaestra.inference.chat_server import ChatServer
+    from palaestra_tokens.chat_server import ChatServer
 
 
 class Form(Protocol):

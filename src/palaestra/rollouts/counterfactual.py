@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 
 from palaestra.agent.middleware import Ask, ChatCall
-from palaestra.inference.engine import ChatCompletion
 from palaestra.rollouts.events import (
     AnyJournalEvent,
     AttemptDiscarded,
@@ -41,6 +40,7 @@ from palaestra_slots.core.exits import plural
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of, read_regular
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import SlotSource, SlotSpec, Snapshot
+from palaestra_tokens.engine import ChatCompletion
 
 FORK_NAME = "fork.json"
 FORK_SCHEMA = "palaestra.fork/1"
@@ -301,7 +301,7 @@ def fork_of(journal: Path, rollout: str, turn: int, seed: str) -> Counterfactual
         task_id=group.task_id,
         tools_hash=group.tools_hash,
         seed=seed,
-        turns=[msgspec.structs.replace(event, cost=None) for event in shared],
+        turns=[msgspec.structs.replace(event, cost=None, model_calls={}) for event in shared],
         model=reader.model,
         workspace=_workspace(journal.parent, ended, cut_off.events, turn),
     )

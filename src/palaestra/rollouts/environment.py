@@ -18,12 +18,13 @@ from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.schedule import TaskChoice
 from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RecordedTools
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.tool import States
 from palaestra_slots.core.errors import GraderError, PrepareError, SlotEnded, TaskError, WorkError
 from palaestra_slots.core.printable import without_middle
-from palaestra_slots.core.types import JSON, Score, Task
+from palaestra_slots.core.types import JSON, Message, Score, Task
 from palaestra_slots.core.user_code import checked_score, run_hook
 from palaestra_slots.sandbox.slot import Slot, SlotSpec
 
@@ -88,6 +89,14 @@ class Environment(ABC):
         """The agent's settings."""
         return AgentSettings()
 
+    def agent_of(self, task: Task) -> AgentSettings:
+        """Return the agent's settings for a task, which may declare limits of its own."""
+        return self.agent
+
+    def limits_of(self, task: Task) -> Mapping[str, JSON]:
+        """Return the limits that the task declares, each with the value that holds and its source."""
+        return {}
+
     async def open(self) -> None:
         """Load data and resources. Called once, before the first task."""
 
@@ -101,7 +110,23 @@ class Environment(ABC):
 
     @abstractmethod
     def tasks(self) -> AsyncIterator[Task]:
-        """Return the tasks of the run, in order."""
+        """Return all tasks of the environment, in order."""
+
+    choice: TaskChoice | None = None
+    """The tasks that the user chose; None means all."""
+
+    def choose(self, words: Sequence[str]) -> None:
+        """Limit the environment to the tasks with these ids or patterns; no words mean all tasks."""
+        self.choice = TaskChoice(words) if words else None
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """The reasons why tasks cannot be used, by task id, if the environment knows them before the run."""
+        return {}
+
+    def chosen_tasks(self) -> AsyncIterator[Task]:
+        """Return the tasks of the run, in order: those that the user chose. Every command gets its tasks here."""
+        return self.tasks() if self.choice is None else self.choice.of(self.tasks(), self.name, self.refused)
 
     @abstractmethod
     def kit(self, task: Task, rng: random.Random) -> Kit:
@@ -170,14 +195,35 @@ class Environment(ABC):
     async def begin(self, rollout: Rollout) -> None:
         """Set up one rollout, in its own fork, before the agent starts."""
 
+    @property
+    def has_user(self) -> bool:
+        """Whether `next_message` answers the agent's replies without tool calls."""
+        return False
+
+    @property
+    def user_works(self) -> bool:
+        """Whether the user works in the agent's sandbox, so that a repeated turn must repeat this work."""
+        return False
+
+    async def next_message(self, rollout: Rollout, messages: Sequence[Message]) -> Message | None:
+        """Return the user's next message in this conversation; None if the conversation is over."""
+        return None
+
     async def act(self, rollout: Rollout) -> AgentResult:
         """Let the agent work."""
         return await rollout.run_agent()
 
     async def grade(self, rollout: Rollout) -> Score:
-        """Score the rollout in a grading view of its workspace."""
+        """Score the rollout in a grading view of its workspace. The work of a rollout without a score is kept."""
         grading = Grading(rollout, self.slot_spec(rollout.task, Phase.GRADE))
-        return await self.check(rollout, grading, lambda shown: self.score(rollout, shown))
+        try:
+            score = await self.check(rollout, grading, lambda shown: self.score(rollout, shown))
+        except (GraderError, TaskError) as error:
+            await grading.keep_unscored(error)
+            raise
+        if rollout.workspace.run.kept is not None and rollout.workspace.kept is None and not grading.live:
+            await grading.seal()  # which keeps the work that the score did not look at
+        return score
 
     async def check(self, rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> Score:
         """Score what `grading` shows. A check that fails is played over the reference solution, which must get through

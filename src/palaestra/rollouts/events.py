@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from palaestra.inference.ledger import SampledTurn
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra_slots.core.types import JSON, Blame, Message
+from palaestra_tokens.ledger import SampledTurn
 
 JOURNAL_SCHEMA = "palaestra.journal/2"
 
@@ -66,6 +66,8 @@ class TurnTaken(JournalEvent, tag="messages", kw_only=True):
     `seconds` the time that the model took and the time that the tools took. If the server returns tokens, `sampled` has
     the model calls since the last such event, including those of sub-agents. `cost` is the cost of `tokens`, if prices
     are known. `recalled` is true if the reply came from an earlier part of the run, which ended during this turn.
+    `state` is the environment's state after the turn, if the turn has changed it, and `model_calls` the calls of models
+    that the environment has made so far, if the turn has made any.
     """
 
     rollout_id: str
@@ -77,6 +79,8 @@ class TurnTaken(JournalEvent, tag="messages", kw_only=True):
     sampled: list[SampledTurn] = []
     cost: float | None = None
     recalled: bool = False
+    state: JSON = None
+    model_calls: dict[str, float] = {}
 
 
 class ReplyReceived(JournalEvent, tag="reply", kw_only=True):

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from palaestra.rollouts.journal.reader import LAST, RUNS, Recording, find_run, journal_of
-from palaestra.rollouts.observe.metrics import Figures, group_size
+from palaestra.rollouts.observe.metrics import PASSED, Figures, group_size
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.regraded import graded, read_grades
 from palaestra_slots.core.config import python_names
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.extras import install_command
@@ -40,6 +41,21 @@ class Run:
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self.recording)
+
+    def graded_groups(self) -> Iterator[Group]:
+        """Yield the finished groups one by one, with the scores that `palaestra grade` gave, where there are any."""
+        grades = read_grades(self.path)
+        return (graded(group, grades) for group in self) if grades else iter(self)
+
+    def failed_tasks(self) -> list[str]:
+        """Return the ids of the tasks with a rollout that earned less than the full reward or has no score, and of the
+        tasks that began and did not end."""
+        failed = [
+            group.task_id
+            for group in self.graded_groups()
+            if not group.trajectories or any(each.reward is None or each.reward < PASSED for each in group.trajectories)
+        ]
+        return [*dict.fromkeys([*failed, *self.recording.unfinished_tasks])]
 
     @cached_property
     def recording(self) -> Recording:

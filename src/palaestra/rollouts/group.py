@@ -179,6 +179,8 @@ class GroupRun:
         self.group.toolsets = kit.toolsets
         self.group.tools = kit.definitions
         self.group.tools_hash = kit.tools_hash
+        self.env.agent_of(self.task)  # a limit without a usable value is reported once, and not in every rollout
+        self.group.limits = dict(self.env.limits_of(self.task))
         self.group.tools_missing = dict(kit.registry.missing)
         missing = self.run_context.events.unreported(kit.registry.missing)
         if missing:
@@ -209,7 +211,7 @@ class GroupRun:
             raise TaskError(
                 "only Palaestra's agent loop continues recorded rollouts, and something else plays this one"
             )
-        turn, most = begins.point.origin.turn, self.env.agent.max_turns
+        turn, most = begins.point.origin.turn, self.env.agent_of(self.task).max_turns
         if turn >= most:
             raise TaskError(f"nothing can follow turn {turn}: raise the limit of {most} turns (--env.max_agent_turns)")
         if begins.point.tools_hash != self.group.tools_hash:
@@ -305,7 +307,7 @@ class GroupRun:
                     rollout.fail(TaskError(f"the recorded turns cannot be repeated here: {why}"), Blame.TASK)
                     restarts = False
                 if not restarts:
-                    retried = self._retries(_record_of(rollout), tried)
+                    retried = not rollout.check_is_wrong and self._retries(_record_of(rollout), tried)
                     if retried or not recorded_later:
                         event = self._write(AttemptDiscarded if retried else RolloutEnded, rollout)
             if restarts:

@@ -33,18 +33,12 @@ from palaestra.agent.programs import HOME, PROMPT_FILE, AgentAssignment, AgentPr
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import AgentResult, Subagent, ToolError, Turn
 from palaestra.agent.tool_calls import MAX_PARALLEL_CALLS, ToolCalls
-from palaestra.inference.chat_server import Engine, SessionContext
-from palaestra.inference.engines.openai import PROBE
-from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
-from palaestra.inference.recording.endpoint import ToolService
-from palaestra.inference.recording.recorded_conversations import AnsweredCall, RecordedConversation
-from palaestra.inference.recording.request import Refusal, invalid
 from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.resume.recorded_turns import Mismatch
 from palaestra.rollouts.rollout import Rollout
 from palaestra.tools.inner_calls import InnerCalls
+from palaestra.tools.mcp.mcp_endpoint import McpTools
 from palaestra.tools.registry.build import BUILTIN_NAMES
-from palaestra.tools.serving.mcp_endpoint import McpTools
 from palaestra.tools.tool import ToolOutcome
 from palaestra_slots.core.clock import SystemClock
 from palaestra_slots.core.errors import (
@@ -63,6 +57,12 @@ from palaestra_slots.core.types import Blame, Message, Outcome, Usage
 from palaestra_slots.sandbox.host_tools import Capture
 from palaestra_slots.sandbox.port_forward import forwarded_port
 from palaestra_slots.sandbox.slot import Mount, Process, Slot
+from palaestra_tokens.chat_server import Engine, SessionContext
+from palaestra_tokens.engines.openai import PROBE
+from palaestra_tokens.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
+from palaestra_tokens.recording.endpoint import ToolService
+from palaestra_tokens.recording.recorded_conversations import AnsweredCall, RecordedConversation
+from palaestra_tokens.recording.request import Refusal, invalid
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from palaestra.agent.result import AgentResult
-from palaestra.inference.ledger import UNTRAINED, LedgerRecord, TokenRow, record_rows, row_sizes
 from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.tools.inner_calls import InnerCall
 from palaestra_slots.core.types import JSON, Blame, Label, Message, Outcome, Score
+from palaestra_tokens.ledger import UNTRAINED, LedgerRecord, TokenRow, record_rows, row_sizes
 
 TRAJECTORY_SCHEMA = "palaestra.trajectory/1"
 GROUP_SCHEMA = "palaestra.group/1"
+
+PLACEHOLDER = "placeholder"
+"""The source of a row whose tokens nobody sampled."""
 
 CUT_OFF = frozenset({Blame.RUN, Blame.ENGINE})
 """A rollout whose failure has one of these attributions is continued or rolled out again."""
@@ -116,9 +119,9 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     `official` is the verdict of the benchmark's own protocol, if it was computed separately, and `labels` has the signs
     of reward hacking that the check noticed.
     `ledger` has the exact tokens if the model server returns them, and `row` has the environment's own token row, if it
-    made one. `inner_calls` and `subagents` record the work inside tool calls; the tokens of sub-agents count in
-    `prompt_tokens`, `completion_tokens` and `cost`, but their turns are not in `turns`. `cost` is in the currency of
-    the run's prices.
+    made one. `state` is the environment's state after the last turn. `inner_calls` and `subagents` record the work
+    inside tool calls; the tokens of sub-agents count in `prompt_tokens`, `completion_tokens` and `cost`, but their
+    turns are not in `turns`. `cost` is in the currency of the run's prices.
 
     A rollout with a `parent` continues another rollout. Its `messages`, `turns` and counts of tool calls cover the
     whole conversation; its tokens, cost and ledger cover only its own turns. `fork_points` are the turns after which
@@ -156,6 +159,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     parent: Fork | None = None
     fork_points: list[int] = []
     origin: Origin | None = None
+    state: JSON = None
     extra: dict[str, JSON] = {}
     beside: Beside = msgspec.field(default_factory=Beside)
 
@@ -205,8 +209,13 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     def unsaid(self) -> bool:
         """Whether the agent ended before the model had replied, for example because the prompt was too long. Such a
         rollout may have a reward, but it has nothing to train on."""
-        made = bool(self.row_sizes) and (self.row is None or self.row.source != "placeholder")
+        made = bool(self.row_sizes) and (self.row is None or self.row.source != PLACEHOLDER)
         return self.outcome is not Outcome.NATURAL and not self.turns and not made
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether there are tokens that a model sampled, or that the environment made."""
+        return self.ledger is not None or (self.row is not None and self.row.source != PLACEHOLDER)
 
     def every_subagent(self) -> Iterator[SubagentRecord]:
         """Yield all sub-agents, each before the ones that it started."""
@@ -267,7 +276,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     identifies them, and `tools_missing` has the requested tools that are unavailable, each with the reason. If the task
     was invalid or could not be prepared, or its rollouts could not be collected, `error` and `blame` have the cause.
     `prepare_s` is the preparation time in seconds; `from_store` is true if the workspace had been prepared before.
-    `asked` is a checksum of the task's prompt, empty in groups of earlier versions.
+    `asked` is a checksum of the task's prompt, empty in groups of earlier versions. `limits` has the limits that the
+    task declares, each with the `value` that holds and where it comes `from`.
     """
 
     schema: str = GROUP_SCHEMA
@@ -284,6 +294,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     blame: Blame | None = None
     prepare_s: float = 0.0
     from_store: bool = False
+    limits: dict[str, JSON] = {}
 
     @property
     def same_scores(self) -> bool:

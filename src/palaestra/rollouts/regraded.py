@@ -6,12 +6,14 @@ line of a rollout counts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from palaestra.rollouts.annotations import append_lines, appended_lines
 from palaestra.rollouts.journal.journal import encoded
+from palaestra.rollouts.records import Group, Trajectory
 from palaestra_slots.core.io.durable_files import UNREADABLE
 from palaestra_slots.core.types import Label
 
@@ -54,3 +56,20 @@ def read_grades(folder: Path) -> dict[str, Grade]:
         if grade.schema == GRADE_SCHEMA:
             found[grade.rollout_id] = grade
     return found
+
+
+def graded(group: Group, grades: Mapping[str, Grade]) -> Group:
+    """Return the group with the new scores of its rollouts. A rollout whose check failed keeps its recorded score."""
+    new = {each.rollout_id: grades[each.rollout_id] for each in group.trajectories if each.rollout_id in grades}
+    if not any(each.reward is not None for each in new.values()):
+        return group
+    replaced = (_with_grade(each, new.get(each.rollout_id)) for each in group.trajectories)
+    return msgspec.structs.replace(group, trajectories=list(replaced))
+
+
+def _with_grade(trajectory: Trajectory, grade: Grade | None) -> Trajectory:
+    if grade is None or grade.reward is None:
+        return trajectory
+    return msgspec.structs.replace(
+        trajectory, reward=grade.reward, official=grade.official, labels=grade.labels, metrics=grade.metrics
+    )

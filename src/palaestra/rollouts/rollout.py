@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
@@ -21,12 +21,10 @@ from palaestra.agent.middleware import MiddlewareServer, freezing
 from palaestra.agent.result import AgentResult
 from palaestra.agent.seat import Seat
 from palaestra.agent.subagents import Agent
-from palaestra.inference.chat_server import ChatServer, SessionContext, chat_server
-from palaestra.inference.finish_reasons import ending_of
-from palaestra.inference.ledger import Ledger
 from palaestra.rollouts.events import Graded
 from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.limits import CutShort
+from palaestra.rollouts.recorded_tools.recorded_session import in_user_turn
 from palaestra.rollouts.records import (
     Beside,
     Trajectory,
@@ -42,6 +40,7 @@ from palaestra.rollouts.turn_log import SLOT_ENDED, RolloutCalls, TurnLog
 from palaestra.rollouts.watchdog import Stages
 from palaestra.rollouts.workspaces import RolloutWorkspace
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra.tools.tool import RolloutState
 from palaestra_slots.core.errors import (
     EngineError,
     GraderError,
@@ -53,8 +52,11 @@ from palaestra_slots.core.errors import (
 )
 from palaestra_slots.core.redaction import redacted
 from palaestra_slots.core.types import JSON, Blame, Label, Message, Outcome, Score, Task
-from palaestra_slots.core.user_code import ForeignError, call_hook, checked_score, foreign, run_hook, told
+from palaestra_slots.core.user_code import ForeignError, call_hook, checked_score, foreign, leaves, run_hook, told
 from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot
+from palaestra_tokens.chat_server import ChatServer, SessionContext, chat_server
+from palaestra_tokens.finish_reasons import ending_of
+from palaestra_tokens.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +74,19 @@ CURRENT: ContextVar[Rollout | None] = ContextVar("rollout", default=None)
 class RolloutHooks(Protocol):
     """The hooks of an environment for its rollouts. `Environment` implements them."""
 
-    @property
-    def agent(self) -> AgentSettings: ...
+    def agent_of(self, task: Task) -> AgentSettings: ...
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec: ...
 
     async def begin(self, rollout: Rollout) -> None: ...
+
+    @property
+    def has_user(self) -> bool: ...
+
+    @property
+    def user_works(self) -> bool: ...
+
+    async def next_message(self, rollout: Rollout, messages: Sequence[Message]) -> Message | None: ...
 
     async def act(self, rollout: Rollout) -> AgentResult: ...
 
@@ -112,11 +121,15 @@ class Rollout:
         self.rollout_id = spec.rollout_id
         self.group_id = spec.group_id
         self.index = spec.index
-        self.settings = settings = hooks.agent
+        self.settings = settings = hooks.agent_of(spec.task)
         self.meta: dict[str, JSON] = {}
+        self.state: RolloutState | None = None
+        """The object that the environment's tools, user and scores share; None if it has none."""
         self.result: AgentResult | None = None
         self.ending = RolloutEnd(Outcome.CANCELLED, "the run was interrupted", Blame.RUN)
         self.score: Score | None = None
+        self.check_is_wrong = False
+        """Whether a bug in the code of the check is the failure, which another attempt of the agent would meet too."""
         self.projection = Projection()
         self.stages = Stages(self.rollout_id, run.events.alive, run.settings.idle_limits)
         self.hooks = hooks
@@ -201,14 +214,16 @@ class Rollout:
             TaskError, lambda: hooks.project(self, self.score), f"making the row of {self.rollout_id}"
         )
 
-    async def regrade(self, result: AgentResult, sealed: Snapshot | None) -> Score:
-        """Score recorded work: the agent's conversation and its sealed workspace. The agent does not run, but the
-        environment's set-up does, in a workspace that is discarded. Raises the errors of set-up and grading."""
+    async def regrade(self, result: AgentResult, sealed: Snapshot | None, state: JSON = None) -> Score:
+        """Score recorded work: the agent's conversation, its sealed workspace and its state. The agent does not run,
+        but the environment's set-up does, in a workspace that is discarded. Raises the errors of set-up and grading."""
         self.workspace.begin()
         try:
             async with self.stages.watched():
                 await run_hook(PrepareError, self.hooks.begin(self), f"setting up {self.rollout_id}")
                 await self.seat.aclose()
+                if self.state is not None:
+                    self.state.follow(state)
                 self.result = result
                 self.workspace.restore(sealed)
                 return await self._graded()
@@ -229,6 +244,12 @@ class Rollout:
         self.score = None
         outcome = Outcome.API_ERROR if isinstance(error, EngineError) else Outcome.INFRA_ERROR
         self.ending = RolloutEnd(outcome, redacted(told(error)), blame)
+        self.check_is_wrong = isinstance(error, GraderError) and _is_bug(error.__cause__)
+
+    def keep_state(self, state: RolloutState) -> None:
+        """Share this state with the tools, and write it to the journal. Call this before the agent starts."""
+        self.state = self.log.state = state
+        self.seat.shares = (*self.seat.shares, state)
 
     def use_task(self, task: Task) -> None:
         """Play this task in place of the group's, of which it is a variant. Call this before the agent starts."""
@@ -298,7 +319,7 @@ class Rollout:
             error=self.ending.error,
             official=self.score.official if self.score else None,
             labels=[*self.score.labels, *_unknown_ends(result)] if self.score else [],
-            metrics=dict(self.score.metrics) if self.score else {},
+            metrics={**(self.score.metrics if self.score else {}), **self.log.model_calls},
             detail=dict(self.score.detail) if self.score else {},
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
@@ -312,6 +333,7 @@ class Rollout:
             row=self.projection.row,
             ledger=ledger.record() if ledger is not None and ledger.turns else None,
             origin=recorded.origin if recorded is not None else None,
+            state=self.state.recorded if self.state is not None else None,
             extra=self.projection.extra,
             beside=Beside(
                 started_at=self.stages.started_at,
@@ -386,9 +408,15 @@ class Rollout:
         if self.run_context.program is not None:
             if after is not None:
                 raise TaskError(f"agent {self.run_context.program.name} cannot continue an ended conversation")
+            if self.hooks.has_user:
+                raise TaskError(f"agent {self.run_context.program.name} cannot talk to the environment's user")
             return await self.run_context.program.play(self, opening)
         loop = self.seat.loop(
-            self.conversation(server), self.settings.loop, on_turn=self.log.record, tool_handler=tool_handler
+            self.conversation(server),
+            self.settings.loop,
+            on_turn=self.log.record,
+            user=self._ask_user if self.hooks.has_user else None,
+            tool_handler=tool_handler,
         )
         self.log.time(loop.wall)
         self.log.record(None, opening if after is None else opening[-1:])
@@ -396,6 +424,25 @@ class Rollout:
             return await loop.run(opening, after=after)
         finally:
             self.ended(loop.result)
+
+    async def _ask_user(self, messages: list[Message]) -> Message | None:
+        """Return the user's next message; None if the conversation is over. A recorded message is not asked for again,
+        but a user that works in the sandbox must do its work again, as tools do."""
+        recorded = self.log.recorded
+        known = None if recorded is None else recorded.answers_of_user
+        if known is None or (self.hooks.user_works and not (recorded is not None and recorded.answers(False))):
+            server = self.seat.server
+            if server is not None and server.is_over(messages):
+                return None
+            self.log.note_reply()
+            turn = sum(message.get("role") == "assistant" for message in messages)
+            with self.stages.stage("tool"), in_user_turn(turn):
+                said = await run_hook(
+                    TaskError, self.hooks.next_message(self, messages), f"the user of {self.rollout_id}"
+                )
+            if known is None:
+                return said
+        return next(iter(known), None)
 
     async def continue_agent(
         self, message: Message, *, tool_handler: ToolRuntime | RolloutTool | None = None
@@ -424,6 +471,15 @@ class Rollout:
         self.result = result
         self.log.take_inner_calls(result.turns_used)
         self.seat.ended()
+
+
+_BUGS = (AttributeError, ImportError, LookupError, NameError, NotImplementedError, TypeError, ValueError)
+"""Errors of the code of a check that another attempt of the agent does not avoid."""
+
+
+def _is_bug(error: BaseException | None) -> bool:
+    found = [] if error is None else list(leaves(error))
+    return bool(found) and all(isinstance(each, _BUGS) and not isinstance(each, OSError) for each in found)
 
 
 def _ending_of(result: AgentResult) -> RolloutEnd:

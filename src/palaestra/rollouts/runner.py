@@ -114,7 +114,7 @@ class Runner:
         self.on_group = on_group
         self.gate = gate
         self.totals = Totals()
-        tasks = numbered(env.tasks(), 0, limit) if source is None else source
+        tasks = numbered(env.chosen_tasks(), 0, limit) if source is None else source
         self._tasks = slowest_first(counted(tasks, self._planned) if env.counts_tasks else tasks, timings or {})
         self._finished_before = dict(run.earlier.ended)
         self._no_task: PalaestraError | None = None

@@ -1,5 +1,5 @@
-"""Decides how many rollouts run at a time, and the order in which tasks start: the data set's order, or slow tasks
-first if earlier timings are known.
+"""Decides which tasks are played, how many rollouts run at a time, and the order in which tasks start: the data set's
+order, or slow tasks first if earlier timings are known.
 
 If the longest task starts last, the run waits for it while everything else is idle. Whatever the order, a task keeps
 its number, and so its ids, its random choices and its place in every file. The order depends only on the tasks and the
@@ -11,13 +11,18 @@ Source of the rule: R. L. Graham (1969), longest processing time first.
 from __future__ import annotations
 
 import asyncio
+import fnmatch
+import re
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from copy import copy
 from pathlib import Path
 
 from palaestra.rollouts.journal.reader import journal_of
 from palaestra.rollouts.journal.views import line_heads
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import plural
 from palaestra_slots.core.types import Task
 
 WINDOW = 1024
@@ -28,6 +33,96 @@ COUNT_S = 0.3
 """The maximum time that a run waits for the number of its tasks before it begins."""
 
 Numbered = tuple[int, Task]
+
+_MOST_READ = 100_000
+"""How many tasks are read to find chosen ones, because an environment may have tasks without end."""
+_REPEATS = 1000
+"""How many known tasks in a row (ten times the number of known tasks, if that is more) mean that there are no others,
+because an environment may give the same tasks again and again."""
+_NAMED = 5
+
+
+def escaped(task_id: str) -> str:
+    """Return a word for `TaskChoice` that matches only this id."""
+    return re.sub(r"([*?[])", r"[\1]", task_id)
+
+
+_ESCAPED = re.compile(r"\[([*?[])\]")
+
+
+class TaskChoice:
+    """The tasks that a user chose, each by its id or by a pattern of ids, such as `fix-*`. A word that is the id of a
+    task is no pattern, and neither is an `escaped` id."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        found, self._patterns = list[str](), dict[str, re.Pattern[str]]()
+        for word in words:
+            if {"*", "?", "["}.isdisjoint(_ESCAPED.sub("", word)):
+                found.append(_ESCAPED.sub(r"\1", word))
+            else:
+                found.append(word)
+                self._patterns[word] = re.compile(fnmatch.translate(word))
+        self.words = tuple(dict.fromkeys(found))
+        self._ids = frozenset(self.words)
+
+    def __contains__(self, task_id: str) -> bool:
+        return task_id in self._ids or any(each.match(task_id) for each in self._patterns.values())
+
+    def among(self, known: Collection[str]) -> TaskChoice:
+        """Return the choice among tasks with these ids: words that are ids are no patterns."""
+        other = copy(self)
+        other._patterns = {word: each for word, each in self._patterns.items() if word not in known}
+        return other
+
+    def check(self, known: Collection[str], environment: str, refused: Mapping[str, str] = {}) -> None:
+        """Raise `ConfigError` if a word matches none of the known ids. `refused` maps the ids of unusable tasks to the
+        reasons."""
+        matched = {word for word, each in self._patterns.items() if any(map(each.match, known))}
+        if not (missing := [word for word in self.words if word not in known and word not in matched]):
+            return
+        from palaestra_slots.core.config import nearest  # imported here, because only this message needs it
+
+        if missing[0] in refused:
+            raise ConfigError(f"{environment}: the task {missing[0]!r} cannot be used: {refused[missing[0]]}")
+        others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        shown = f"{', '.join([*known][:_NAMED])}{', …' if len(known) > _NAMED else ''}"
+        has = f"it has {plural(len(known), 'task')}: {shown}" if known else "it has no tasks"
+        raise ConfigError(
+            f"{environment} has no task {missing[0]!r}{others}.{nearest(missing[0], known)} For this command, {has}"
+        )
+
+    async def of(
+        self, tasks: AsyncIterator[Task], environment: str, refused: Mapping[str, str] = {}
+    ) -> AsyncIterator[Task]:
+        """Yield the chosen tasks once each, in their order. Before the first, tasks are read until every word has
+        matched one, so that an id that matches nothing is reported before anything is played. With a word such as
+        `test[a]`, which may be an id or a pattern, tasks are read until the id is found. Raises `ConfigError`."""
+        choice, missing, found, seen, repeats = self, set(self.words), list[Task](), dict[str, None](), 0
+        async for task in tasks:
+            repeats = repeats + 1 if task.id in seen else 0
+            if len(seen) >= _MOST_READ or repeats > max(_REPEATS, 10 * len(seen)):
+                break
+            if repeats:
+                continue
+            seen[task.id] = None
+            if task.id not in choice:
+                continue
+            found.append(task)
+            missing -= {task.id, *(word for word, each in choice._patterns.items() if each.match(task.id))}
+            if task.id in choice._patterns:
+                choice = choice.among([task.id])
+                found = [each for each in found if each.id in choice]
+            # A pattern with only `*` matches an id that is written like it, so it need not wait for this id.
+            if not missing and all({"?", "["}.isdisjoint(word) for word in choice._patterns):
+                for each in found:
+                    yield each
+                found.clear()
+                if not choice._patterns:
+                    return
+        if missing:
+            self.check(seen, environment, refused)
+        for each in found:
+            yield each
 
 
 def groups_ahead(concurrency: int) -> int:

@@ -13,8 +13,6 @@ from palaestra.agent.budget import Budget
 from palaestra.agent.loop import LoopSettings
 from palaestra.agent.middleware import ChatMiddleware
 from palaestra.agent.result import AgentResult
-from palaestra.inference.chat_server import Engine
-from palaestra.inference.ledger.records import TokenRow
 from palaestra.rollouts.grading.reward import RewardRule
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.rollouts.journal.journal import EventStream
@@ -27,6 +25,8 @@ from palaestra.tools.registry.registry import Kit
 from palaestra.tools.runtime.runtime import ToolMiddleware
 from palaestra_slots.core.types import JSON, Message, Prices, Task
 from palaestra_slots.sandbox.slot import Mount, Snapshot
+from palaestra_tokens.chat_server import Engine
+from palaestra_tokens.ledger.records import TokenRow
 
 if TYPE_CHECKING:
     from palaestra.rollouts.counterfactual import Continuation
@@ -213,7 +213,7 @@ class GroupPlay(Protocol):
 
 
 class GroupPlayer(Protocol):
-    """Plays the groups of a run elsewhere, such as on the nodes of a cluster (`palaestra.cluster`)."""
+    """Plays the groups of a run elsewhere, such as on the nodes of a cluster (`palaestra_cloud.cluster`)."""
 
     def group(self, env: JSON, run: RunContext, number: int, task: Task, places: Places | None) -> GroupPlay:
         """Return what plays the group. It frees the `places` that are reserved for the group, except the last one, as

@@ -18,9 +18,6 @@ from palaestra.agent.middleware import Ask, ChatCall, MiddlewareServer
 from palaestra.agent.replies import read_reply
 from palaestra.agent.result import Turn
 from palaestra.agent.seat import Seat
-from palaestra.inference.chat_server import ChatServer
-from palaestra.inference.engine import ChatCompletion
-from palaestra.inference.ledger import SampledTurn
 from palaestra.rollouts.events import ReplyReceived, RolloutResumed, TokensSpent, TurnTaken
 from palaestra.rollouts.journal.journal import checksum
 from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
@@ -30,9 +27,12 @@ from palaestra.rollouts.watchdog import Stages
 from palaestra.rollouts.workspaces import RolloutWorkspace
 from palaestra.tools.inner_calls import InnerCall
 from palaestra.tools.runtime.runtime import CheckedCall, Next
-from palaestra.tools.tool import ToolOutcome
+from palaestra.tools.tool import RolloutState, ToolOutcome
 from palaestra_slots.core.errors import SlotEnded
-from palaestra_slots.core.types import Message, Prices
+from palaestra_slots.core.types import JSON, Message, Prices
+from palaestra_tokens.chat_server import ChatServer
+from palaestra_tokens.engine import ChatCompletion
+from palaestra_tokens.ledger import SampledTurn
 
 SLOT_ENDED = (
     "The sandbox has ended, because its processes used up its memory or killed its first process. No further command "
@@ -128,6 +128,10 @@ class TurnLog:
         self.recorded = recorded
         self.inner_calls: list[InnerCall] = []
         """The calls that programs of the agent have made, and those of a third-party agent."""
+        self.state: RolloutState | None = None
+        self.model_calls: dict[str, float] = {}
+        """The calls of models that the environment asked: their number, tokens and cost."""
+        self._model_calls_kept: dict[str, float] = {}
         self._run = run
         self._events = run.events
         self._seat = seat
@@ -167,8 +171,8 @@ class TurnLog:
     async def chat(self, call: ChatCall, ask: Ask) -> ChatCompletion:
         """Answer a model call as chat middleware. Raises `CannotResume`, and `EngineReplyError` for an invalid reply in
         a turn with sub-agents."""
-        if call.branch and self._own is not None and not self._own.noted:
-            self._note(0, self._own)
+        if call.branch:
+            self.note_reply()
         count, recorded = len(call.messages), self.recorded
         completion = None if recorded is None else recorded.pending_reply(call.branch, call.messages)
         known = completion is not None
@@ -181,6 +185,11 @@ class TurnLog:
         else:
             self._own = reply
         return completion
+
+    def note_reply(self) -> None:
+        """Write the rollout's own reply before its turn has ended, because another model is asked meanwhile."""
+        if self._own is not None and not self._own.noted:
+            self._note(0, self._own)
 
     def record(self, turn: Turn | None, messages: list[Message]) -> Awaitable[None] | None:
         """Write the messages that a turn added or, if `turn` is None, the opening messages. If this returns an
@@ -238,6 +247,10 @@ class TurnLog:
         taken.recalled = own is not None and own.known
         if self.recorded is not None and self.recorded.match_turn(turn, messages, taken.sampled):
             taken.known = True
+            if self.state is not None:
+                self.state.follow(self.recorded.latest.state)
+            self._model_calls_kept = self.recorded.latest.model_calls or self._model_calls_kept
+            self.model_calls = dict(self._model_calls_kept)
         return taken
 
     def _write(self, taken: TakenTurn) -> None:
@@ -257,6 +270,8 @@ class TurnLog:
                 sampled=taken.sampled,
                 cost=None if of_another_run else self._cost(turn.prompt_tokens, turn.completion_tokens),
                 recalled=taken.recalled or of_another_run,
+                state=self._state(taken),
+                model_calls=self._new_model_calls(taken),
             )
             self._events.emit(event)
         if not taken.known and not taken.recalled:
@@ -268,6 +283,29 @@ class TurnLog:
                 at=time.time(), rollout_id=self._seat.name, turns=recorded.turns, replies=recorded.replies
             )
             self._events.emit(resumed)
+
+    def _state(self, taken: TakenTurn) -> JSON:
+        """Return the state if this turn has changed it. A repeated turn has the state of its record."""
+        if self.state is None:
+            return None
+        return self.recorded.latest.state if taken.known and self.recorded is not None else self.state.record()
+
+    def _new_model_calls(self, taken: TakenTurn) -> dict[str, float]:
+        """Return the calls so far if this turn has made some. A repeated turn has those of its record."""
+        if taken.known and self.recorded is not None:
+            return self.recorded.latest.model_calls
+        if self.model_calls == self._model_calls_kept:
+            return {}
+        self._model_calls_kept = dict(self.model_calls)
+        return self._model_calls_kept
+
+    def count_model_call(self, tokens: Sequence[int], prices: Prices | None) -> None:
+        """Count a call of a model that the environment asked."""
+        added = {"model_calls": 1.0, "model_prompt_tokens": tokens[0], "model_completion_tokens": tokens[1]}
+        if prices is not None:
+            added["model_cost"] = prices.cost(tokens[0], tokens[1])
+        for name, amount in added.items():
+            self.model_calls[name] = self.model_calls.get(name, 0.0) + amount
 
     def _note(self, branch: int, reply: _Reply) -> None:
         """Write one reply of a turn that delegates work. The rollout's own reply is counted when its turn ends."""

@@ -117,6 +117,11 @@ class Stages:
                 self._timer.cancel()
                 self._timer = None
 
+    @property
+    def in_own_loop(self) -> bool:
+        """Whether the caller runs in the event loop of the watched block, or there is no such block now."""
+        return self._loop is None or self._loop is asyncio.get_running_loop()
+
     def _too_long(self) -> InfraError:
         stage = self._waiting
         return WAITING_FOR[stage](

@@ -32,6 +32,9 @@ from palaestra_slots.sandbox.snapshots.cache import Prepared
 
 logger = logging.getLogger(__name__)
 
+UNSCORED_BYTES = 1 << 30
+"""How much work of rollouts without a score a run keeps until they have been graded."""
+
 UNTOUCHED = "-untouched"
 """The suffix of a kept workspace's name if the agent never used the workspace."""
 
@@ -45,20 +48,48 @@ class Workspaces:
     snapshots.
 
     `kept` is the folder in which the work of rollouts is stored when it is sealed, so that it can be graded again. If
-    it is None, no work is stored.
+    it is None, no work is stored, except that of rollouts whose check failed: it is in the folder `unscored`, up to
+    `UNSCORED_BYTES`.
     """
 
-    def __init__(self, pool: SlotSource, prepared: Prepared | None = None, kept: Path | None = None) -> None:
+    def __init__(
+        self,
+        pool: SlotSource,
+        prepared: Prepared | None = None,
+        kept: Path | None = None,
+        unscored: Path | None = None,
+    ) -> None:
         self.pool = pool
         self.prepared = prepared
         self.kept = kept
+        self._unscored = unscored
+        self._unscored_bytes = 0
         self._shared: dict[str, asyncio.Future[Snapshot]] = {}
 
     def keeping_nothing(self) -> Workspaces:
         """Return the same workspaces for rollouts whose work is not stored."""
         other = copy(self)
-        other.kept = None
+        other.kept = other._unscored = None
         return other
+
+    @property
+    def keeps_unscored(self) -> bool:
+        """Whether there is a place, and room, for the work of a rollout whose check failed."""
+        return self._unscored is not None and self._unscored_bytes < UNSCORED_BYTES
+
+    async def keep_unscored(self, group_id: str, index: int, snapshot: Snapshot | None, *, sealed: bool) -> Path | None:
+        """Do what `keep` does for a rollout whose check failed. Returns None if there is no room for its work."""
+        alone = copy(self)
+        alone.kept = self._unscored
+        folder = await alone.keep(group_id, index, snapshot, sealed=sealed)
+        if folder is None:
+            return None
+        size = await asyncio.to_thread(_bytes_in, folder)
+        if self._unscored_bytes + size > UNSCORED_BYTES:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            return None
+        self._unscored_bytes += size
+        return folder
 
     async def lease(
         self,
@@ -257,6 +288,12 @@ class RolloutWorkspace:
             self.kept = await self.run.keep(self.group_id, self.index, sealed, sealed=True)
             return sealed
 
+    async def keep_unscored(self, sealed: Snapshot | None) -> Path | None:
+        """Keep the work of a rollout whose check failed. Returns the folder, or None if there is no room for it."""
+        snapshot = self.snapshot if sealed is None else sealed
+        self.kept = await self.run.keep_unscored(self.group_id, self.index, snapshot, sealed=sealed is not None)
+        return self.kept
+
     async def checkpoint(self, seat: Seat) -> Snapshot | None:
         """Return a snapshot of the agent's changes, as `seal` does, but leave the agent's slot and its processes
         running; None if there is no slot or a running slot cannot be copied."""
@@ -288,6 +325,11 @@ class RolloutWorkspace:
         finally:
             if sealed and snapshot is not None:
                 await self.run.pool.snapshots.forget(snapshot)
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the size of the files in a folder."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
 
 
 def _emptied(folder: Path) -> None:

@@ -1,3 +1,3 @@
-"""The agents' tools. `registry/` selects tools by toolset, `runtime/` runs calls, `builtin/` has the tools, and
-`serving/` offers them over HTTP. `tool.py` defines the types; `decorator.py` turns a function into a tool.
+"""The agents' tools. `registry/` selects tools by toolset, `runtime/` runs calls, `builtin/` has the tools
+that every agent has. `tool.py` defines the types; `decorator.py` turns a function into a tool.
 """

@@ -1,7 +1,8 @@
 """Calls and results as text in a prompt: `ToolCall`, `ToolResult`, and the `<tool_call>` format.
 
-`inference/parsers` reads the formats of model families. Invariant (T6): a call is never silently dropped or repaired; a
-malformed call has an `error`, which is its answer. Ids are derived from content and position, not random (D2).
+`palaestra_tokens.parsers` reads the formats of model families. Invariant (T6): a call is never silently dropped or
+repaired; a malformed call has an `error`, which is its answer. Ids are derived from content and position, not random
+(D2).
 """
 
 from __future__ import annotations

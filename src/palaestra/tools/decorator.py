@@ -15,8 +15,8 @@ is a JSON object become the reply; any other value becomes `{"result": …}`. Th
 whose message the model reads.
 
 A parameter of type `Slot` gets the rollout's sandbox, and one of type `ToolRun` the context of the running tool; the
-model sees neither. A parameter named `sandbox` or `run` gets the same if it has no annotation. Plain functions run in
-a thread.
+model sees neither. A parameter named `sandbox` or `run` gets the same if it has no annotation. In an environment's own
+tools, `task` and `state` are the rollout's task and state. Plain functions run in a thread.
 
 Invariant: a function that cannot be described to a model is rejected when it is declared, with an error that names it.
 """
@@ -26,18 +26,19 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias, TypedDict, Unpack, overload
+from typing import Any, TypeAlias, TypedDict, Unpack, get_origin, overload
 
+from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.call_text import plain, reply_of, result_of
 from palaestra.tools.human.approval import Permit
-from palaestra.tools.tool import Tool, ToolReply, ToolResult, ToolRun, ToolSchema
+from palaestra.tools.tool import RolloutState, Tool, ToolMistake, ToolReply, ToolResult, ToolRun, ToolSchema
 from palaestra_slots.core.config import nearest
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.threads import in_own_thread
@@ -93,7 +94,7 @@ def _joined(lines: list[str]) -> str:
 
 UserFunction: TypeAlias = Callable[..., object]
 
-CONTEXT: Mapping[str, type] = {"sandbox": Slot, "run": ToolRun, "task": Task}
+CONTEXT: Mapping[str, type] = {"sandbox": Slot, "run": ToolRun, "task": Task, "state": RolloutState}
 """The parameters that a function may have in addition to the model's arguments, by name or by type."""
 
 
@@ -134,7 +135,15 @@ class TypedTool(Tool):
         types."""
         given = self._converted(arguments)
         for parameter, what in self.context.items():
-            given[parameter] = await run.slot() if what == "sandbox" else self.task if what == "task" else run
+            match what:
+                case "sandbox":
+                    given[parameter] = await run.slot()
+                case "state":
+                    if (state := run.found_state(RolloutState)) is None:
+                        raise ToolMistake(f"the tool {self.name} needs the state of a rollout, and there is none here")
+                    given[parameter] = state.value
+                case _:
+                    given[parameter] = self.task if what == "task" else run
         if inspect.iscoroutinefunction(self.function):
             return reply_from(await self.function(**given))
         answer = await in_own_thread(partial(self.function, **given))
@@ -188,8 +197,10 @@ def tool(
 
     def make(given: UserFunction) -> TypedTool:
         made = declare(given, name=name, external=external, asks=asks, **options)
-        if "task" in made.context.values():
-            raise ConfigError(f"tool {made.name} has a task parameter, which only an environment's own tools can have")
+        for what in {"task", "state"}.intersection(made.context.values()):
+            raise ConfigError(
+                f"tool {made.name} has a {what} parameter, which only an environment's own tools can have"
+            )
         return made
 
     return make if function is None else make(function)
@@ -201,16 +212,19 @@ def declare(
     name: str | None = None,
     external: bool = False,
     asks: bool = False,
+    of_environment: bool = False,
     **options: Unpack[ToolOptions],
 ) -> TypedTool:
-    """Make a tool as `tool` does, from a function that may also have the task as a parameter."""
+    """Make a tool as `tool` does, from a function that may also have the task and the state as parameters. In a tool
+    `of_environment`, a parameter `state` may have the type of the state as its annotation."""
     called = name or str(getattr(function, "__name__", "tool"))
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
     except (NameError, TypeError, ValueError) as error:
         raise ConfigError(f"the annotations of tool {called} cannot be read: {error}") from error
     summary, told = _documented(called, inspect.getdoc(function), set(parameters))
-    context = {each.name: what for each in parameters.values() if (what := _context_of(each)) is not None}
+    found = {each.name: _context_of(each, of_environment) for each in parameters.values()}
+    context = {parameter: what for parameter, what in found.items() if what is not None}
     if external and "sandbox" in context.values():
         raise ConfigError(f"tool {called} is external, so it cannot have a sandbox parameter")
     arguments = _arguments(called, [each for each in parameters.values() if each.name not in context], told)
@@ -234,11 +248,15 @@ def reply_from(answer: object) -> ToolReply:
     return told if isinstance(told, dict) else {"result": told}
 
 
-def _context_of(parameter: inspect.Parameter) -> str | None:
+def _context_of(parameter: inspect.Parameter, of_environment: bool) -> str | None:
     """Return the name in `CONTEXT` for which a parameter stands, or None if the parameter is an argument of the
     model."""
     if parameter.annotation is inspect.Parameter.empty:
         return parameter.name if parameter.name in CONTEXT else None
+    if of_environment and parameter.name == "state":
+        kind = get_origin(parameter.annotation) or parameter.annotation
+        if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, dict | Struct | BaseModel)):
+            return "state"
     return next((name for name, kind in CONTEXT.items() if parameter.annotation is kind), None)
 
 

@@ -12,8 +12,8 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Self, TypeAlias, TypeVar
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from palaestra.tools.call_text import ToolCall as ToolCall
 from palaestra.tools.call_text import ToolResult as ToolResult
 from palaestra.tools.call_text import reply_of, result_of
 from palaestra.tools.human.approval import Approvals, Permit
+from palaestra_slots.core.errors import TaskError
 from palaestra_slots.core.types import JSON, Task
 from palaestra_slots.core.user_code import ForeignError, foreign, settled
 from palaestra_slots.sandbox.slot import Slot
@@ -155,6 +156,63 @@ class States:
                 logger.warning("%s could not be closed", type(thing).__name__, exc_info=True)
 
 
+class RolloutState:
+    """The object that an environment made for one rollout: a dict, a dataclass, a msgspec Struct or a pydantic model.
+    Tools and hooks change `value` in place. The journal has it as JSON, so it must come back from JSON as it was."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+        self._kept = b""
+        kind = type(value)
+        fits = is_dataclass(value) or isinstance(value, dict | msgspec.Struct) or hasattr(kind, "model_validate")
+        if not fits or isinstance(value, type):
+            raise TaskError(f"{value!r:.100} is not a state; make a dict, dataclass, msgspec Struct or pydantic model")
+        self._encoded()
+
+    @property
+    def recorded(self) -> JSON:
+        """The state that the journal has, as JSON; None before the first turn."""
+        return msgspec.json.decode(self._kept) if self._kept else None
+
+    def record(self) -> JSON:
+        """Return the state for the journal, as JSON; None if the journal already has it. Raises `TaskError`."""
+        now = self._encoded()
+        if now == self._kept:
+            return None
+        self._kept = now
+        return self.recorded
+
+    def follow(self, recorded: JSON) -> None:
+        """Become what the journal has after a repeated turn. `recorded` is None if that turn changed nothing."""
+        if recorded is not None:
+            self._kept = msgspec.json.encode(recorded)
+        if self._kept and self._encoded() != self._kept:
+            self.value = self._decoded(self._kept)
+
+    def copy(self) -> object:
+        """Return a copy of the value, for a check that may run twice."""
+        return self._decoded(self._encoded())
+
+    def _encoded(self) -> bytes:
+        try:
+            text = msgspec.json.encode(self.value, enc_hook=lambda value: value.model_dump(mode="json"))
+            same = type(self.value).__eq__ is object.__eq__ or self._decoded(text) == self.value
+        except Exception as error:  # of the author's types too
+            raise TaskError(f"the state cannot be written as JSON and read again: {error}") from error
+        if not same:
+            raise TaskError(
+                "the state is different after it was written as JSON and read again. In a dict, use text for keys and "
+                "lists for sequences; otherwise, declare the types in a dataclass"
+            )
+        return text
+
+    def _decoded(self, text: bytes) -> object:
+        def validated(kind: Any, value: JSON) -> object:
+            return kind.model_validate(value)
+
+        return msgspec.json.decode(text, type=type(self.value), dec_hook=validated)
+
+
 class ToolRun:
     """The context of a running tool: its task, its sandbox, objects that outlive the call, and the other tools.
 
@@ -165,6 +223,8 @@ class ToolRun:
         self, task_id: str = "", user_task: str = "", timeout_s: float = 120.0, shared: States | None = None
     ) -> None:
         self.task_id = task_id
+        self.process_task = task_id
+        """The task of the background processes."""
         self.user_task = user_task[:MAX_USER_TASK]
         """The beginning of the prompt."""
         self.timeout_s = timeout_s

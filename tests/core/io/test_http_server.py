@@ -14,27 +14,27 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from palaestra.doors.gateway.config import PlatformConfig
-from palaestra.doors.gateway.platform import Deliver
-from palaestra.doors.gateway.platforms.openai_api import OpenAIServer
-from palaestra.doors.gateway.platforms.webhook import Webhook
-from palaestra.inference.engine import TokenEngine
-from palaestra.inference.recording.endpoint import RecordingEndpoint
-from palaestra.inference.serving.token_server import TokenLoopback
-from palaestra.inference.tokenizers import Tokenizer
 from palaestra.rollouts.observe.prometheus import serving_metrics
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.status_file import StatusFile
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.executor import ToolExecutor
-from palaestra.tools.serving.executor_service import ExecutorService
-from palaestra.tools.serving.http_common import application
-from palaestra.tools.serving.tool_server import ToolServer
-from palaestra.trainers.atropos.trajectory_server import serving
+from palaestra_contract.tools.executor import ToolExecutor
+from palaestra_contract.tools.executor_service import ExecutorService
+from palaestra_contract.tools.http_common import application
+from palaestra_contract.tools.tool_server import ToolServer
+from palaestra_gateway.config import PlatformConfig
+from palaestra_gateway.platform import Deliver
+from palaestra_gateway.platforms.openai_api import OpenAIServer
+from palaestra_gateway.platforms.webhook import Webhook
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io import http_server
 from palaestra_slots.core.io.http_server import is_loopback, listening, refusal
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_tokens.engine import TokenEngine
+from palaestra_tokens.recording.endpoint import RecordingEndpoint
+from palaestra_tokens.serving.token_server import TokenLoopback
+from palaestra_tokens.tokenizers import Tokenizer
+from palaestra_train.atropos.trajectory_server import serving
 
 
 async def _ok(body: bytes) -> dict[str, int]:
@@ -464,3 +464,33 @@ def test_only_the_time_of_the_body_counts(monkeypatch: pytest.MonkeyPatch, caplo
 
     asyncio.run(run())
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ConnectionResetError]
+
+
+@pytest.mark.parametrize("asks", ["GET / HTTP/1.1\r\nHost: x\r\n\r\n", "POST / HTTP/1.0\r\nContent-Length: 0\r\n\r\n"])
+def test_a_caller_who_hangs_up_within_the_answer_is_not_logged(caplog: pytest.LogCaptureFixture, asks: str) -> None:
+    ended = asyncio.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        try:
+            while True:
+                await reply.write(b"x" * 1000)
+                await asyncio.sleep(0.01)
+        finally:
+            ended.set()
+
+    async def scenario() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/", stream)
+        async with listening(app, "127.0.0.1", 0) as url:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(asks.encode())
+            await reader.readline()
+            writer.transport.abort()
+            async with asyncio.timeout(10):
+                await ended.wait()
+            await asyncio.sleep(0.05)
+
+    asyncio.run(scenario())
+    assert not caplog.records

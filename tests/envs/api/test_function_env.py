@@ -17,10 +17,10 @@ from palaestra.cli.main import main
 from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import load_environment
-from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.environment import Environment
 from palaestra_slots.core.config import merge
 from palaestra_slots.core.errors import ConfigError, GraderError, TaskError
+from palaestra_tokens.config import APIServerConfig
 
 
 def form(*answers: object, weights: tuple[float, ...] = ()) -> FunctionForm:

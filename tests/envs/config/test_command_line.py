@@ -10,10 +10,10 @@ from pydantic import Field
 
 from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, set_fields
 from palaestra.envs.config.fields import EvalHandlingEnum, HermesAgentEnvConfig
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.server_group import ENGINES
-from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
 from palaestra_slots.core.errors import ConfigError
+from palaestra_suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.server_group import ENGINES
 
 
 class ToyConfig(HermesAgentEnvConfig):

@@ -15,8 +15,8 @@ from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.dotenv import read_keys, read_variables
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.config.layers import read_environ
-from palaestra.inference.config import APIServerConfig
 from palaestra_slots.core.errors import ConfigError
+from palaestra_tokens.config import APIServerConfig
 
 
 def parsed(*argv: str, environ: dict[str, str], dotenv: dict[str, str]) -> Parsed:
@@ -275,6 +275,22 @@ def test_a_file_that_never_ends_is_not_read(tmp_path: Path, kind: str) -> None:
         read_keys(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"#" + "é".encode() * (1 << 20),  # the limit is inside a letter
+        "#é".encode("utf-16") * (1 << 19),
+        b"\xff" * ((1 << 20) + 1),
+        b"#" * (1 << 20) + b"\xff",
+        b"#" * ((1 << 20) - 1) + "€".encode(),
+    ],
+)
+def test_a_long_file_is_too_long_in_any_encoding(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / ".env").write_bytes(data)
+    with pytest.raises(ConfigError, match="more than 1 MiB"):
+        read_keys(tmp_path)
+
+
 COMMANDS = [
     ["run", "count_lines", "--policy", "noop", "--tasks", "1", "--dry-run"],
     ["run", "count_lines", "--show-config"],
@@ -307,13 +323,13 @@ def test_a_foreign_folder_configures_no_command(
 def test_children_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
     """Python puts the current folder on the path of `python -m`, unless it is told not to."""
     root = Path(__file__).parents[3]
-    folders = (root / "src", *root.glob("packages/*/src"))
+    folders = (root / "src", *root.glob("packages/*/src"), *root.glob("extensions/*/src"))
     text = "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     assert not re.findall(r'sys\.executable,\s*"-[mc]"', text)
     (tmp_path / "pip").mkdir()
     (tmp_path / "pip/__main__.py").write_text("open('started', 'w').close()\n")
     ask = (
-        "import asyncio; from palaestra.suites.toolchain.wheel_install import pip_settings; asyncio.run(pip_settings())"
+        "import asyncio; from palaestra_suites.toolchain.wheel_install import pip_settings; asyncio.run(pip_settings())"
     )
     subprocess.run([sys.executable, "-P", "-c", ask], cwd=tmp_path, check=True)
     assert not (tmp_path / "started").exists()

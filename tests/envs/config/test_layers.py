@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from palaestra.envs.config.layers import read_environ, read_file
-from palaestra.inference.config import APIServerConfig
 from palaestra_slots.core.errors import ConfigError
+from palaestra_tokens.config import APIServerConfig
 
 
 def written(folder: Path, text: str) -> Path:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.contract.pools import DockerDirectBackend, create_tool_backend
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.config.layers import read_environ
-from palaestra.inference.config import APIServerConfig
+from palaestra_contract.pools import DockerDirectBackend, create_tool_backend
 from palaestra_slots.core.config import merge
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.sandbox.backends.docker import DockerBackend
@@ -21,6 +20,7 @@ from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.backends.ssh import SSHBackend
 from palaestra_slots.sandbox.pool import SlotPool, ToolBackend
 from palaestra_slots.sandbox.slot import SlotSpec
+from palaestra_tokens.config import APIServerConfig
 
 
 def by_variables(**variables: str) -> HermesAgentEnvConfig:

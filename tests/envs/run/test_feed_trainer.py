@@ -15,28 +15,28 @@ from talking import Talk, trainer
 
 from palaestra import HermesAgentBaseEnv
 from palaestra.agent.result import AgentResult
-from palaestra.contract.tool_context import ToolContext
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.evaluate import Gate, OnGroup
-from palaestra.envs.run.feed_trainer import Serving, feed_settings, trainers_tracking
 from palaestra.envs.run.run import RunReport, run, serve_limit
 from palaestra.envs.run.run_folder import RunOutput, claim_folder
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.serving.token_server import TokenLoopback
-from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.rollouts.events import RunStarted
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.records import Group, TokenRow, Trajectory
 from palaestra.rollouts.runner import Totals
-from palaestra.testing.fake_engine import ToyEngine
-from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
-from palaestra.trainers.atropos.trajectory_server import serving
+from palaestra_contract.tool_context import ToolContext
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import INTERRUPTED, read_failure
 from palaestra_slots.core.types import JSON, Outcome
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.serving.token_server import TokenLoopback
+from palaestra_tokens.testing.fake_engine import ToyEngine
+from palaestra_tokens.testing.tiny_model import save_tokenizer, train_tokenizer
+from palaestra_tokens.tokenizers import load_tokenizer
+from palaestra_train.atropos.trajectory_server import serving
+from palaestra_train.feed import Serving, feed_settings, trainers_tracking
 
 
 class Naming(HermesAgentBaseEnv):

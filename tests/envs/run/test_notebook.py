@@ -14,7 +14,7 @@ import pytest
 import palaestra
 from notebooks import notebook
 from palaestra import ConfigError, Score, Task, environment
-from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 CELLS = [
     """

@@ -59,9 +59,11 @@ def test_an_evaluation_counts_attempts_apart_from_tasks() -> None:
 
 def test_the_line_for_people_counts_the_tasks_that_the_rate_is_over() -> None:
     figure = {"pass@1": 0.5, "pass@1/low": 0.1, "pass@1/high": 0.9, "pass@1/tasks": 3, "tasks": 4}
-    assert in_short(figure).endswith("over 3 of 4 tasks")
+    assert in_short(figure).endswith("over 3 of 4 tasks (1 without a score)")
     assert in_short({**figure, "pass@1/tasks": 4}).endswith("over 4 tasks")
-    assert in_short({**figure, "planned": 16, "scored": 13}).endswith("3 of 4 tasks, 13 of 16 rollouts scored")
+    assert in_short({**figure, "planned": 16, "scored": 13}).endswith(
+        "3 of 4 tasks (1 without a score), 13 of 16 rollouts scored"
+    )
 
 
 def test_mean_share_and_pass_at_1_of_one_evaluation_have_one_interval() -> None:

@@ -156,3 +156,20 @@ def test_kept_work_with_replaced_programs_is_graded_as_in_the_run(isolation: str
     after = fingerprint(run.path)
     assert before.keys() <= after.keys()
     assert {name for name, each in after.items() if before.get(name) != each} <= {".", "grades.jsonl"}
+
+
+@pytest.mark.slots
+def test_held_out_tasks_are_graded_again_and_forked() -> None:
+    text = BEFORE.replace('\n    yield Task(id="bare", prompt="p", solution="true")', "")
+    Path("lines_env.py").write_text(text)
+    held = ["--env.n", "8", "--env.held_out", "0.4", "--env.seed", "3", "--policy", "oracle"]
+    assert main(["eval", "lines_env.py", *held, "--keep-workspaces"]) == 0
+    tasks = [each.task_id for each in palaestra.open_run().trajectories]
+    assert 0 < len(tasks) < 8
+    Path("lines_env.py").write_text(text.replace("0.25", "0.5").replace("WANTED", "0.5"))
+    graded = CliRunner().invoke(cli, ["grade", "last"])
+    assert (graded.exit_code, graded.stdout.count("0.25 -> 0.5")) == (0, len(tasks)), graded.output
+    assert main(["eval", "lines_env.py", *held, "--task", tasks[0]]) == 0
+    (rollout,) = palaestra.open_run().trajectories
+    assert main(["fork", "last", rollout.rollout_id, "--turn", "0", "--times", "1"]) == 0
+    assert [each.task_id for each in palaestra.open_run().trajectories] == tasks[:1]

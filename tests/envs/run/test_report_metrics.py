@@ -13,16 +13,16 @@ import pytest
 from toy import Sums, tell
 
 from manual_clock import ManualClock
-from palaestra.contract.base_env import BaseEnv
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.report_metrics import Reporting, asked_for
 from palaestra.envs.run.run import RunReport, run
-from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.events import GroupFinished
 from palaestra.rollouts.observe.trackers.tracker import Shown
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra_contract.base_env import BaseEnv
 from palaestra_slots.core.types import Outcome
+from palaestra_tokens.config import APIServerConfig
 
 
 class Heard:

@@ -9,8 +9,8 @@ import pytest
 from bug_fixing import FIX, fix_calc
 
 from palaestra.envs.run.rollout_function import RolloutFunction, Scored, Unscored
-from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra_slots.core.types import JSON, Blame
+from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 pytestmark = pytest.mark.slots
 

@@ -16,7 +16,7 @@ import pytest
 from recorded import embedded
 
 from envs import scripts
-from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
+from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
 
 pytestmark = pytest.mark.slots
 

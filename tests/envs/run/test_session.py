@@ -22,8 +22,8 @@ from palaestra import (
     environment,
 )
 from palaestra.rollouts.limits import RunStopped
-from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 pytestmark = pytest.mark.slots
 
@@ -211,7 +211,7 @@ def test_a_session_that_blocks() -> None:
 
 @in_loop
 async def test_an_engine_is_used_as_it_is_started_and_closed() -> None:
-    from palaestra.inference.engines.openai import OpenAIEngine
+    from palaestra_tokens.engines.openai import OpenAIEngine
 
     async with LoopbackServer(FakeAnswer(completion("Hm."))) as server:
         engine = OpenAIEngine(palaestra.APIServerConfig(base_url=server.url, model_name="mine"))

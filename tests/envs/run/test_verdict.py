@@ -11,7 +11,7 @@ import pytest
 from recorded import embedded
 
 from palaestra.cli.main import main
-from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
+from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 pytestmark = pytest.mark.slots
 

@@ -133,8 +133,8 @@ def found(tokenizer):
 
 def main(folder):
     try:
-        from palaestra.contract.chat_tokenizer import ChatTokenizer
-        from palaestra.inference.tokenizers import load_tokenizer
+        from palaestra_contract.chat_tokenizer import ChatTokenizer
+        from palaestra_tokens.tokenizers import load_tokenizer
     except ImportError:
         from transformers import AutoTokenizer, PreTrainedTokenizerBase
 

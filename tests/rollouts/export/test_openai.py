@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from recorded import MALFORMED, META, TOOL, call, histories, reply, rollout
 
@@ -15,6 +17,11 @@ from palaestra.rollouts.records import Group
 from palaestra_slots.core.types import JSON, Message
 
 WIRE = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
+
+
+def tool(name: str, **properties: JSON) -> JSON:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
 
 
 def exported(*conversations: list[Message]) -> tuple[list[dict[str, JSON]], ExportReport]:
@@ -40,10 +47,44 @@ def blank_as_object(messages: list[Message]) -> list[Message]:
 def test_nothing_of_a_valid_conversation_is_lost(messages: list[Message]) -> None:
     (line,), report = exported(messages)
     assert line["messages"] == blank_as_object(messages)
-    assert line["tools"] == [TOOL]
+    assert json.loads(line["tools"]) == [TOOL]
     assert all(message.keys() <= WIRE for message in line["messages"])
     assert report.rollouts == report.records == 1
     assert set(report.remarks) <= {"has malformed arguments, kept as text"}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [tool("a", path={"type": "string"}), tool("b", path={"type": ["string", "null"]})],
+        [tool("a", n={"type": "integer", "default": 1}), tool("b", n={"type": "string", "default": "x"})],
+        [tool("a", o={"additionalProperties": False}), tool("b", o={"additionalProperties": {"type": "string"}})],
+        [tool("a", e={"enum": ["x", 1, None]})],
+        [tool("a", p={"prefixItems": [{"type": "string"}], "items": False}), tool("b", p={"items": {}})],
+        [tool("a", c={"const": {"x": 1}}), tool("b", c={"const": [1]})],
+        [tool("a"), {"type": "web_search"}],
+        [],
+    ],
+)
+def test_a_file_is_a_table_whatever_the_schemas_of_the_tools(tools: list[JSON]) -> None:
+    table = pytest.importorskip("pyarrow.json")
+    out = io.BytesIO()
+    groups = [
+        Group(group_id=str(number), number=number, task_id="t", tools=listed, trajectories=[rollout(0, MALFORMED)])
+        for number, listed in enumerate([tools, [tool("z", path={"type": "number"})], tools[:1]])
+    ]
+    OpenAIExporter().export(groups, out, META)
+    rows = table.read_json(io.BytesIO(out.getvalue())).to_pylist()
+    assert [json.loads(row["tools"]) for row in rows] == [group.tools for group in groups]
+
+
+def test_replies_without_content_have_empty_text_on_request() -> None:
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [call("f", "{}")]}]
+    for text_content, content in ((False, None), (True, "")):
+        out = io.BytesIO()
+        group = Group(group_id="g", number=0, task_id="t", tools=[TOOL], trajectories=[rollout(0, messages)])
+        OpenAIExporter().export([group], out, replace(META, text_content=text_content))
+        assert json.loads(out.getvalue())["messages"][1]["content"] == content
 
 
 def test_a_malformed_call_keeps_its_text_and_is_remarked_upon() -> None:

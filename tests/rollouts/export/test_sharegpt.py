@@ -190,4 +190,4 @@ def test_an_agent_that_writes_its_calls_as_text_is_told_its_tools_once() -> None
     group = Group(group_id="g", number=0, task_id="t", tools=[TOOL], trajectories=[rollout(0, IN_TEXT)])
     OpenAIExporter().export([group], out, META)
     line = json.loads(out.getvalue())
-    assert (line["messages"], line["tools"]) == (IN_TEXT, [])
+    assert (line["messages"], line["tools"]) == (IN_TEXT, "[]")

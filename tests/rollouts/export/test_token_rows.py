@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import META, TWO_CALLS, one_segment, own_row, rollout, say, two_segments
 
-from palaestra.inference.engine import Sampled
-from palaestra.inference.ledger import Ledger, Piece, SegmentReason
 from palaestra.rollouts.export.exporter import ExportReport
 from palaestra.rollouts.export.token_rows import RowsExporter
 from palaestra.rollouts.records import Group, TokenRow, Trajectory
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Outcome
+from palaestra_tokens.engine import Sampled
+from palaestra_tokens.ledger import Ledger, Piece, SegmentReason
 
 PLACEHOLDER = TokenRow(tokens=[1, 2], masks=[-100, -100])
 

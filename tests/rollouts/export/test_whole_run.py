@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from toy import Sums, changed, services
 
-from palaestra.inference.chat_server import SessionContext
-from palaestra.inference.templates import ChatFormat
-from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.rollouts.events import RunStarted
 from palaestra.rollouts.export.atif import AtifExporter
 from palaestra.rollouts.export.exporter import Exporter
 from palaestra.rollouts.export.token_rows import RowsExporter
 from palaestra.rollouts.journal.reader import Recording, open_recording
 from palaestra.rollouts.runner import Runner
-from palaestra.testing.fake_engine import ToyEngine, toy_logprob, toy_tokenizer
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.chat_server import SessionContext
+from palaestra_tokens.templates import ChatFormat
+from palaestra_tokens.testing.fake_engine import ToyEngine, toy_logprob, toy_tokenizer
+from palaestra_tokens.token_exact.managed_chat import ManagedChat
 
 pytest.importorskip("tokenizers", reason="needs the extra 'tokens'")
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,35 @@ def test_a_script_in_a_temporary_directory_imports_no_module_of_the_agent(
     assert main(["run", "modules_env.py", "--policy", "oracle", "--env.group_size", "1"]) == 0
     rows = [json.loads(line) for line in groups_file().read_text().splitlines()]
     assert [row["scores"] for row in rows] == [[0.0]] * 3
+
+
+KEPT = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def kept():
+    yield Task(id="a", prompt="Write kept.", solution="echo kept > answer.txt")
+
+@kept.score
+async def correct(sandbox):
+    return await sandbox.read_text("answer.txt", missing="") == "kept\\n"
+"""
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("level", ["full", "userns", "confined", "none"])
+def test_files_of_the_machine_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    """Below the levels with namespaces, `/tmp` is that of all programs of the machine."""
+    need_level(level)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept_env.py").write_text(KEPT)
+    with tempfile.NamedTemporaryFile(dir="/tmp") as other:
+        changed = Path(other.name).stat().st_ctime_ns
+        assert main(["run", "kept_env.py", "--policy", "oracle", "--env.isolation", level]) == 0
+        assert Path(other.name).stat().st_ctime_ns == changed
+    (journal,) = Path("runs").glob("*/*/journal.jsonl")
+    assert '"reward":1.0' in journal.read_text()
+    assert not Path(CARRIED).exists()
 
 
 SCRATCHES = {

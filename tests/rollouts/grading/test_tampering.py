@@ -11,7 +11,7 @@ import pytest
 from envs.scripts import groups_file, need_level
 from palaestra.cli.main import main
 from palaestra.rollouts.finished_run import open_run
-from palaestra.rollouts.grading.tampering import Rule
+from palaestra.rollouts.grading.tampering import Rule, program_of
 from palaestra_slots.sandbox.slot import Change
 
 ENV = """
@@ -322,6 +322,29 @@ R, S, C, H = "programs_replaced", "programs_shadowed", "", "home_settings"
 def test_the_table(path: str, label: str | None) -> None:
     rule = Rule(names, "/workspace", env={"PATH": "/opt/tools/bin:/usr/bin"})
     assert left_out(rule, Change(path, "file")) == ({} if label is None else {path: label})
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        (
+            "/root/.gitconfig",
+            "/root/.config/git/config",
+            "/root/.git-aliases",
+            "/etc/gitconfig",
+        ),
+        ("/root/.sqliterc", "/home/user/.sqliterc", "/root/.config/sqlite3/sqliterc"),
+        ("/root/.curlrc", "/root/.config/curlrc"),
+        ("/root/.tmux.conf", "/root/.config/tmux/tmux.conf", "/etc/tmux.conf"),
+        ("/root/.npmrc", "/etc/npmrc"),
+        ("/root/.ssh/config", "/etc/ssh/ssh_config", "/etc/ssh/ssh_config.d/new.conf"),
+        ("/root/.config/pip/pip.conf", "/etc/pip.conf"),
+    ],
+)
+def test_all_places_of_a_program_have_its_name(paths: tuple[str, ...]) -> None:
+    assert len({program_of(path) for path in paths}) == 1
+    others = ("/root/.config", "/root/.my.cnf", "/root/answer.txt", "/workspace/.gitconfig", "/root/.ssh/id_rsa")
+    assert program_of(paths[0]) not in {"", *map(program_of, others)}
 
 
 @pytest.mark.parametrize(

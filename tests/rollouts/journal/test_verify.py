@@ -15,10 +15,6 @@ from toy import Sums, changed, services
 from manual_clock import ManualClock
 from palaestra.agent.result import AgentResult
 from palaestra.cli.main import main
-from palaestra.inference.chat_server import ChatServer, Engine, SessionContext
-from palaestra.inference.ledger import LedgerRecord, record_rows
-from palaestra.inference.templates import ChatFormat
-from palaestra.inference.token_exact.managed_chat import ManagedChat
 from palaestra.rollouts.events import GroupStarted, RolloutEnded, RunEnded, RunResumed
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.finished_run import Run
@@ -29,9 +25,13 @@ from palaestra.rollouts.records import TokenRow, Trajectory
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import Projection
-from palaestra.testing.fake_engine import ToyEngine, toy_tokenizer
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Blame, Outcome
+from palaestra_tokens.chat_server import ChatServer, Engine, SessionContext
+from palaestra_tokens.ledger import LedgerRecord, record_rows
+from palaestra_tokens.templates import ChatFormat
+from palaestra_tokens.testing.fake_engine import ToyEngine, toy_tokenizer
+from palaestra_tokens.token_exact.managed_chat import ManagedChat
 
 TOKENIZER = toy_tokenizer(
     ['What is 1 + 1? <tool_call> {"name": "add", "arguments": {"a": 1, "b": 1}} The sum is 2'] * 5

@@ -89,6 +89,16 @@ def test_a_log_gets_one_line_per_finished_group(log, clock):
     ]
 
 
+def test_a_log_lists_only_the_samples_of_a_batch_that_failed(log, clock):
+    progress = PlainConsole(log, clock)
+    progress.follow({}, "kept")
+    for number in range(500):
+        tell(progress, GroupFinished(group(rollout(0), number=number)))
+    assert log.getvalue() == ""
+    tell(progress, GroupFinished(group(number=500, error="unreadable row")))
+    assert log.getvalue().splitlines() == ["[501] fix-sort: not run: unreadable row"]
+
+
 def test_a_log_gets_a_status_line_every_ten_seconds_at_most(log, clock):
     progress = PlainConsole(log, clock)
     tell(progress, GroupsPlanned(10, 4))

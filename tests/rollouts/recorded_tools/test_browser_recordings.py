@@ -13,11 +13,11 @@ from aiohttp import web
 
 from envs.scripts import groups_file
 from palaestra.cli.main import main
-from palaestra.tools.browser import chromium
+from palaestra_toolsets.browser import chromium
 
 ENV = """
 from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig, ToolStep
-from palaestra.tools.browser.shared_browser import SharedBrowser
+from palaestra_toolsets.browser.shared_browser import SharedBrowser
 
 SITE = "{site}"
 

@@ -16,13 +16,6 @@ from toy import ADD, Sums, changed, services, sum_task
 from crash.by_prompt import ByPrompt
 from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
-from palaestra.inference.chat_server import ChatServer, SessionContext
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engine import ChatCompletion
-from palaestra.inference.engines.scripted import OraclePolicy, ScriptedEngine
-from palaestra.inference.templates import ChatFormat
-from palaestra.inference.token_exact.managed_chat import ManagedChat
-from palaestra.inference.tokenizers import FastTokenizer
 from palaestra.rollouts.events import (
     FIRST_SCHEMA,
     JOURNAL_SCHEMA,
@@ -43,11 +36,18 @@ from palaestra.rollouts.resume.state import read_finished
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import AgentSettings, RunContext
-from palaestra.testing.fake_engine import toy_tokenizer
 from palaestra.tools.registry.registry import Kit, ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
 from palaestra_slots.core.errors import EngineUnavailable
 from palaestra_slots.core.types import JSON, Blame, Message, Prices, Task, ToolStep
+from palaestra_tokens.chat_server import ChatServer, SessionContext
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.engine import ChatCompletion
+from palaestra_tokens.engines.scripted import OraclePolicy, ScriptedEngine
+from palaestra_tokens.templates import ChatFormat
+from palaestra_tokens.testing.fake_engine import toy_tokenizer
+from palaestra_tokens.token_exact.managed_chat import ManagedChat
+from palaestra_tokens.tokenizers import FastTokenizer
 
 STEPS = 4
 ROLLOUTS, TURNS = 4, STEPS + 1

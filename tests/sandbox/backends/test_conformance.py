@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import glob
 import json
 import os
@@ -15,7 +14,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -36,6 +34,7 @@ from palaestra_slots.sandbox.slot import Backend, Rung, Slot, SlotSpec
 from palaestra_slots.testing.backend_conformance import BackendConformance
 from sandbox.containers import Docker, docker
 from sandbox.python_image import make_python_root
+from sandbox.ssh_server import sshd
 
 ENVIRONMENT = """
 from palaestra import Task, environment
@@ -360,31 +359,3 @@ def python_image(folders: pytest.TempPathFactory) -> Path:
     if program is None or os.geteuid() != 0:
         pytest.skip("needs root and apptainer (scripts/install_apptainer)")
     return make_python_root(folders.mktemp("root"))
-
-
-@contextlib.contextmanager
-def sshd(folder: Path) -> Iterator[tuple[list[str], int]]:
-    """A server of our own; yields what `ssh` needs to reach it, and its pid. Skips the test without OpenSSH."""
-    server = shutil.which("sshd") or "/usr/sbin/sshd"
-    if os.geteuid() != 0 or not os.path.exists(server):
-        pytest.skip("needs root and sshd (apt-get install openssh-server)")
-    Path("/run/sshd").mkdir(exist_ok=True)
-    for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    (folder / "conf").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\n"
-        "StrictModes no\nUsePAM no\nPermitRootLogin yes\nPidFile none\n"
-    )
-    process = subprocess.Popen([server, "-D", "-f", str(folder / "conf"), "-E", str(folder / "log")])
-    try:
-        for _ in range(100):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.1)
-        known = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
-        yield ["-F", "none", "-p", str(port), "-i", str(folder / "user"), "-l", "root", *known], process.pid
-    finally:
-        process.terminate()
-        process.wait(20)

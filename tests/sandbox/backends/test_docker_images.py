@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.contract.pools import DockerDirectBackend
+from palaestra_contract.pools import DockerDirectBackend
 from palaestra_slots.core.errors import ConfigError, ImageError, SandboxError
 from palaestra_slots.core.types import Blame
 from palaestra_slots.sandbox.backends.docker import (

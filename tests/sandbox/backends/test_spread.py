@@ -16,7 +16,6 @@ import pytest
 
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.inference.config import APIServerConfig
 from palaestra_slots.core.errors import ConfigError, SandboxError
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.backends.registry import make_backend
@@ -26,6 +25,7 @@ from palaestra_slots.sandbox.creation_gate import CreationGate
 from palaestra_slots.sandbox.slot import Backend, GroupAddress, Rung, SlotSpec
 from palaestra_slots.sandbox.slot_usage import slot_usage
 from palaestra_slots.testing.backend_conformance import BackendConformance
+from palaestra_tokens.config import APIServerConfig
 
 pytestmark = [pytest.mark.slots, pytest.mark.xdist_group("backends")]
 

@@ -17,8 +17,7 @@ from palaestra_slots.core.errors import IsolationUnavailable, SlotLost
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.slot import Rung, SlotSpec
-
-from ..conftest import AtDesk, Desk
+from tools.desk import AtDesk, Desk
 
 pytestmark = pytest.mark.slots
 

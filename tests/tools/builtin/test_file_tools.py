@@ -10,7 +10,7 @@ from palaestra.tools.builtin.file_tools import MAX_CONTENT_CHARS, MAX_LINE_CHARS
 from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
-    from tests.tools.conftest import AtDesk, Desk
+    from tools.desk import AtDesk, Desk
 
 pytestmark = pytest.mark.slots
 

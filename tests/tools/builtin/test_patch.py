@@ -6,14 +6,14 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.tools.conftest import Desk
 
 from palaestra_slots.core.types import JSON, Limits
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.slot import SlotSpec
+from tools.desk import Desk
 
 if TYPE_CHECKING:
-    from tests.tools.conftest import AtDesk
+    from tools.desk import AtDesk
 
 pytestmark = pytest.mark.slots
 

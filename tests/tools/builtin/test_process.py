@@ -13,7 +13,7 @@ from palaestra_slots.processes.registry import ProcessRegistry
 from palaestra_slots.processes.session import MAX_PROCESSES
 
 if TYPE_CHECKING:
-    from tests.tools.conftest import AtDesk, Desk
+    from tools.desk import AtDesk, Desk
 
 pytestmark = pytest.mark.slots
 

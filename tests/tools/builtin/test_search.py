@@ -14,7 +14,7 @@ from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Rung
 
 if TYPE_CHECKING:
-    from tests.tools.conftest import AtDesk, Desk
+    from tools.desk import AtDesk, Desk
 
 pytestmark = pytest.mark.slots
 
@@ -57,6 +57,10 @@ QUERIES: list[dict[str, JSON]] = [
     {"pattern": "foo$"},
     {"pattern": "(?i)FOO"},
     {"pattern": "-n"},
+    {"pattern": r"^\w+ \w+ \w+$"},
+    {"pattern": r"\bcafé\b"},
+    {"pattern": "^.{12}$"},
+    {"pattern": "[^a-z ]", "output_mode": "count"},
     {"pattern": "foo", "path": "a.py"},
     {"pattern": "foo", "path": "link.py"},
     {"pattern": "foo", "path": "./b"},
@@ -93,6 +97,37 @@ def test_matching_lines_come_sorted_without_git_and_binaries(at_desk: AtDesk) ->
         assert reply["matches"][5]["content"] == "foo"
         assert reply["matches"][7]["content"].endswith("xfoo")
         assert (reply["total_count"], reply["truncated"]) == (11, False)
+
+    at_desk(scenario)
+
+
+CHARACTERS: Mapping[str, list[str]] = {
+    r"^\w+$": ["u.txt:1", "u.txt:2", "u.txt:4"],
+    r"\bcafé\b": ["u.txt:1"],
+    "^.{4}$": ["l.txt:1", "u.txt:1"],
+    "^.{2}$": ["u.txt:2"],
+    "^caf.$": ["l.txt:1", "u.txt:1"],
+    "^[^a-z]+$": ["u.txt:2", "u.txt:3", "u.txt:4"],
+    r"\p{Han}": ["u.txt:2"],
+    r"^\W$": ["u.txt:3"],
+    r"^\D{4}$": ["l.txt:1", "u.txt:1"],
+    r"a\B.": ["l.txt:1", "u.txt:1"],
+    "(?i)^CAFÉ$": ["u.txt:1"],
+    r"^x\sy$": [],
+    "x.": [],
+}
+
+
+def test_a_pattern_matches_characters_in_utf8_and_bytes_elsewhere(at_desk: AtDesk) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.slot.write_bytes("u.txt", "café\n中文\n—\nÜ\n".encode())
+        await desk.slot.write_bytes("l.txt", "café\n".encode("latin-1"))
+        await desk.slot.write_bytes("bin.dat", b"x\0y\n")
+        for pattern, found in CHARACTERS.items():
+            reply = await desk.call("search_files", pattern=pattern, context=1)
+            assert [f"{match['path']}:{match['line']}" for match in reply["matches"]] == found, pattern
+            counts = await desk.call("search_files", pattern=pattern, output_mode="count")
+            assert counts["total_matches"] == reply["total_count"] == len(found)
 
     at_desk(scenario)
 

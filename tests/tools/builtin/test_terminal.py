@@ -11,7 +11,7 @@ from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES, MAX_KEPT_BYTES, 
 from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
-    from tests.tools.conftest import AtDesk, Desk
+    from tools.desk import AtDesk, Desk
 
 pytestmark = pytest.mark.slots
 

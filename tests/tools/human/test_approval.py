@@ -9,13 +9,12 @@ import pytest
 
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest, Approvals, dangers
 from palaestra.tools.registry.build import build_tool_registry
-from palaestra.tools.runtime.function_calls import ToolSession
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_contract.tools.function_calls import ToolSession
 from palaestra_slots.core.errors import IsolationUnavailable
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Slot
-
-from ..conftest import AtDesk, Desk
+from tools.desk import AtDesk, Desk
 
 DANGEROUS = [
     "rm -rf build",

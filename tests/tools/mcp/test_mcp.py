@@ -125,8 +125,10 @@ def test_an_older_server_is_understood_and_keeps_the_tools_it_began_with(caplog:
     assert told == ["MCP server 'test' has changed its tools; this run keeps those that it began with"]
 
 
-@pytest.mark.parametrize(("cursor", "tools"), [("", ["echo"]), ("2", ["echo", "more"]), ("again", ["echo", "more"])])
-def test_an_empty_cursor_and_one_that_comes_again_end_the_list(cursor: str, tools: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("cursor", "tools"), [("", ["echo", "more"]), ("2", ["echo", "more"]), ("again", ["echo", "more"])]
+)
+def test_a_cursor_that_comes_again_ends_the_list(cursor: str, tools: list[str]) -> None:
     async def scenario() -> None:
         old = str(Path(__file__).with_name("old_server.py"))
         async with agent_of(command=sys.executable, args=["-S", old, cursor]) as agent:

@@ -11,12 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.doors.chat.conversation import Conversation, People
-from palaestra.doors.chat.service import ChatService, ChatSettings
-from palaestra.doors.chat.store import ConversationStore
-from palaestra.doors.chat.turn_events import TextDelta
-from palaestra.inference.config import APIServerConfig
-from palaestra.testing.echo_chat_server import EchoChatServer
 from palaestra.tools import decorator
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest, Approvals
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
@@ -24,8 +18,14 @@ from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_chat.conversation import Conversation, People
+from palaestra_chat.service import ChatService, ChatSettings
+from palaestra_chat.store import ConversationStore
+from palaestra_chat.turn_events import TextDelta
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.testing.echo_chat_server import EchoChatServer
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
 

@@ -23,6 +23,14 @@ def test_names_are_what_model_servers_take_and_differ() -> None:
     assert names == tool_names("my.files", ["read-file", "read_file", "list", "x" * 80])
 
 
+def test_keys_that_only_other_clients_read_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    written = {"command": "a", "alwaysAllow": ["x"], "autoApprove": [], "icon": "i.png", "_comment": "mine"}
+    assert configured({"a": written})["a"].command == "a"
+    assert "alwaysAllow, autoApprove, icon, _comment has no effect here" in caplog.text
+    with pytest.raises(ConfigError, match="envFile"):  # this one could change what the server does
+        configured({"a": {**written, "envFile": ".env"}})
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

@@ -130,7 +130,7 @@ from palaestra_slots.sandbox.slotd.network import proxy, tunnel
 from palaestra_slots.sandbox.slotd.network.allowlist import parse
 from palaestra_slots.sandbox.slotd.network.forward import HEAD_BYTES, Forwarder
 from palaestra.tools.net.host_policy import AddressPolicy, HostPolicy
-from palaestra.tools.web.fetch import PageUnreadable, fetch, screen
+from palaestra_toolsets.web.fetch import PageUnreadable, fetch, screen
 
 async def by_fetch(url):
     try:

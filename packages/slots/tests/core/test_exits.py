@@ -1,6 +1,7 @@
 """Every failure has one exit code and one message; bugs keep their traceback."""
 
 import asyncio
+import logging
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from palaestra_slots.core.errors import (
     PalaestraError,
     TaskError,
 )
-from palaestra_slots.core.exits import read_failure, report_failure
+from palaestra_slots.core.exits import Program, read_failure, report_failure
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,31 @@ def test_an_error_without_a_message_is_still_named() -> None:
     assert failure.message == "PalaestraError"
 
 
+@pytest.mark.parametrize(("flags", "lines"), [([], 3), (["-v"], 20), (["-q"], 0)])
+def test_a_failing_hook_is_one_line_without_v(flags: list[str], lines: int, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("palaestra_slots.anything")
+    with Program(flags):
+        for number in range(8):
+            try:
+                try:
+                    {}["x"]
+                except KeyError as error:
+                    raise RuntimeError("wrapped") from error
+            except RuntimeError:
+                logger.warning("tool %s failed in task %d", "look", number, exc_info=True)
+        logger.warning("left out: %s", "a")
+        logger.warning("left out: %s", "a")
+        logger.info("not shown")
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines if lines < 20 else len(said) > lines
+    if not flags:
+        assert said[0].startswith("tool look failed in task 0: KeyError: 'x'")
+        assert said[1:] == ["left out: a"] * 2
+
+
 _BLOCKED = """
 import asyncio, sys, threading
-from palaestra_slots.core.exits import ended_by_second_interrupt
+from palaestra_slots.core.exits import Program, ended_by_second_interrupt
 
 async def work():
     print("blocked", flush=True)

@@ -139,6 +139,28 @@ def test_a_log_is_read_from_its_end_or_from_a_line_on(with_registry: WithRegistr
     with_registry(scene)
 
 
+@pytest.mark.parametrize(
+    ("written", "lines"),
+    [
+        (r"a\n\nb\n", ["a", "", "b"]),
+        (r"a\r\nb\r\n", ["a", "b"]),
+        (r"$ ls\r\n\033[?2004l\ra\r\n$ ", ["$ ls", "a", "$ "]),  # a shell in a terminal, with bracketed paste
+        (r"a\r\n\033[?2004l\r", ["a"]),
+        (r"1%%\r2%%\r3%%\n", ["1%", "2%", "3%"]),
+        (r"a\342\200\250b\302\205c\n", ["a\u2028b\x85c"]),
+        ("", []),
+    ],
+)
+def test_a_log_has_the_lines_that_a_person_sees(with_registry: WithRegistry, written: str, lines: list[str]) -> None:
+    async def scene(registry: ProcessRegistry, slot: Slot) -> None:
+        session = await registry.spawn(slot, f"printf '{written}'", task_id="t")
+        await registry.wait(session.id)
+        log = await registry.read_log(session.id)
+        assert (str(log["output"]).split("\n") if lines else [], log["total_lines"]) == (lines, len(lines))
+
+    with_registry(scene)
+
+
 def test_a_wait_is_cut_to_the_limit_and_says_so(with_registry: WithRegistry) -> None:
     async def scene(registry: ProcessRegistry, slot: Slot) -> None:
         session = await registry.spawn(slot, "echo up; exec sleep 1000", task_id="t")

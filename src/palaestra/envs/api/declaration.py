@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from palaestra.envs.config.fields import HeldOutConfig
 from palaestra.tools.tool import Tool
@@ -19,9 +19,21 @@ Source: TypeAlias = Callable[[], Awaitable[object]]
 TaskSource = Callable[..., Iterable[Task] | AsyncIterator[Task]]
 
 
+_OF_CLASSES = frozenset({"dataset_name", "dataset_split", "grading", "live", "prompt_field", "share_setup"})
+"""Settings that only environment classes read: a function reads its own data, and its checks are sealed."""
+
+
 class FunctionEnvConfig(HeldOutConfig):
     """Settings of a function environment. They are the settings of every agent environment, but by default each task is
     rolled out once, without a network."""
+
+    unread: ClassVar[tuple[frozenset[str], str]] = (
+        _OF_CLASSES,
+        "in a function environment: declare it in the environment, or leave it out",
+    )
+
+    default_sources: ClassVar[Mapping[str, str]] = {}
+    """The source of each setting whose default the environment itself declares."""
 
     group_size: int = setting(1, "Rollouts per task.", ge=1)
     total_steps: int = setting(-1, "Maximum number of groups to process; -1 means every task once.", ge=-1)
@@ -56,4 +68,6 @@ class Declaration:
     label_names: tuple[str, ...]
     scores: list[ScoreHook] = field(default_factory=list)
     preparation: Hook | None = None
+    made_state: Hook | None = None
+    next_message: Hook | None = None
     tools: list[Tool] = field(default_factory=list)

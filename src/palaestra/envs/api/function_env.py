@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import random
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,11 +18,12 @@ from palaestra.envs.api.declaration import Declaration, FunctionEnvConfig, Hook,
 from palaestra.envs.api.hook_commands import HookCommands
 from palaestra.envs.run.evaluate import HeldOutEnvironment
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.rollout import CURRENT, Rollout
 from palaestra.tools.registry.registry import Kit
+from palaestra.tools.tool import RolloutState
 from palaestra_slots.core.errors import ConfigError, TaskError, WorkError
 from palaestra_slots.core.io.threads import OneThread
-from palaestra_slots.core.types import JSON, NetworkPolicy, Score, Task
+from palaestra_slots.core.types import JSON, Message, NetworkPolicy, Score, Task
 from palaestra_slots.core.user_code import called_off_loop, run_hook, score_of
 from palaestra_slots.sandbox.slot import Slot
 
@@ -113,14 +115,50 @@ class FunctionEnvironment(HeldOutEnvironment):
             cache_key.of_data(task, task.id),
         ]
 
+    async def begin(self, rollout: Rollout) -> None:
+        if self.form.made_state is not None:
+            rng = random.Random(f"{self.config.seed}:{rollout.task.id}:state")
+            sources = {"task": _known(rollout.task), "rng": _known(rng)}
+            rollout.keep_state(RolloutState(await _call(self.form.made_state, sources)))
+
+    @property
+    def has_user(self) -> bool:
+        return self.form.next_message is not None
+
+    @property
+    def user_works(self) -> bool:
+        return self.form.next_message is not None and "sandbox" in self.form.next_message.wants
+
+    async def next_message(self, rollout: Rollout, messages: Sequence[Message]) -> Message | None:
+        hook = self.form.next_message
+        assert hook is not None
+        CURRENT.set(rollout)  # in the task of this hook only
+        turn = sum(message.get("role") == "assistant" for message in messages)
+        # A user that is asked again, after a resume, draws the same numbers.
+        rng = random.Random(f"{self.config.seed}:{rollout.rollout_id}:user:{turn}")
+        sources: dict[str, Source] = {
+            "task": _known(rollout.task),
+            "state": _known(None if rollout.state is None else rollout.state.value),
+            "messages": _known([dict(message) for message in messages]),
+            "rollout": _known(rollout),
+            "sandbox": rollout.sandbox,
+            "rng": _known(rng),
+        }
+        return _message(await _call(hook, sources), hook.name)
+
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         commands = HookCommands(grading, in_class=False)
+        CURRENT.set(rollout)  # in the task of this check only
 
         async def rng() -> object:  # made only for a score that asks for it: a generator takes 2.5 KB
             return rollout.rng
 
+        async def state() -> object:  # a copy, because a check that fails is repeated
+            return None if rollout.state is None else rollout.state.copy()
+
         sources: dict[str, Source] = {
             "task": _known(rollout.task),
+            "state": state,
             "rollout": _known(rollout),
             "sandbox": commands.slot,
             "rng": rng,
@@ -173,6 +211,23 @@ def _known(value: object) -> Source:
         return value
 
     return source
+
+
+def _message(said: object, hook: str) -> Message | None:
+    """Return what a user said as a message that the journal can have. Raises `TaskError`."""
+    if isinstance(said, str):
+        return {"role": "user", "content": said}
+    if said is None:
+        return None
+    if not isinstance(said, Mapping) or said.get("role", "user") != "user" or "content" not in said:
+        raise TaskError(
+            f"the user {hook} returned {said!r:.100}; it must return text, a message with role `user`, or None"
+        )
+    try:
+        message: Message = json.loads(json.dumps({**said, "role": "user"}))
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"the user {hook} returned a message that is not JSON: {error}") from None
+    return message
 
 
 async def _score(hook: Hook, sources: Mapping[str, Source]) -> Score:

@@ -10,8 +10,9 @@
         return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
 
 The generator's parameters become settings (`--env.n 20`). Each task is rolled out once by default, without a network. A
-score hook may take `task`, `rollout`, `sandbox` and `rng`; a `prepare` hook may take all but `rollout`. The `tool`
-decorator gives the agent a tool of the environment's own.
+score hook may take `task`, `state`, `rollout`, `sandbox` and `rng`; a `prepare` hook may take `task`, `sandbox` and
+`rng`. The `tool` decorator gives the agent a tool of the environment's own, the `state` decorator makes the object that
+the tools, user and scores of one rollout share, and the `user` decorator declares who answers the model's plain text.
 """
 
 from __future__ import annotations
@@ -22,24 +23,37 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast, overload
 
 from pydantic import Field, create_model
 
 from palaestra.envs.api.declaration import Declaration, FunctionEnvConfig, Hook, HookFunction, ScoreHook, TaskSource
-from palaestra.envs.config.fields import BaseEnvConfig
-from palaestra.inference.config import APIServerConfig, ServerBaseline
+from palaestra.envs.config.fields import DECLARED, LIMITS, BaseEnvConfig
 from palaestra.tools.decorator import TypedTool, UserFunction
 from palaestra.tools.decorator import declare as declare_tool
 from palaestra_slots.core.config import nearest
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, number
+from palaestra_tokens.config import APIServerConfig, ServerBaseline
 
 if TYPE_CHECKING:
     from palaestra.envs.run.evaluate import EvaluatedEnvironment
-    from palaestra.inference.chat_server import ChatServer
+    from palaestra_tokens.chat_server import ChatServer
 
 F = TypeVar("F", bound=HookFunction)
+
+
+class EnvironmentLimits(TypedDict, total=False):
+    """The limits of one rollout: model calls, seconds, tokens read and written; and its system prompt and sampling
+    temperature."""
+
+    max_turns: int
+    time_limit: float
+    tokens: int
+    system_prompt: str
+    temperature: float
+
 
 _FREE = frozenset({"construct", "copy", "dict", "from_orm", "json", "schema", "schema_json", "validate"})
 """Names of pydantic's deprecated methods. A parameter of an environment may have one of these names."""
@@ -72,13 +86,20 @@ class FunctionForm(Declaration):
     reference = ""
 
     def __init__(
-        self, source: TaskSource, *, name: str | None, toolsets: Sequence[str], label_names: Sequence[str] = ()
+        self,
+        source: TaskSource,
+        *,
+        name: str | None,
+        toolsets: Sequence[str],
+        label_names: Sequence[str] = (),
+        limits: Mapping[str, JSON] = MappingProxyType({}),
     ) -> None:
         name = name if name is not None else str(getattr(source, "__name__", "environment"))
         for kind, given in (("toolsets", toolsets), ("label_names", label_names)):
             if isinstance(given, str):
                 raise ConfigError(f"environment {name}: {kind} must be a list, such as [{given!r}]")
         super().__init__(source, name, tuple(toolsets), tuple(label_names))
+        self.limits = _checked_limits(name, {key: value for key, value in limits.items() if value is not None})
         self.bound: FunctionEnvConfig | None = None
         """The settings, if the environment was called with arguments; None otherwise."""
         self.__doc__ = source.__doc__
@@ -108,7 +129,7 @@ class FunctionForm(Declaration):
             )
 
         def keep(given: F) -> F:
-            hook = declare_hook(given, "score", ("task", "rollout", "sandbox", "rng"))
+            hook = declare_hook(given, "score", ("task", "state", "rollout", "sandbox", "rng"))
             if any(hook.name == each.hook.name for each in self.scores):
                 raise ConfigError(
                     f"environment {self.name} has two scores called {hook.name}; scores are recorded by "
@@ -129,6 +150,24 @@ class FunctionForm(Declaration):
         self.preparation = declare_hook(function, "prepare", ("task", "sandbox", "rng"))
         return function
 
+    def state(self, function: F) -> F:
+        """Declare a hook that makes the state of one rollout, which its tools, user and scores share as the argument
+        `state`: a dict, dataclass, msgspec Struct or pydantic model. The journal has the state as JSON, so a resumed or
+        forked rollout has it too. Raises `ConfigError` if the environment already has such a hook."""
+        if self.made_state is not None:
+            raise ConfigError(f"environment {self.name} has two state hooks: {self.made_state.name} is one already")
+        self.made_state = declare_hook(function, "state", ("task", "rng"))
+        return function
+
+    def user(self, function: F) -> F:
+        """Declare the user of the conversation. It is asked whenever the model replies without a tool call, and returns
+        the next message, as text or as a message with a role, or None if the conversation is over. Raises `ConfigError`
+        if the environment already has a user."""
+        if self.next_message is not None:
+            raise ConfigError(f"environment {self.name} has two users: {self.next_message.name} is one already")
+        self.next_message = declare_hook(function, "user", ("task", "state", "messages", "rollout", "sandbox", "rng"))
+        return function
+
     @overload
     def tool(self, function: UserFunction, /) -> TypedTool: ...
     @overload
@@ -144,11 +183,11 @@ class FunctionForm(Declaration):
         parallel_safe: bool = False,
         touches_world: bool = False,
     ) -> TypedTool | Callable[[UserFunction], TypedTool]:
-        """Declare a tool of this environment: a typed function with a docstring, which may also take the `task`. Calls
-        of a tool that `touches_world` are recorded and can be replayed without a network."""
+        """Declare a tool of this environment: a typed function with a docstring, which may also take the `task` and the
+        `state`. Calls of a tool that `touches_world` are recorded and can be replayed without a network."""
 
         def keep(given: UserFunction) -> TypedTool:
-            made = declare_tool(given, name=name, toolset=self.name, parallel_safe=parallel_safe)
+            made = declare_tool(given, name=name, toolset=self.name, parallel_safe=parallel_safe, of_environment=True)
             made = replace(made, touches_world=touches_world)
             self.tools.append(made)
             return made
@@ -186,7 +225,9 @@ class FunctionForm(Declaration):
                 _annotation(parameter),
                 Field(default=default, description=f"Parameter of {self.name}."),
             )
-        return create_model(f"{self.name}_config", __base__=FunctionEnvConfig, **fields)
+        made = create_model(f"{self.name}_config", __base__=FunctionEnvConfig, **fields, **_declared(self.limits))
+        made.default_sources = dict.fromkeys(map(LIMITS.__getitem__, self.limits), DECLARED)
+        return made
 
     @property
     def about(self) -> str:
@@ -209,6 +250,11 @@ class FunctionForm(Declaration):
             raise ConfigError(
                 f"environment {self.name} has no score that counts: every weight is 0; give one a positive weight"
             )
+        hooks = [each.hook for each in self.scores] + ([self.next_message] if self.next_message is not None else [])
+        wanting = [each.name for each in hooks if "state" in each.wants]
+        wanting += [tool.name for tool in self.tools if "state" in getattr(tool, "context", {}).values()]
+        if wanting and self.made_state is None:
+            raise ConfigError(f"{wanting[0]} takes the state, and environment {self.name} has no @{self.name}.state")
         # Imported here, so that a command that only checks flags loads neither the agent nor the sandbox.
         made = import_module("palaestra.envs.api.function_env").FunctionEnvironment(self, config)
         return cast("EvaluatedEnvironment", made)
@@ -218,7 +264,11 @@ class FunctionForm(Declaration):
 def environment(source: TaskSource) -> FunctionForm: ...
 @overload
 def environment(
-    *, name: str | None = None, toolsets: Sequence[str] = ("default",), label_names: Sequence[str] = ()
+    *,
+    name: str | None = None,
+    toolsets: Sequence[str] = ("default",),
+    label_names: Sequence[str] = (),
+    **limits: Unpack[EnvironmentLimits],
 ) -> Callable[[TaskSource], FunctionForm]: ...
 def environment(
     source: TaskSource | None = None,
@@ -226,14 +276,45 @@ def environment(
     name: str | None = None,
     toolsets: Sequence[str] = ("default",),
     label_names: Sequence[str] = (),
+    **limits: Unpack[EnvironmentLimits],
 ) -> FunctionForm | Callable[[TaskSource], FunctionForm]:
     """Make an environment from a function that yields tasks. `label_names` are the names of labels that only its scores
-    have, for the setting `strict_labels`."""
+    have, for the setting `strict_labels`. The `limits` hold for all tasks, unless a task or the user of a run sets
+    others. Raises `ConfigError` for an unknown argument."""
 
     def make(given: TaskSource) -> FunctionForm:
-        return FunctionForm(given, name=name, toolsets=toolsets, label_names=label_names)
+        return FunctionForm(given, name=name, toolsets=toolsets, label_names=label_names, limits=limits)
 
     return make if source is None else make(source)
+
+
+def _checked_limits(environment: str, limits: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Return the limits with their values as the settings hold them: "5" becomes 5. Raises `ConfigError` for limits
+    that do not exist or have no usable value."""
+    known, checked = ("name", "toolsets", "label_names", *LIMITS), dict[str, JSON]()
+    for name, value in limits.items():
+        if name not in LIMITS:
+            meant = next((limit for limit, setting in LIMITS.items() if setting == name), None)
+            hint = f" Did you mean {meant}?" if meant else nearest(name, known)
+            raise ConfigError(
+                f"environment {environment}: @environment has no argument {name!r}; its arguments are "
+                f"{', '.join(known)}.{hint}"
+            )
+        try:
+            checked[name] = getattr(FunctionEnvConfig(**{LIMITS[name]: value}), LIMITS[name])
+        except ConfigError as error:
+            raise ConfigError(f"environment {environment}: {name}={value!r:.100}: {error}") from None
+    return checked
+
+
+def _declared(limits: Mapping[str, JSON]) -> dict[str, Any]:
+    """Return the fields of the settings for these limits, with the limits as defaults."""
+    fields = {}
+    for name, value in limits.items():
+        found = copy(FunctionEnvConfig.model_fields[LIMITS[name]])
+        found.default = value
+        fields[LIMITS[name]] = (found.annotation, found)
+    return fields
 
 
 def _annotation(parameter: inspect.Parameter) -> Any:

@@ -20,8 +20,6 @@ from palaestra.envs.config.build import warn_of_every_tool
 from palaestra.envs.config.fields import BaseEnvConfig, ListedEnvConfig
 from palaestra.envs.run import pass_at_k
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, HeldOutEnvironment
-from palaestra.inference.chat_server import ChatServer
-from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.rollouts.grading.grader import SEALED
 from palaestra.rollouts.records import Trajectory
 from palaestra.tools.registry.registry import Kit
@@ -29,6 +27,8 @@ from palaestra.tools.tool import Tool
 from palaestra_slots.core.errors import ConfigError, TaskError
 from palaestra_slots.core.types import JSON, Message, Task
 from palaestra_slots.core.user_code import run_hook
+from palaestra_tokens.chat_server import ChatServer
+from palaestra_tokens.config import APIServerConfig, ServerBaseline
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,9 @@ class ListedEnvironment(HeldOutEnvironment):
             else:
                 known.add(name)
                 self.items.append(item)
+        if self.choice is not None:  # a refused task that was not chosen is no news
+            choice = self.choice.among(known)
+            self.left_out = [each for each in self.left_out if not (name := _task_of(each)) or name in choice]
 
     async def open(self) -> None:
         await super().open()
@@ -113,6 +116,19 @@ class ListedEnvironment(HeldOutEnvironment):
             raise ConfigError(f"{self.source} has no usable task among the chosen ones{said}")
         warn_of_every_tool(self.config, self._kit(None, (), random.Random(0)))  # reports an unknown toolset early
 
+    @property
+    def counts_tasks(self) -> bool:
+        return not self._repeats
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether a run gets the same tasks again and again."""
+        return not self._evaluating and self.config.total_steps >= 0
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        return {_task_of(error): str(error) for error in self.left_out}
+
     def chosen(self) -> list[JSON]:
         """Return the items of this run or evaluation. Raises `ConfigError` if there are none."""
         items = [item for item in self.items if self.config.serves(self.item_id(item), evaluating=self._evaluating)]
@@ -124,9 +140,8 @@ class ListedEnvironment(HeldOutEnvironment):
         return items
 
     async def tasks(self) -> AsyncIterator[Task]:
-        repeated = not self._evaluating and self.config.total_steps >= 0
         items = self.chosen()
-        for item in itertools.cycle(items) if repeated else items:
+        for item in itertools.cycle(items) if self._repeats else items:
             yield self.task(item)
 
     def task(self, item: JSON) -> Task:
@@ -147,9 +162,19 @@ class ListedEnvironment(HeldOutEnvironment):
         return self._kit(None, self.own_tools(task), rng)
 
     def metrics(self, done: Sequence[Trajectory], attempts: int, tasks: int) -> Mapping[str, JSON]:
-        labels = {self.item_id(item): self.labels(item) for item in self.evaluating().chosen()[:tasks]}
+        items = self.evaluating().chosen()
+        if self.choice is not None:
+            choice = self.choice.among([self.item_id(each) for each in items])
+            items = [each for each in items if self.item_id(each) in choice]
+        labels = {self.item_id(item): self.labels(item) for item in items[:tasks]}
         found = pass_at_k.figures(done, attempts, tasks=tasks, labels=labels)
         return {**found, "tasks_left_out": len(self.left_out), **self.own_metrics(found)}
+
+
+def _task_of(error: TaskError) -> str:
+    """Return the id of the task that an error is about, with which its message begins; empty if it names none."""
+    name, colon, _ = str(error).partition(": ")
+    return name if colon else ""
 
 
 class ListedForm:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from palaestra.agent.budget import Budget
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.grading.reward import RewardRule
 from palaestra.rollouts.journal.reader import open_recording
 from palaestra.rollouts.recorded_tools.recording_policy import open_world
@@ -30,6 +29,7 @@ from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra_slots.sandbox.slot import Backend
 from palaestra_slots.sandbox.snapshots.cache import Prepared
 from palaestra_slots.sandbox.snapshots.folder import SnapshotStore, default_folder
+from palaestra_tokens.config import APIServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -224,13 +224,17 @@ def make_pool(config: BaseEnvConfig, *, local: bool = False, start_when_used: bo
     `ConfigError` for an unknown backend, or for settings that the backend rejects. `start_when_used` is that of
     `SlotPool`."""
     name = config.slot_backend if isinstance(config, HermesAgentEnvConfig) and not local else "local"
+    return SlotPool(pool_limits(config, name), make_backend(name, config), start_when_used=start_when_used)
+
+
+def pool_limits(config: BaseEnvConfig, backend: str) -> SlotPoolConfig:
+    """Return how many slots of the backend a run may have, and how long it waits for one."""
     slots = config.slots
     if slots is None and isinstance(config, HermesAgentEnvConfig) and "tool_pool_size" in config.model_fields_set:
         slots = config.tool_pool_size
     wait_s = config.acquire_timeout_s
-    if isinstance(config, HermesAgentEnvConfig) and name == "modal":
+    if isinstance(config, HermesAgentEnvConfig) and backend == "modal":
         said = config.model_fields_set
         if "acquire_timeout_s" not in said or "modal_acquire_timeout" in said:
             wait_s = config.modal_acquire_timeout
-    limits = SlotPoolConfig(max_slots=slots, acquire_timeout=wait_s)
-    return SlotPool(limits, make_backend(name, config), start_when_used=start_when_used)
+    return SlotPoolConfig(max_slots=slots, acquire_timeout=wait_s)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from palaestra.envs.config.dotenv import DOTENV
-from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+from palaestra.envs.config.fields import UNSAID, BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.config.layers import (
     Annotation,
     FileSettings,
@@ -72,6 +72,7 @@ _OTHER_WORDS = {
 
 ARGUMENTS = {
     "model": "model_name",
+    "task": "only_tasks",
     "tasks": "total_steps",
     "concurrency": "max_num_workers",
     "backend": "tool_pool_mode",
@@ -88,15 +89,12 @@ _ON_COMMAND_LINE = (
 SWITCHES = ("--slurm", "--testing", "--show-config", "--dry-run", "--json", "--help", "--help-all", "--keep-workspaces")
 """Flags that take no value."""
 
-_OWN = ("--policy", "--resume", "--config", "--mcp", *SWITCHES)
+_OWN = ("--policy", "--resume", "--failed-of", "--config", "--mcp", *SWITCHES)
 GENERAL_FLAGS = (*_OWN, *SHORT_FORMS)
 """Flags that every environment has."""
 
 RECORDED = "the recorded run"
 """The source of a setting that a resumed run keeps from its earlier parts."""
-
-UNSAID = (DEFAULT, "config_init", "process", "evaluate")
-"""Sources of settings that the user has not set."""
 
 NOT_SAID = frozenset(UNSAID) - {"config_init"}
 """Sources of settings that neither the user nor the environment has set."""
@@ -159,6 +157,10 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     server_values: Sequence[Mapping[str, JSON]] = ()
     command: str | None = None
     about: str = ""
+    examples: str = ""
+    """What the help has in place of the examples of a run; then it describes a program that is no environment."""
+    unread: Collection[str] = ()
+    """The settings that the program does not read, so that the help leaves them out."""
 
     def parse(
         self,
@@ -202,8 +204,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         dotenv: Mapping[str, str] | None = None,
     ) -> Parsed[EnvT_co, ServerT_co]:
         """Do what `parse` does, for the arguments of a Python call. An argument has the name of a setting or a short
-        name from `ARGUMENTS`, or is `policy`, `resume` or `config` (YAML files). An argument that is None is not set.
-        Raises `ConfigError`."""
+        name from `ARGUMENTS`, or is `policy`, `resume`, `failed_of` or `config` (YAML files). An argument that is None
+        is not set. Raises `ConfigError`."""
         given = _Given(source=ARGUMENT)
         for written, value in arguments.items():
             if value is None:
@@ -213,6 +215,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                     given.policy = str(value)
                 case "resume":
                     given.resume = Path(value)
+                case "failed_of":
+                    given.choose(_failed_of(value), written)
                 case "config":
                     given.files += [
                         read_file(Path(path)) for path in ([value] if isinstance(value, str | Path) else value)
@@ -231,7 +235,15 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         if is_old(self.env_type, name):
             given.values["env"][name] = value
             return
-        known = ("policy", "resume", "config", *ARGUMENTS, *self.env_type.model_fields, *self.server_type.model_fields)
+        known = (
+            "policy",
+            "resume",
+            "failed_of",
+            "config",
+            *ARGUMENTS,
+            *self.env_type.model_fields,
+            *self.server_type.model_fields,
+        )
         raise ConfigError(f"unknown argument {written}.{nearest(written, known)}")
 
     def _merge(
@@ -251,11 +263,11 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         """Split the words into the command and the flags, each as written with the words that follow it."""
         rest = list(argv)
         command = self.command
-        if rest and not _is_flag(rest[0]):
+        if rest and not is_flag(rest[0]):
             command = rest.pop(0)
         flags: list[tuple[str, list[str]]] = []
         for word in rest:
-            if _is_flag(word):
+            if is_flag(word):
                 written, equals, value = word.partition("=")
                 flags.append((written, [value] if equals else []))
             elif flags:
@@ -285,8 +297,10 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 given.policy = self._read(str, written, words)
             case "--resume":
                 given.resume = Path(self._read(str, written, words))
+            case "--failed-of":
+                given.choose(_failed_of(self._read(str, written, words)), written)
             case _:
-                if is_secret(written) and words:
+                if words and is_secret(written.replace("-", "_")):
                     logger.warning(_ON_COMMAND_LINE, written)
                     for word in words:
                         hide(word)
@@ -432,6 +446,10 @@ class _Given:
     recorded: tuple[Mapping[str, JSON], Mapping[str, JSON]] = field(default_factory=lambda: ({}, {}))
     """The recorded run's settings of its environment and of its server."""
 
+    def choose(self, tasks: Sequence[str], written: str) -> None:
+        """Add tasks by their ids to the chosen ones."""
+        self.add("env", "only_tasks", [*tasks], written, list[str])
+
     def add(self, group: str, key: str, value: JSON, written: str, annotation: Annotation) -> None:
         target = self.values[group]
         target[key] = _joined(target.get(key), value, annotation)
@@ -487,7 +505,7 @@ def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
     name = getattr(config.value, field_name, "none")
     if source == DEFAULT or name in ("hermes", "none"):
         return
-    from palaestra.inference.parsers import list_parsers  # imported here, because most runs name no parser
+    from palaestra_tokens.parsers import list_parsers  # imported here, because most runs name no parser
 
     if name in list_parsers():
         return
@@ -509,6 +527,17 @@ def _with_run(policy: str) -> str:
     return policy
 
 
+def _failed_of(run: str | Path) -> list[str]:
+    """Return the ids of the tasks of a run that earned less than the full reward, or have no score, none of them as a
+    pattern."""
+    from palaestra.rollouts.finished_run import open_run  # imported here, because most runs choose no tasks
+    from palaestra.rollouts.schedule import escaped
+
+    if failed := open_run(run).failed_tasks():
+        return [escaped(each) for each in failed]
+    raise ConfigError(f"every rollout of {run} earned the full reward, so no task of it has failed (--failed-of)")
+
+
 def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
     """Return the first word that is neither a flag nor a flag's value, and the other words, because settings may also
     come before ENV or RUN. Before that word, a flag takes one value and a switch none. Raises `ConfigError` if there is
@@ -525,7 +554,7 @@ def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
 def check_general_flags(argv: Sequence[str]) -> None:
     """Raise `ConfigError` for a flag that looks like a misspelling of one that every environment has. The check does
     not load the environment, because that may take long."""
-    general, written = GENERAL_FLAGS, {word.partition("=")[0] for word in argv if _is_flag(word)}
+    general, written = GENERAL_FLAGS, {word.partition("=")[0] for word in argv if is_flag(word)}
     if not written.isdisjoint(("--help", "-h", "--help-all")):
         return
     for flag in sorted(written.difference(general)):
@@ -540,9 +569,26 @@ def _nearest_flag(written: str, known: Iterable[str]) -> str:
     return f" Did you mean {meant}?" if meant is not None else nearest(written, known)
 
 
-def _is_flag(word: str) -> bool:
+def is_flag(word: str) -> bool:
     """Return whether the word is a flag: `--name…`, `-h`, `-m` or `-o`. `-1` and `- text` are values."""
     return word in ("-h", "-m", "-o") or re.match(r"--[A-Za-z]", word) is not None
+
+
+def flags_of(words: Sequence[str]) -> list[list[str]]:
+    """Return each flag of a command line with the words that follow it."""
+    flags: list[list[str]] = []
+    for word in words:
+        if is_flag(word) or not flags:
+            flags.append([])
+        flags[-1].append(word)
+    return flags
+
+
+def setting_of(flag: str) -> str:
+    """Return the setting that a flag sets, such as `env.seed`, without the key of an entry. The environment may not
+    have this setting."""
+    group, _, name = SHORT_FORMS.get(flag, flag.removeprefix("--")).partition(".")
+    return f"{group}.{name.partition('.')[0].replace('-', '_')}" if name else flag
 
 
 def _joined(old: JSON, new: JSON, annotation: Annotation) -> JSON:
@@ -569,13 +615,14 @@ def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
         f"  {run} … --dry-run                                  # print what would run; writes nothing",
         "",
         "  process writes groups of rollouts; evaluate scores once and reports; serve feeds a trainer.",
-        "  Short: --policy oracle|noop|patch:FILE|replay:RUN  --model  --base-url  --tasks (env.total_steps)",
-        "         --group (env.group_size)  --concurrency (env.max_num_workers)  --slots (env.slots)  --resume RUN",
-        "         --backend (env.tool_pool_mode)  --config FILE  --json (the result as JSON)  -q  -v",
+        "  Short: --policy oracle|noop|patch:FILE|replay:RUN  --model  --base-url  --config FILE  --resume RUN",
+        "         --task ID[,ID|PATTERN] (env.only_tasks)  --failed-of RUN  --tasks (env.total_steps)  -q  -v  --json",
+        "         --group (env.group_size)  --concurrency (env.max_num_workers)  --slots (env.slots)  --on (env.on)",
+        "         --backend (env.tool_pool_mode)  --mcp FILE (mcp_servers)  --out FILE (env.data_path_to_save_groups)",
         "         --max-cost (env.max_cost)  --max-infra-rate (env.max_infra_rate)  --metrics-port (env.metrics_port)",
-        "         --mcp FILE (env.mcp_servers)  --out FILE.jsonl (env.data_path_to_save_groups)  --on ray (env.on)",
         "  Lists: `a b`, `a,b` or JSON. Mappings: `k=v`, JSON or --env.field.key V. A boolean without a value is true.",
     ]
+    parts = [line.examples] if line.examples else parts
     for title, fields in _sections(line, everything):
         parts += ["", f"{title}:", *fields]
     if not everything:
@@ -615,11 +662,14 @@ def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iter
     env, server = line.env_type, line.server_type
     inherited = {*BaseEnvConfig.model_fields, *HermesAgentEnvConfig.model_fields}
     own = [name for name in env.model_fields if name not in inherited]
+    here, everywhere = "This environment", "All environments"
+    if line.examples:
+        here, everywhere = f"Settings of {line.prog}", "Settings of tools and sandboxes"
     if own:
-        yield "This environment", [_field("env", env, name, line.env_values.get(name)) for name in own]
-    rest = [name for name in env.model_fields if name not in own]
+        yield here, [_field("env", env, name, line.env_values.get(name)) for name in own]
+    rest = [name for name in env.model_fields if name not in own and name not in line.unread]
     shown = rest if everything else [n for n in _COMMON if n in rest]
-    yield "All environments", [_field("env", env, name, line.env_values.get(name)) for name in shown]
+    yield everywhere, [_field("env", env, name, line.env_values.get(name)) for name in shown]
     first = line.server_values[0] if line.server_values else {}
     names = [n for n in server.model_fields if everything or n in ("base_url", "model_name", "api_key", "server_type")]
     yield "The model server", [_field("openai", server, name, first.get(name)) for name in names]

@@ -80,13 +80,13 @@ def read_variables(path: Path) -> dict[str, str]:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ConfigError(f"{path} is not a regular file")
             data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB; move what is not a variable elsewhere")
         text = data.decode()
     except (FileNotFoundError, IsADirectoryError):  # a virtual environment may have this name
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    if len(data) > _MOST_BYTES:
-        raise ConfigError(f"{path} has more than {_MOST_BYTES >> 20} MiB; move what is not a variable elsewhere")
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):

@@ -1,13 +1,13 @@
 """The settings of environments: `BaseEnvConfig` and `HermesAgentEnvConfig`.
 
 Names and defaults are those that existing scripts and command lines use. Sizes are in the unit that the name or
-description states; durations are in seconds. The settings of the model server are in `palaestra.inference.config`.
+description states; durations are in seconds. The settings of the model server are in `palaestra_tokens.config`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import ClassVar, Literal, Self
 
@@ -17,7 +17,16 @@ from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
 from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
-from palaestra_slots.core.config import ARGUMENT, COMMAND_LINE, Settings, host_path, nearest, setting, slot_path
+from palaestra_slots.core.config import (
+    ARGUMENT,
+    COMMAND_LINE,
+    DEFAULT,
+    Settings,
+    host_path,
+    nearest,
+    setting,
+    slot_path,
+)
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.backends.registry import BUILTIN, backend_names, backend_words, require_read
@@ -35,13 +44,56 @@ class EvalHandlingEnum(Enum):
     NONE = "NONE"
 
 
+_MODIFIERS: tuple[tuple[str, str, tuple[JSON, ...]], ...] = (
+    ("eval_limit_ratio", "eval_handling", (EvalHandlingEnum.LIMIT_TRAIN,)),
+    ("max_num_workers_per_node", "on", ()),
+    ("metrics_host", "metrics_port", ()),
+    ("metrics_token", "metrics_port", ()),
+    ("otel_content", "otel_endpoint", ()),
+    ("world_file", "world", ("replay", "fill")),
+    ("world_miss", "world", ("replay", "fill")),
+)
+"""Settings that only change what another one does: the setting, the other one, and the values that it must have (any if
+none are listed)."""
+
+_OF_FEEDS = frozenset({
+    "inference_weight", "max_batches_offpolicy", "min_batch_allocation", "rollout_server_token", "rollout_server_url",
+})  # fmt: skip
+_OF_EVALUATIONS = frozenset({"data_dir_to_save_evals", "eval_handling", "eval_limit_ratio", "max_eval_workers"})
+_OF_TRAINING = frozenset({"eval_handling", "eval_limit_ratio", "steps_per_eval", "timings_from"})
+"""Settings that only some commands read."""
+
+
+DECLARED = "@environment"
+"""The source of settings that a function environment itself declares."""
+
+UNSAID = (DEFAULT, DECLARED, "config_init", "process", "evaluate")
+"""Sources of settings that the user has not set."""
+
+LIMITS = {
+    "max_turns": "max_agent_turns",
+    "time_limit": "worker_timeout",
+    "tokens": "max_rollout_tokens",
+    "system_prompt": "system_prompt",
+    "temperature": "agent_temperature",
+}
+"""The settings that environments and tasks declare under names of their own."""
+
+
 class BaseEnvConfig(Settings):
     """The settings of every environment: number and concurrency of groups, limits, and where results go."""
 
     ignores_unknown: ClassVar[bool] = True
+    read_by_code: ClassVar[bool] = True
+    """Whether code of the environment class, such as its own loop, may read any setting in any command."""
+    unread: ClassVar[tuple[frozenset[str], str]] = (frozenset(), "")
+    """Settings that environments of this kind do not read, and the end of the message that refuses them."""
 
     group_size: int = setting(4, "Rollouts per task.", ge=1)
     total_steps: int = setting(1000, "Maximum groups to process; -1 means every task once.", ge=-1)
+    only_tasks: list[str] = setting(
+        [], "Ids of the tasks to play, or patterns of ids such as `fix-*`, in the environment's order; empty: all."
+    )
     max_num_workers: int = setting(
         -1, "Groups whose rollouts run concurrently; -1: a number that suits this machine.", ge=-1
     )
@@ -215,6 +267,11 @@ class BaseEnvConfig(Settings):
         None, "The text before the system message, in place of thinking_mode's text."
     )
 
+    @field_validator("only_tasks", mode="before")
+    @classmethod
+    def _tasks_are_a_list(cls, tasks: JSON) -> JSON:
+        return [each.strip() for each in tasks.split(",") if each.strip()] if isinstance(tasks, str) else tasks
+
     @field_validator("data_path_to_save_groups")
     @classmethod
     def _groups_are_no_page(cls, path: str | None) -> str | None:
@@ -288,6 +345,42 @@ class BaseEnvConfig(Settings):
         flag or a file may replace what a script sets. `sources` maps `env.FIELD` to the source of its value."""
         if self.strict_labels and self.reward != "strict":
             raise ConfigError(f"strict_labels has no effect with reward {self.reward}; set reward strict too")
+        given = self._given_for_this_run(sources or {})
+        for name, base, values in _MODIFIERS:
+            value = getattr(self, base)
+            if name in given and (value not in values if values else value is None):
+                known = " ".join((base, " or ".join(str(getattr(each, "value", each)) for each in values))).rstrip()
+                raise ConfigError(f"{name} has no effect without {known}; set that too, or leave {name} out")
+
+    def check_command(self, command: str, sources: Mapping[str, str]) -> None:
+        """Raise `ConfigError` for a flag or an argument that this command (process, evaluate or serve) does not
+        read."""
+        if self.read_by_code:
+            return
+        unread = [self.unread]
+        if command != "serve":
+            unread.append((_OF_FEEDS, "unless a trainer is fed: use palaestra feed, or leave it out"))
+        if command == "evaluate":
+            unread.append((_OF_TRAINING, "in an evaluation: leave it out"))
+        elif command == "process" and sources.get("env.steps_per_eval", DEFAULT) in UNSAID:
+            unread.append(
+                (_OF_EVALUATIONS, "without an evaluation during the run: set steps_per_eval, or leave it out")
+            )
+        for names, why in unread:
+            self.refuse_given(names, why, sources)
+
+    def refuse_given(self, names: Collection[str], why: str, sources: Mapping[str, str]) -> None:
+        """Raise `ConfigError` for a flag or an argument in `names`, which has no effect, with the reason `why`."""
+        for name in self._given_for_this_run(sources):
+            if name in names:
+                raise ConfigError(f"{name} has no effect {why}")
+
+    def _given_for_this_run(self, sources: Mapping[str, str]) -> list[str]:
+        """Return the settings to which flags or arguments give a value other than the default. Files and variables do
+        not count, because they may contain settings of several backends and commands."""
+        fields = type(self).model_fields
+        said = (name for name in fields if sources.get(f"env.{name}") in (COMMAND_LINE, ARGUMENT))
+        return [name for name in said if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
 
     @field_validator("isolation")
     @classmethod
@@ -486,6 +579,12 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     modal_secrets: str = setting("", "Modal: names of Modal secrets, separated by commas. All commands can read them.")
     modal_env_vars: str = setting("", "Modal: environment variables of all commands, as K=V;K=V.")
 
+    def _check_prices(self) -> None:
+        paid = {name for name in backend_words(self.slot_backend) if name != "local"}
+        if unused := set(self.slot_prices) - paid:
+            where = f"the slots are in {self.slot_backend}" if paid else "slots on this machine have no price"
+            raise ConfigError(f"slot_prices has a price of {min(unused)}, but {where}: leave it out")
+
     @field_validator("graded_paths")
     @classmethod
     def _graded_paths_are_in_the_slot(cls, paths: list[str]) -> list[str]:
@@ -545,12 +644,19 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         """Raise `ConfigError` for a slot backend that this version does not have, and for a flag or an argument that
         the backend does not read. `sources` maps `env.FIELD` to the source of its value."""
         super().check_runnable(sources)
+        said = (sources or {}).get("env.allow_network") in (COMMAND_LINE, ARGUMENT)
+        if said and not self.allow_network and self.isolation == "none":
+            raise ConfigError(
+                "allow_network false has no effect with isolation none: request another level, or no level"
+            )
         name = self._slot_setting
         unknown = [each for each in backend_words(self.slot_backend) if each not in BUILTIN]
         known = backend_names() if unknown else tuple(BUILTIN)
         value = next((each for each in unknown if each not in known), None)
         if value is None:
             require_read(self.slot_backend, self._given_for_this_run(sources or {}))
+            if "slot_prices" in self._given_for_this_run(sources or {}):
+                self._check_prices()
             return
         source = (sources or {}).get(f"env.{name}")
         what = "is not available in this version" if value in LATER_BACKENDS else "is unknown"
@@ -559,18 +665,12 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
             f"Available: {', '.join(known)}. Set --env.{name} local"
         )
 
-    def _given_for_this_run(self, sources: Mapping[str, str]) -> list[str]:
-        """Return the settings to which flags or arguments give a value other than the default. Files and variables do
-        not count, because they may contain settings of several backends."""
-        fields = type(self).model_fields
-        said = (name for name in fields if sources.get(f"env.{name}") in (COMMAND_LINE, ARGUMENT))
-        return [name for name in said if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
-
 
 class HeldOutConfig(HermesAgentEnvConfig):
     """Settings of environments whose tasks have fixed ids. Only a task's id and the seed decide whether the task is
     held out, on every machine and independently of the rest of the data set."""
 
+    read_by_code: ClassVar[bool] = False
     held_out: float = setting(
         0.0,
         "Share of the tasks, drawn with the seed, that only `evaluate` gets; 0: all commands get all tasks.",

@@ -21,9 +21,9 @@ from palaestra.envs.config.command_line import Answer, CommandLine, Parsed, set_
 from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.form import Form
-from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra_slots.core.exits import Program, ended_by_second_interrupt
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.config import APIServerConfig, ServerBaseline
 
 if TYPE_CHECKING:
     from palaestra.rollouts.counterfactual import Counterfactual

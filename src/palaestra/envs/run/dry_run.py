@@ -13,12 +13,12 @@ from palaestra.envs.form import Form
 from palaestra.envs.run.evaluate import EvaluatedEnvironment
 from palaestra.envs.run.run import concurrency, offered_tools, opened, task_limit
 from palaestra.envs.run.run_folder import RunLine, resumed_folder, run_place
-from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.journal.reader import RUNS
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.schedule import numbered
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.types import Task
+from palaestra_tokens.server_group import ServerGroup
 
 _SHOWN = 3
 """The maximum number of tasks that a plan names."""
@@ -71,12 +71,13 @@ async def plan_run(form: Form, parsed: RunLine) -> RunPlan:
     """Plan a run. This sets up the environment, so that its tasks can be counted. Raises `ConfigError`."""
     config = parsed.env_config
     config.check_runnable(parsed.sources)
+    config.check_command(parsed.command, parsed.sources)
     servers = server_settings(config, parsed.server_configs)
     engine = ServerGroup(servers)
     async with contextlib.aclosing(engine):
         environment = form.build(config, servers, engine)
         limit = task_limit(parsed, environment)
-        async with opened(environment):
+        async with opened(environment, config.only_tasks):
             found = await _tasks(parsed, environment, limit)
             tasks, prompt_chars = None if found is None else list[str](), 0
             if tasks is not None and found is not None:
@@ -128,7 +129,7 @@ def _cost(config: BaseEnvConfig, environment: EvaluatedEnvironment, tasks: int, 
 
 async def _tasks(parsed: RunLine, environment: EvaluatedEnvironment, limit: int | None) -> AsyncIterator[Task] | None:
     """Return the tasks; None if they are not known before the run."""
-    found = await environment.evaluated_tasks() if parsed.command == "evaluate" else environment.tasks()
+    found = await environment.evaluated_tasks() if parsed.command == "evaluate" else environment.chosen_tasks()
     if found is None or (parsed.command == "serve" and limit is None):
         return None
     return (task async for _, task in numbered(found, 0, limit))

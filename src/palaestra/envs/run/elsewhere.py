@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Protocol, TextIO, TypeAlias, cast
 
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.form import Form
-from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.spec import GroupPlayer
 from palaestra_slots.core.config import nearest
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io import plugins
 from palaestra_slots.sandbox.slot import Rung
+from palaestra_tokens.config import APIServerConfig
 
 if TYPE_CHECKING:
     from palaestra.rollouts.counterfactual import Counterfactual

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+from pydantic import ValidationError
 
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
-from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig
+from palaestra.envs.config.fields import LIMITS, BaseEnvConfig, HeldOutConfig
 from palaestra.envs.run import pass_at_k
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import encoded
@@ -30,7 +31,7 @@ from palaestra.rollouts.schedule import numbered
 from palaestra.rollouts.spec import AgentSettings, RunContext
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.tool import Tool
-from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.errors import ConfigError, TaskError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.io.durable_files import replaced, writing
 from palaestra_slots.core.types import JSON, Outcome, Task, numbers
@@ -103,6 +104,29 @@ class HeldOutEnvironment(EvaluatedEnvironment):
     def agent(self) -> AgentSettings:
         return self._settings
 
+    def agent_of(self, task: Task) -> AgentSettings:
+        asked = {LIMITS[name]: each["value"] for name, each in self.limits_of(task).items() if each["from"] == "task"}
+        return agent_settings(self.config.model_copy(update=asked)) if asked else self._settings
+
+    def limits_of(self, task: Task) -> Mapping[str, JSON]:
+        found: dict[str, JSON] = {}
+        for name, setting in LIMITS.items():
+            asked = getattr(task, name)
+            if asked is not None:
+                said = setting in self.config.model_fields_set  # by the user of the run, who decides
+                value = getattr(self.config, setting) if said else self._limit_of(task, name, asked)
+                found[name] = {"value": value, "from": "settings" if said else "task"}
+        return found
+
+    def _limit_of(self, task: Task, name: str, asked: JSON) -> JSON:
+        """Return a limit that a task declares as the settings hold it: "5" becomes 5. Raises `TaskError`."""
+        config = self.config.model_copy()
+        try:
+            type(config).__pydantic_validator__.validate_assignment(config, LIMITS[name], asked)
+        except ValidationError as error:
+            raise TaskError(f"task {task.id}: {name}={asked!r:.100}: {error.errors()[0]['msg']}") from None
+        return getattr(config, LIMITS[name])
+
     async def open(self) -> None:
         if self._mcp is not None:
             await self._mcp.open()
@@ -121,7 +145,7 @@ class HeldOutEnvironment(EvaluatedEnvironment):
         return other
 
     async def evaluated_tasks(self) -> AsyncIterator[Task]:
-        return self.evaluating().tasks()
+        return self.evaluating().chosen_tasks()
 
     async def evaluate(self, evaluation: Evaluation) -> Logged:
         attempts = evaluation.run_context.settings.group_size
@@ -188,7 +212,7 @@ class Evaluation:
             concurrency=self.concurrency,
             on_group=keep,
             gate=self.gate,
-            source=numbered(environment.tasks(), first, limit),
+            source=numbered(environment.chosen_tasks(), first, limit),
         )
         await runner.run()
         return sorted(done, key=lambda group: group.number)
@@ -217,8 +241,12 @@ def in_short(metrics: Mapping[str, JSON]) -> str:
         f"{name.replace('/', ' ')} {metrics[name]:.3f}{in_words((metrics[f'{name}/low'], metrics[f'{name}/high']))}"
         for name in (*names, *official)
     ]
-    tasks, tried = int(metrics["tasks"]), int(metrics.get(f"{names[0]}/tasks", metrics["tasks"]))
-    count = plural(tried, "task") if tried == tasks else f"{tried} of {plural(tasks, 'task')}"
+    refused, tasks = int(metrics.get("tasks_left_out", 0)), int(metrics["tasks"])
+    tried = int(metrics.get(f"{names[0]}/tasks", tasks))
+    why = [f"{count} {what}" for count, what in ((refused, "refused"), (tasks - tried, "without a score")) if count]
+    count = plural(tried, "task")
+    if why:
+        count = f"{tried} of {plural(tasks + refused, 'task')} ({', '.join(why)})"
     covered = (
         f", {metrics['scored']:.0f} of {plural(round(metrics['planned']), 'rollout')} scored"
         if "planned" in metrics

@@ -11,7 +11,7 @@ from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Task
 
 _OF_THE_RUN = frozenset({
-    "group_size", "total_steps", "short_groups", "steps_per_eval", "data_path_to_save_groups",
+    "group_size", "total_steps", "only_tasks", "short_groups", "steps_per_eval", "data_path_to_save_groups",
     "data_dir_to_save_evals", "ensure_scores_are_not_same", "timings_from", "metrics_port",
 })  # fmt: skip
 """Settings of the earlier run that do not concern a single rollout."""
@@ -28,7 +28,7 @@ def settings_for(recorded: Mapping[str, JSON]) -> dict[str, JSON]:
 
 async def forked_task(environment: EvaluatedEnvironment, begins: Counterfactual) -> AsyncIterator[Numbered]:
     """Yield the task of the rollout, with its number. Raises `ConfigError` if the environment no longer has it."""
-    for tasks in (environment.tasks(), await environment.evaluated_tasks()):
+    for tasks in (environment.chosen_tasks(), await environment.evaluated_tasks()):
         found = None if tasks is None else await _task(tasks, begins.task_id)
         if found is not None:
             yield begins.number, found

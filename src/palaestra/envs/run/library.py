@@ -22,9 +22,6 @@ from palaestra.envs.form import Form
 from palaestra.envs.run.command import command_line, take_variables
 from palaestra.envs.run.run import RunReport, Steering
 from palaestra.envs.run.run import run as run_line
-from palaestra.inference.chat_server import ServerEngine
-from palaestra.inference.config import ServerBaseline
-from palaestra.inference.server_group import Server
 from palaestra.rollouts.events import GroupFinished, Handlers
 from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.journal.reader import RUNS
@@ -34,6 +31,9 @@ from palaestra_slots.core.errors import ConfigError, PalaestraError
 from palaestra_slots.core.io.threads import run_blocking
 from palaestra_slots.core.types import JSON
 from palaestra_slots.core.user_code import is_loaded
+from palaestra_tokens.chat_server import ServerEngine
+from palaestra_tokens.config import ServerBaseline
+from palaestra_tokens.server_group import Server
 
 logger = logging.getLogger("palaestra")
 

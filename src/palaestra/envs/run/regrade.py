@@ -3,7 +3,7 @@ rollouts.
 
 The run must have kept each rollout's sealed workspace (`save_workspaces`). The workspace is graded as in the run: in a
 fresh sandbox, with the agent's changes over the prepared workspace, but with the environment's current code. Nothing is
-written.
+written or deleted in the run's folder; that is left to the caller.
 """
 
 from __future__ import annotations
@@ -19,24 +19,29 @@ from palaestra.envs.run.replay_run import ReopenedRun, recorded_form, reopened, 
 from palaestra.rollouts.environment import LIVE_PROCESSES
 from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.grading.grader import FILES, LIVE
-from palaestra.rollouts.journal.reader import open_recording
+from palaestra.rollouts.journal.reader import Recording, open_recording
 from palaestra.rollouts.records import Trajectory
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase, RolloutSpec, Seeded
 from palaestra.rollouts.workspaces import UNTOUCHED
 from palaestra_slots.core.config import python_names
 from palaestra_slots.core.errors import ConfigError, InfraError, TaskError
-from palaestra_slots.core.types import JSON, Outcome, Score, Task, Usage
+from palaestra_slots.core.types import JSON, Blame, Outcome, Score, Task, Usage
 from palaestra_slots.sandbox.slot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Regraded:
-    """A recorded rollout and its new score. If grading failed, `score` is None and `error` gives the reason."""
+    """A recorded rollout and its new score. If grading failed, `score` is None and `error` gives the reason.
+
+    `only_until_scored` is the folder of the work if the run kept it only because it had no score. Once the new score is
+    stored, the folder may be deleted. It is None for work that the user asked to keep.
+    """
 
     trajectory: Trajectory
     score: Score | None
     error: str = ""
+    only_until_scored: Path | None = None
 
     @property
     def changed(self) -> bool:
@@ -58,32 +63,42 @@ async def grade(env: object, trajectory: Trajectory, **settings: JSON) -> Score:
         recording = open_recording(_workspace(trajectory).parents[2])
         with where_it_ran(recording):
             async with reopened(recording, environment_form(env), changed=settings) as run:
-                return await _Grader(run, recording.path.parent).grade(trajectory)
+                return await _Grader(run, recording).grade(trajectory)
 
 
 async def grade_run(
     run: Run, env: str | None = None, *, network: bool = False, settings: Mapping[str, JSON] = {}
 ) -> AsyncIterator[Regraded]:
-    """Grade the rollouts of a run whose outcome is scored, in the order of the run's groups. `env` is the environment's
-    file, if it has moved. `settings` replace those of the run. With `network`, tasks get the network access that they
-    request. Raises `ConfigError`."""
+    """Grade the rollouts of a run whose work was kept, in the order of the run's groups.
+
+    If the run kept only the work of rollouts without a score, only these are graded. `env` is the environment's file,
+    if it has moved. `settings` replace those of the run. With `network`, tasks get the network access that they
+    request. Raises `ConfigError`.
+    """
     recording = run.recording
     form = recorded_form(recording, env)
+    # Without `save_workspaces`, only the work of rollouts without a score was kept. An earlier part of a resumed run
+    # may have had the setting; then rollouts with a score have kept work too.
+    saved = bool((recording.meta.config.get("env") or {}).get("save_workspaces"))
+    saved = saved or any(each.reward is not None and _kept_folder(each) is not None for each in run.trajectories)
+    every = saved or not any(map(_is_kept_unscored, run.trajectories))
     with where_it_ran(recording):
         async with reopened(recording, form, network=network, changed=settings) as again:
-            grader = _Grader(again, recording.path.parent)
+            grader = _Grader(again, recording)
             for group in run.groups:
-                wanted = [each for each in group.trajectories if each.outcome.scored]
+                wanted = [each for each in group.trajectories if _is_wanted(each, every)]
                 for regraded in await asyncio.gather(*map(grader.try_grade, wanted)):
-                    yield regraded
+                    kept = None if saved or regraded.score is None else _kept_folder(regraded.trajectory)
+                    yield replace(regraded, only_until_scored=kept)
 
 
 class _Grader:
     """Grades rollouts of one run in its open environment."""
 
-    def __init__(self, run: ReopenedRun, folder: Path) -> None:
+    def __init__(self, run: ReopenedRun, recording: Recording) -> None:
         self._run = run
-        self._folder = folder.resolve()
+        self._folder = recording.path.parent.resolve()
+        self._evaluates = recording.meta.config.get("command") == "evaluate"
         self._tasks: dict[str, Task] | None = None
         self._reading = asyncio.Lock()
 
@@ -99,7 +114,7 @@ class _Grader:
         folder = _workspace(trajectory)
         if not folder.resolve().is_relative_to(self._folder):
             raise ConfigError(f"the workspace of {trajectory.rollout_id} is in {folder}, outside of {self._folder}")
-        if not trajectory.outcome.scored:
+        if not _is_wanted(trajectory, every=True):
             raise ConfigError(f"{trajectory.rollout_id} ended with {trajectory.outcome}, which is not scored")
         environment, context = self._run.environment, self._run.context
         task = await environment.resolve(await self._task(trajectory))
@@ -124,15 +139,15 @@ class _Grader:
         rollout = Rollout(
             environment, context, RolloutSpec(trajectory.group_id, trajectory.index, task, seeded, kit, before)
         )
-        return await rollout.regrade(_result(trajectory), sealed)
+        return await rollout.regrade(_result(trajectory), sealed, trajectory.state)
 
     async def _task(self, trajectory: Trajectory) -> Task:
         # Rollouts of a group are graded concurrently, and the tasks are read once.
         async with self._reading:
             if self._tasks is None:
-                limit = self._run.config.total_steps
+                limit, tasks = self._run.config.total_steps, await self._recorded_tasks()
                 self._tasks, read = {}, 0
-                async for task in self._run.environment.tasks():
+                async for task in tasks:
                     self._tasks[task.id] = task
                     read += 1  # not the number of ids: an environment may give the same tasks again and again
                     if read == limit:
@@ -141,6 +156,12 @@ class _Grader:
         if found is None:
             raise ConfigError(f"{self._run.environment.name} no longer has the task {trajectory.task_id!r}")
         return found
+
+    async def _recorded_tasks(self) -> AsyncIterator[Task]:
+        """Return the tasks that the recorded command played: an evaluation plays held-out tasks."""
+        environment = self._run.environment
+        evaluated = await environment.evaluated_tasks() if self._evaluates else None
+        return environment.chosen_tasks() if evaluated is None else evaluated
 
 
 def _below(snapshot: Snapshot | None) -> Snapshot | None:
@@ -161,7 +182,7 @@ def _result(trajectory: Trajectory) -> AgentResult:
         messages=trajectory.messages,
         turns_used=len(turns),
         finished_naturally=trajectory.outcome is Outcome.NATURAL,
-        outcome=trajectory.outcome,
+        outcome=Outcome.NATURAL if _is_kept_unscored(trajectory) else trajectory.outcome,
         error=trajectory.error,
         blame=trajectory.blame,
         usage=Usage(trajectory.prompt_tokens, trajectory.completion_tokens, len(turns)),
@@ -170,6 +191,22 @@ def _result(trajectory: Trajectory) -> AgentResult:
         tool_calls_attempted=trajectory.tool_calls_attempted,
         tool_calls_schema_valid=trajectory.tool_calls_schema_valid,
     )
+
+
+def _is_kept_unscored(trajectory: Trajectory) -> bool:
+    """Return whether the rollout has no score because its check failed, and its work was kept."""
+    failed = trajectory.reward is None and trajectory.blame in (Blame.GRADER, Blame.TASK)
+    return failed and _kept_folder(trajectory) is not None
+
+
+def _kept_folder(trajectory: Trajectory) -> Path | None:
+    """Return the folder in which the rollout's work is kept; None if there is no such folder."""
+    kept = trajectory.beside.sandbox.get("workspace")
+    return Path(kept) if isinstance(kept, str) and Path(kept).is_dir() else None
+
+
+def _is_wanted(trajectory: Trajectory, every: bool) -> bool:
+    return _is_kept_unscored(trajectory) or (every and trajectory.outcome.scored)
 
 
 def _workspace(trajectory: Trajectory) -> Path:

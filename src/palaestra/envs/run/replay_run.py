@@ -13,18 +13,17 @@ import contextlib
 import shlex
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
+from inspect import get_annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import said_settings, set_fields
-from palaestra.envs.config.fields import BaseEnvConfig
-from palaestra.envs.discovery import load_environment
+from palaestra.envs.config.fields import DECLARED, BaseEnvConfig
+from palaestra.envs.discovery import allow_old_imports, load_environment
 from palaestra.envs.form import Form
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation
 from palaestra.envs.run.run import concurrency, opened
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.events import GroupsPlanned, Subscriber
 from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.journal.origin import is_ours
@@ -32,16 +31,19 @@ from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.observe.console import Console
 from palaestra.rollouts.recorded_tools.recording_policy import world_of_run
 from palaestra.rollouts.records import Group
-from palaestra.rollouts.resume.replay import Comparison, OtherEnd, Playback
+from palaestra.rollouts.resume.replay import Comparison, OtherEnd, Playback, PlayedBack
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import Middleware, RecordedTools, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra_slots.core.config import DEFAULT
 from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.io.plugins import is_own
 from palaestra_slots.core.types import JSON, Network
-from palaestra_slots.core.user_code import OWN_PACKAGES
 from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.engines.scripted import Policy, ScriptedEngine
+from palaestra_tokens.server_group import ServerGroup
 
 HOST_SETTINGS = frozenset({
     "isolation", "require_sandbox", "host_ports", "require_stateful_sandbox", "keep_workspaces", "workspace_store",
@@ -78,7 +80,7 @@ PORTABLE_SETTINGS = frozenset({
     "freeze_slots", "grading", "live", "share_setup", "graded_paths", "graded_programs",
     "save_workspaces", "reward", "strict_labels", "world_miss", "browser_snapshot_chars", "vision_max_tokens",
     "moa_max_tokens",
-    "shuffle", "n", "level", "families", "areas", "task_filter", "skip_tasks", "max_items", "prompt_mode",
+    "only_tasks", "shuffle", "n", "level", "families", "areas", "task_filter", "skip_tasks", "max_items", "prompt_mode",
     "python_only", "score_include_fail_to_pass", "test_timeout", "test_timeout_s", "task_timeout", "keep_tests",
     "keep_programs", "live_tasks", "controls", "eval_limit_ratio", "steps_per_eval",
 })  # fmt: skip
@@ -118,7 +120,7 @@ def differing(recording: Recording, form: Form, settings: ReplaySettings) -> lis
     taken = {"isolation": settings.isolation}
     lines = [
         f"{name}: {value!r} in the recording, {taken.get(name, 'not set')!r} here"
-        for name, value in sorted(said_settings(recorded, "env", (DEFAULT,)).items())
+        for name, value in sorted(said_settings(recorded, "env", (DEFAULT, DECLARED)).items())
         if taken.get(name) != value and not _counts(recording, form, name, value)
     ]
     place, given = str(recorded.get("environment") or ""), settings.environment
@@ -141,7 +143,13 @@ class _Replay:
         middleware = Middleware(chat=(self.playback.chat,))
         settings = self.settings
         async with reopened(
-            self.recording, self.form, console, middleware, network=settings.network, isolation=settings.isolation
+            self.recording,
+            self.form,
+            console,
+            middleware,
+            policy=PlayedBack(self.playback),
+            network=settings.network,
+            isolation=settings.isolation,
         ) as run:
             environment, context = _playable(run.environment), run.context
             workers = self.settings.concurrency or concurrency(run.config)
@@ -185,6 +193,7 @@ async def reopened(
     subscriber: Subscriber | None = None,
     middleware: Middleware | None = None,
     *,
+    policy: Policy | None = None,
     network: bool = False,
     isolation: str = "best",
     changed: Mapping[str, JSON] = {},
@@ -193,7 +202,7 @@ async def reopened(
     `changed` replaces some of them. Slots have no network unless `network` allows it. Tools that reach outside this
     machine answer from the recording, and no model is called."""
     bound = form.bound
-    said = said_settings(recording.meta.config, "env", (DEFAULT,))
+    said = said_settings(recording.meta.config, "env", (DEFAULT, DECLARED))
     said = {name: value for name, value in said.items() if _counts(recording, form, name, value)}
     said |= set_fields(bound) if bound is not None else {}
     said |= {**changed, "isolation": isolation, "world": "replay", "world_file": str(recording.path.parent)}
@@ -201,7 +210,7 @@ async def reopened(
     # Also if the environment itself names a folder: a replay writes nothing.
     config.data_dir_to_save_evals = None
     server = APIServerConfig(server_type="scripted", model_name="noop")
-    engine = ServerGroup(server)
+    engine = ServerGroup(ScriptedEngine(server, policy))
     with TemporaryDirectory(prefix="palaestra-replay-") as folder:
         journal = Journal(Path(folder) / "journal.jsonl")
         world = RecordedTools(lambda: world_of_run(recording.path.parent))
@@ -226,7 +235,7 @@ async def reopened(
                     middleware=middleware or Middleware(),
                 )
                 try:
-                    async with opened(environment):
+                    async with opened(environment, config.only_tasks):
                         yield ReopenedRun(environment, config, context, pool)
                 finally:
                     await context.workspaces.aclose()
@@ -248,10 +257,8 @@ def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
     if is_ours(recording):
         return name not in HOST_SETTINGS
     # The class that declares the setting, not one that inherits it: settings of ours count only if they are listed.
-    declared = next(
-        (each for each in form.config_type().__mro__ if name in vars(each).get("__annotations__", {})), None
-    )
-    own = declared is not None and declared.__module__.partition(".")[0] not in OWN_PACKAGES
+    declared = next((each for each in form.config_type().__mro__ if name in get_annotations(each)), None)
+    own = declared is not None and not is_own(declared.__module__)
     return name in PORTABLE_SETTINGS or (own and (value is None or isinstance(value, int | float)))
 
 
@@ -265,6 +272,8 @@ class OfflinePool(SlotPool):
 def recorded_form(recording: Recording, given: str | None) -> Form:
     """Return the environment that the caller names, or otherwise the recorded one. Raises `ConfigError` for a file that
     only the record names, unless this user recorded the run here."""
+    if recording.meta.config.get("compat") is True:
+        allow_old_imports()
     recorded = str(recording.meta.config.get("environment") or "")
     if given is None and not recorded:
         raise ConfigError(

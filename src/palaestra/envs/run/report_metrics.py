@@ -15,7 +15,6 @@ import msgspec
 from palaestra.envs.config.command_line import Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.run_folder import RunOutput
-from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupFinished, Handlers, MetricsLogged
 from palaestra.rollouts.journal.journal import without_secrets
@@ -27,6 +26,7 @@ from palaestra_slots.core.config import DEFAULT
 from palaestra_slots.core.io.durable_files import private
 from palaestra_slots.core.types import JSON
 from palaestra_slots.core.user_code import place, told
+from palaestra_tokens.config import APIServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from palaestra.envs.run.session import Session
-from palaestra.inference.engines.addressed import AddressedEngine
-from palaestra.inference.server_group import create_engine
 from palaestra.rollouts.records import Trajectory
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import Blame, Outcome, Task
+from palaestra_tokens.engines.addressed import AddressedEngine
+from palaestra_tokens.server_group import create_engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
-from palaestra.envs.config.command_line import UNSAID
-from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+from palaestra.envs.config.fields import UNSAID, BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.form import Form
 from palaestra.envs.run.elsewhere import Cluster, ClusterRequest, check_elsewhere, open_cluster
 from palaestra.envs.run.evaluate import (
@@ -37,11 +36,8 @@ from palaestra.envs.run.evaluate import (
     shortened,
 )
 from palaestra.envs.run.fork import forked_task
-from palaestra.envs.run.report_metrics import Reporting, make_reporting
+from palaestra.envs.run.report_metrics import Reporting, asked_for, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
-from palaestra.inference.chat_server import ServerEngine
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.counterfactual import Continuation, Counterfactual, resumed_fork
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupsPlanned, Subscriber
@@ -67,6 +63,9 @@ from palaestra_slots.sandbox.admission import SlotLimit
 from palaestra_slots.sandbox.isolation.isolation_probe import WARNINGS
 from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import Rung, SlotSource
+from palaestra_tokens.chat_server import ServerEngine
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.server_group import ServerGroup
 
 if TYPE_CHECKING:
     from palaestra.envs.run.feed import Feed
@@ -95,6 +94,8 @@ class RunReport:
     report: Path
     reason: str
     """`done`, `failed`, or why the run stopped."""
+    exit_reason: str = ""
+    """Why the exit code is not 0."""
 
     def to_json(self) -> dict[str, JSON]:
         """Return the result as `--json` prints it: how the run ended, its files, and its metrics."""
@@ -106,6 +107,7 @@ class RunReport:
             "id": self.folder.name,
             "state": self.reason,
             "exit_code": self.exit_code,
+            **({"exit_reason": self.exit_reason} if self.exit_reason else {}),
             **{name: int(metrics.get(name, 0)) for name in _COUNTS},
             "mean_reward": metrics.get("reward/mean"),
             "metrics": metrics,
@@ -148,6 +150,11 @@ async def run(
     folder below `root`. A resumed run keeps its folder. `engines` replace those of the configured servers. With
     `begins`, the run is counterfactual: all its rollouts continue a recorded rollout."""
     parsed.env_config.check_runnable(parsed.sources)
+    parsed.env_config.check_command(parsed.command, parsed.sources)
+    if not parsed.env_config.read_by_code and not asked_for(parsed.env_config, parsed.sources):
+        parsed.env_config.refuse_given(
+            ("tracker_project", "wandb_mode"), "without a tracker: set use_wandb, or leave it out", parsed.sources
+        )
     steering = steering or Steering()
     async with AsyncExitStack() as stack:
         stream = stream or sys.stderr
@@ -163,7 +170,7 @@ async def run(
             prepared = make_prepared(parsed.env_config, pool.backend, _unkept(assembly.console))
         environment = await assembly.environment(engine)
         capacity = await assembly.capacity(pool, steering.serve_nodes)
-        begins = None if begins is None else _continued(begins, environment, engine)
+        begins = None if begins is None else begins.for_model(engine.name)
         recorded_tools = make_recorded_tools(parsed.env_config)
         stack.callback(recorded_tools.close)
         output = assembly.output(engine, environment, folder or root, named=folder is not None, begins=begins)
@@ -175,11 +182,13 @@ async def run(
         environment.use_recordings(recorded_tools)
         assembly.print_beginning(output, engine, capacity)
         keeps = parsed.env_config.save_workspaces
+        can_keep = pool.snapshots.can_save and capacity.rung >= Rung.USERNS
+        unscored = output.folder.workspaces if can_keep else None
         command = await assembly.command(
             environment,
             output,
             engine,
-            Workspaces(pool, prepared, output.folder.workspaces if keeps else None),
+            Workspaces(pool, prepared, output.folder.workspaces if keeps else None, unscored),
             recorded_tools,
             None if begins is None else Continuation(begins),
             capacity,
@@ -228,7 +237,7 @@ class Assembly:
     async def environment(self, engine: ServerGroup) -> EvaluatedEnvironment:
         """Return the environment, opened, after the model server has accepted its tools."""
         environment = self.form.build(self.parsed.env_config, self._servers, engine)
-        await self.stack.enter_async_context(opened(environment))
+        await self.stack.enter_async_context(opened(environment, self.parsed.env_config.only_tasks))
         task_limit(self.parsed, environment)  # reports an unusable limit before the run begins
         await engine.probe(offered_tools(environment, self.parsed.env_config.seed))
         return environment
@@ -312,7 +321,7 @@ class Assembly:
             engine=engine,
             workspaces=workspaces,
             events=events,
-            settings=_run_settings(self.parsed.env_config),
+            settings=run_settings(self.parsed.env_config),
             limits=limits,
             recorded_tools=recorded_tools,
             middleware=Middleware((spans.chat,), (spans.tool,)) if spans is not None else Middleware(),
@@ -353,25 +362,16 @@ class Assembly:
 
 
 def _check_isolation(config: BaseEnvConfig, pool: SlotPool) -> None:
-    """Raise `ConfigError` if the settings need a level of isolation that the slots do not have."""
+    """Raise `ConfigError` if the settings need a backend or a level of isolation that the slots do not have."""
+    if config.save_workspaces and not pool.snapshots.can_save:
+        raise ConfigError(f"the {pool.backend.name} backend cannot keep workspaces: use the local backend")
     if config.save_workspaces and pool.rung < Rung.USERNS:
         raise ConfigError(f"isolation {pool.rung.label} has no layers, so it cannot keep workspaces: use userns")
     if config.agent and pool.rung is Rung.CONFINED:
         raise ConfigError(f"isolation {pool.rung.label} has no loopback for agent {config.agent!r}: use userns")
 
 
-def _continued(begins: Counterfactual, environment: EvaluatedEnvironment, engine: ServerGroup) -> Counterfactual:
-    """Return what the rollouts of a counterfactual run continue with this model. Raises `ConfigError` if nothing can
-    follow it."""
-    if begins.origin.turn >= (most := environment.agent.max_turns):
-        raise ConfigError(
-            f"nothing can follow turn {begins.origin.turn}, because the limit is {most} turns: raise it with "
-            "--env.max_agent_turns, or continue after an earlier turn"
-        )
-    return begins.for_model(engine.name)
-
-
-def _run_settings(config: BaseEnvConfig) -> RunSettings:
+def run_settings(config: BaseEnvConfig) -> RunSettings:
     return RunSettings(
         seed=config.seed,
         group_size=config.group_size,
@@ -390,9 +390,11 @@ def _program(name: str, engine: ServerGroup, output: RunOutput) -> ProgramAgent:
 
 
 @asynccontextmanager
-async def opened(environment: Environment) -> AsyncIterator[None]:
+async def opened(environment: Environment, chosen: Sequence[str] = ()) -> AsyncIterator[None]:
+    """Open the environment for the tasks that the user chose; none means all. Close it at the end of the block."""
     if strict := environment.agent.strict_labels:
         check_strict_labels(strict, environment.label_names)
+    environment.choose(chosen)
     try:
         await environment.open()
         yield
@@ -505,6 +507,8 @@ class CommandRun:
     begun: bool = False
     """Whether the first group may have begun."""
     exit_code: int = DONE
+    exit_reason: str = ""
+    """Why the exit code is not 0, if the run ended by itself."""
     resumable: bool = True
     """Whether the run, if unfinished, can be resumed."""
     reason: str = "failed"
@@ -536,6 +540,7 @@ class CommandRun:
             groups=output.groups.path,
             report=output.folder.report,
             reason=self.reason,
+            exit_reason=limits.message if limits.reason else self.exit_reason,
         )
 
     async def _finish(self, totals: Totals) -> None:
@@ -551,6 +556,8 @@ class CommandRun:
                 _print_verdict(
                     output, figures, self.reason, self.console, totals, self._unfinished(figures), self.stream
                 )
+                if self.exit_code and not self.context.limits.reason:
+                    self.stream.write(f"  exit code {self.exit_code}: {self.exit_reason}\n")
                 self.stream.writelines(f"  {line}\n" for line in self.environment.write_files(output.folder.path))
             self.reporting.report_to(_writing_on(self.stream))
             await self.reporting.finish(self.environment, figures)
@@ -570,8 +577,14 @@ class CommandRun:
         """Set the reason and the exit code of a run that has ended."""
         config, limits = self.parsed.env_config, self.context.limits
         self.reason = limits.reason or "done"
-        if totals.failed + totals.failed_groups * config.group_size > config.max_failures:
-            only_server = self.output.failures.blames(Blame.ENGINE, only=True)
+        evaluates = self.parsed.command == "evaluate"
+        refused = len(self.environment.refused) if evaluates else 0  # the metrics would cover a part of the set only
+        lost = totals.failed + (totals.failed_groups + refused) * config.group_size
+        if lost > config.max_failures:
+            only_server = self.output.failures.blames(Blame.ENGINE, only=True) and not refused
+            of_tasks = f", those of {plural(refused, 'refused task')} included" if refused else ""
+            self.exit_reason = f"{plural(lost, 'rollout')} without a score{of_tasks}, and --env.max_failures allows "
+            self.exit_reason += f"{config.max_failures}"
             self.exit_code = EngineUnavailable.exit_code if only_server else TOO_MANY_FAILURES
             if only_server and not totals.scored:
                 self.reason = limits.reason or "failed"
@@ -662,6 +675,8 @@ class CommandRun:
             return totals
         finally:
             self.output.own.update(self._slot_usage())
+            if environment.refused:
+                self.output.own["tasks_left_out"] = float(len(environment.refused))
             await context.workspaces.aclose()
 
     def _slot_usage(self) -> dict[str, float]:

@@ -26,14 +26,16 @@ import msgspec
 
 from palaestra.envs.config.command_line import ARGUMENTS, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.envs.discovery import old_imports_allowed
 from palaestra.envs.run.provenance import provenance
-from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.counterfactual import FORK_NAME, Counterfactual, resumed_fork
 from palaestra.rollouts.events import (
     JOURNAL_SCHEMA,
     GroupBegun,
     GroupFinished,
+    GroupsPlanned,
     Handlers,
+    MetricsLogged,
     RunEnded,
     RunResumed,
     RunStarted,
@@ -52,6 +54,7 @@ from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair
 from palaestra_slots.core.errors import ConfigError, DiskError
 from palaestra_slots.core.io.durable_files import KEPT, private
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.config import APIServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +248,13 @@ class RunOutput:
         return [] if self.verdicts is None else list(self.verdicts.lines())
 
     def handlers(self) -> Handlers:
-        return {GroupBegun: self._on_begun, GroupFinished: self._on_finished}
+        # A training run logs the steps of a warm start before its first group.
+        begins: Handlers = {MetricsLogged: lambda _: self.begin()}
+        return {GroupBegun: self._on_begun, GroupFinished: self._on_finished, GroupsPlanned: self._on_planned, **begins}
+
+    def _on_planned(self, event: GroupsPlanned) -> None:
+        if event.total is not None:
+            self.own["tasks_planned"] = float(event.total)
 
     def _on_finished(self, event: GroupFinished) -> None:
         self._figures.add(event.group)
@@ -329,6 +338,7 @@ def open_output(
     verdict. The rollouts of a counterfactual run begin at the point `begins`."""
     settings = {"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)}
     settings |= {} if official_name == OFFICIAL else {"official_name": official_name}
+    settings |= {"compat": True} if old_imports_allowed() else {}
     settings["provenance"] = provenance(reference)
     if parsed.resume is not None:
         return _reopen_output(env, parsed, model, parsed.resume, settings)

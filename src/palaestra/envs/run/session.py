@@ -22,9 +22,6 @@ from typing import Self
 from palaestra.envs.config.dotenv import exported, read_keys
 from palaestra.envs.run.library import assembled
 from palaestra.envs.run.run import Steering
-from palaestra.inference.engine import AssistantMessage, FunctionCall, ToolCallMessage
-from palaestra.inference.engines.caller import PLAYER, CallerEngine, Player
-from palaestra.inference.server_group import Server
 from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner, Totals, first_failure
@@ -32,6 +29,9 @@ from palaestra_slots.core.config import nearest, python_names
 from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError, PrepareError
 from palaestra_slots.core.io.threads import LoopThread
 from palaestra_slots.core.types import JSON, Message, Task
+from palaestra_tokens.engine import AssistantMessage, FunctionCall, ToolCallMessage
+from palaestra_tokens.engines.caller import PLAYER, CallerEngine, Player
+from palaestra_tokens.server_group import Server
 
 _MOST_KNOWN = 10_000
 """How many known tasks in a row mean that an environment has no others."""
@@ -206,7 +206,7 @@ class Session:
         self._runner = runner
         self._path = runner.run_context.events.journal.path.parent.absolute()
         self._places = asyncio.Semaphore(runner.concurrency)
-        self._source: AsyncIterator[Task] = runner.env.tasks()
+        self._source: AsyncIterator[Task] = runner.env.chosen_tasks()
         try:
             async with asyncio.TaskGroup() as self._groups:
                 # Only now: as soon as the session is open, the caller may add groups to the task group.

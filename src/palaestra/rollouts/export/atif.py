@@ -23,7 +23,6 @@ from typing import IO
 
 import msgspec
 
-from palaestra.inference.ledger import SequenceSpan, record_rows, sequence_spans
 from palaestra.rollouts.export.atropos import encode_line, outcome_fields
 from palaestra.rollouts.export.chat_messages import (
     ChatMessage,
@@ -37,6 +36,7 @@ from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissio
 from palaestra.rollouts.export.openai import remarks_on
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.ledger import SequenceSpan, record_rows, sequence_spans
 
 WRITE_VERSION = "ATIF-v1.7"
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")

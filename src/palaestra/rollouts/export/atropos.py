@@ -24,10 +24,10 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from palaestra.inference.ledger import TokenRow
 from palaestra.rollouts.records import Group, Trajectory, verdict_fields
 from palaestra_slots.core.io.durable_files import writing
 from palaestra_slots.core.types import JSON, Message
+from palaestra_tokens.ledger import TokenRow
 
 if TYPE_CHECKING:
     from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
@@ -178,8 +178,8 @@ def outcome_fields(trajectory: Trajectory) -> dict[str, JSON]:
     }
 
 
-def encode_line(line: dict[str, JSON]) -> bytes:
-    """Return the object as UTF-8 JSON with a newline. A lone surrogate, which UTF-8 cannot hold, is escaped."""
+def encode_line(line: JSON) -> bytes:
+    """Return the value as UTF-8 JSON with a newline. A lone surrogate, which UTF-8 cannot hold, is escaped."""
     try:
         return msgspec.json.encode(line) + b"\n"
     except UnicodeEncodeError:

@@ -14,6 +14,7 @@ from palaestra.rollouts.export.chat_messages import chat_messages
 from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.records import Trajectory
 from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.extras import install_command
 
 if TYPE_CHECKING:
     from rensa import RMinHashDeduplicator
@@ -43,7 +44,7 @@ class Duplicates:
                 from rensa import RMinHashDeduplicator
             except ImportError:
                 raise ConfigError(
-                    f"--unique {similarity:g} needs rensa: pip install 'palaestra[duplicates]' (--unique 1 does not)"
+                    f"--unique {similarity:g} needs rensa: {install_command('duplicates')} (--unique 1 does not)"
                 ) from None
             self._similar = RMinHashDeduplicator(similarity, _HASHES, use_lsh=True)
 

@@ -8,16 +8,20 @@ the file is counted in `ExportReport.remarks`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, ClassVar, Protocol
+from typing import IO, TYPE_CHECKING, ClassVar, Protocol
 
 import msgspec
 
 from palaestra.rollouts.annotations import Judgement
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.regraded import Grade
-from palaestra_slots.core.types import JSON
+from palaestra_slots.core.types import JSON, Message
+from palaestra_tokens.engines.scripted import without_closing
+
+if TYPE_CHECKING:
+    from palaestra_tokens.templates import ChatFormat
 
 UNSCORED = "unscored"
 """The most frequent reason for leaving a rollout out: the rollout has no reward to learn from."""
@@ -25,8 +29,19 @@ UNSCORED = "unscored"
 COUNTERFACTUAL = "counterfactual"
 """The reason for leaving out a rollout that continues a rollout of another run."""
 
+WITHOUT_WORK = "a scripted policy that did nothing"
+WITHOUT_CLOSING = "without the sentence with which the scripted policy ended"
+
 DISCARDED = "discarded"
 """The key of a trajectory's `detail` with the reasons why a batch discarded the sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """A model's tokenizer and chat template, and the parser that reads its calls."""
+
+    chat_format: ChatFormat
+    parser: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +49,9 @@ class ExportMeta:
     """The run's data from its journal, and the options of the export.
 
     `started_at` is in seconds since the epoch. `everything` includes unscored rollouts; `placeholders` includes token
-    rows without sampled tokens; `counterfactual` includes rollouts that continue a rollout of another run.
+    rows without sampled tokens; `counterfactual` includes rollouts that continue a rollout of another run;
+    `text_content` makes the content of a message an empty text instead of null. `encoding` is how the token rows of
+    rollouts without sampled tokens are made from their texts; None if they are not.
     `judgements` has the annotations of rollouts by their ids, and `grades` the new scores of `palaestra grade`.
     """
 
@@ -47,6 +64,8 @@ class ExportMeta:
     everything: bool = False
     placeholders: bool = False
     counterfactual: bool = False
+    text_content: bool = False
+    encoding: Encoding | None = None
     judgements: Mapping[str, Judgement] = field(default_factory=dict)
     grades: Mapping[str, Grade] = field(default_factory=dict)
 
@@ -123,3 +142,16 @@ def omissions(trajectory: Trajectory) -> list[str]:
     if trajectory.inner_calls:
         remarks.append("without the calls of its programs")
     return remarks
+
+
+def taught(trajectory: Trajectory, report: ExportReport) -> Sequence[Message]:
+    """Return the messages that a model may learn: a conversation without the closing sentence of a scripted policy.
+    Returns no message, and counts the rollout as left out, if the sentence was the policy's only turn."""
+    messages = trajectory.messages if trajectory.ledger is not None else without_closing(trajectory.messages)
+    if len(messages) == len(trajectory.messages):
+        return messages
+    if len(trajectory.turns) < 2:
+        report.left_out[WITHOUT_WORK] += 1
+        return ()
+    report.remarks[WITHOUT_CLOSING] += 1
+    return messages

@@ -22,7 +22,10 @@ FORMATS = {
     "batch": ("palaestra.rollouts.export.batch:BatchExporter", "the rows of hermes-agent's batch runner"),
     "atif": ("palaestra.rollouts.export.atif:AtifExporter", "ATIF v1.7 trajectories, one per line"),
     "inspect": ("palaestra.rollouts.export.inspect_log:InspectExporter", "a log for Inspect's viewer (.eval)"),
-    "rows": ("palaestra.rollouts.export.token_rows:RowsExporter", "exact tokens for reinforcement learning"),
+    "rows": (
+        "palaestra.rollouts.export.token_rows:RowsExporter",
+        "exact tokens, for trainers that take token ids",
+    ),
     "table": ("palaestra.rollouts.export.table:TableExporter", "one line per group: rewards and outcomes (CSV)"),
     "markdown": ("palaestra.rollouts.export.table:MarkdownExporter", "the same table as Markdown, to paste into pages"),
 }

@@ -3,9 +3,10 @@
 Sources: the chat completions API (messages), the tool-calling data sets of the Hugging Face trainers (lines). Lines
 have no tokens, since the trainer's chat template produces them (the format `rows` has the sampled tokens).
 
-Invariant: the texts are as recorded, and `tools` is empty if the prompt lists the tools and the calls are written as
-text. `arguments` stay JSON text, because a column of objects gets the keys of all its rows when it is loaded as a
-table; empty text, which means no arguments, becomes `{}`, and malformed text is kept with a remark.
+Invariant: the texts are as recorded, and `tools` is an empty list if the prompt lists the tools and the calls are
+written as text. `tools` and `arguments` are JSON text, because a column of objects gets the keys of all its rows when
+it is loaded as a table, and schemas whose values differ in type cannot be one column. Empty arguments, which mean none,
+become `{}`, and malformed ones are kept with a remark.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ UNANSWERED = "has a call without a result"
 
 
 class OpenAIExporter:
-    """`{"messages": […], "tools": […], "id", "task_id", "reward", "outcome", "env", "model"}` per line."""
+    """`{"messages": […], "tools": JSON text, "id", "task_id", "reward", "outcome", "env", "model"}` per line."""
 
     name = "openai"
     ending = ".jsonl"
@@ -37,7 +38,9 @@ class OpenAIExporter:
             for trajectory in report.chosen(group, meta):
                 conversation = chat_messages(trajectory.messages)
                 messages = [openai_message(message) for message in conversation]
-                tools = [] if calls_in_text(conversation) else group.tools
+                if meta.text_content:
+                    messages = [{**message, "content": message["content"] or ""} for message in messages]
+                tools = encode_line([] if calls_in_text(conversation) else group.tools).decode().rstrip()
                 line = {"messages": messages, "tools": tools} | rollout_fields(trajectory, meta)
                 out.write(encode_line(line))
                 report.wrote([*remarks_on(conversation), *_lost(conversation), *omissions(trajectory)])

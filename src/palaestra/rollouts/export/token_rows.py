@@ -2,7 +2,9 @@
 
 Within a segment the history only grows, so a rollout whose history was rewritten has several segments. Over all
 segments, each sampled token has mask 1 exactly once (invariant T3). `docs/training.md` shows how to convert lines for
-TRL and Tinker. Invariant: a rollout that has only placeholder tokens is exported only if the user allows placeholders.
+TRL and Tinker. With a tokenizer, the texts of a rollout without sampled tokens are encoded, as a reference solution for
+supervised training. Invariant: a rollout that has only placeholder tokens is exported only if the user allows
+placeholders.
 """
 
 from __future__ import annotations
@@ -13,15 +15,14 @@ from typing import IO
 
 import msgspec
 
-from palaestra.inference.ledger import UNTRAINED, SequenceSpan, TokenRow
-from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
-from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.export.exporter import Encoding, ExportMeta, ExportReport, taught
+from palaestra.rollouts.records import PLACEHOLDER, Group, Trajectory
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Label
+from palaestra_tokens.ledger import ENCODED, UNTRAINED, SequenceSpan, TokenRow
 
 ROW_SCHEMA = "palaestra.row/1"
 
-PLACEHOLDER = "placeholder"
 
 WITHOUT_TOKENS = "without tokens"
 
@@ -90,8 +91,14 @@ class RowsExporter:
                 if trajectory.unsaid and not meta.placeholders:
                     report.left_out[WITHOUT_TOKENS] += 1
                     continue
-                _require_tokens(trajectory, meta)
-                rows = exported_rows(trajectory, counterfactual=True)
+                made = None
+                if meta.encoding is not None and not trajectory.has_tokens:
+                    made = _encoded(trajectory, group, meta, meta.encoding, report)
+                    if not made:
+                        continue
+                else:
+                    _require_tokens(trajectory, meta)
+                rows = exported_rows(trajectory, counterfactual=True, made=made)
                 if not rows:
                     report.left_out[WITHOUT_TOKENS] += 1
                     continue
@@ -103,17 +110,46 @@ class RowsExporter:
         return report
 
 
-def exported_rows(trajectory: Trajectory, *, counterfactual: bool = False) -> list[ExportedRow]:
-    """Return the training rows of one rollout. Raises `ConfigError` if
-    arrays differ in length, the mask of a trained token is not the token itself, or the reward or a log-probability is
-    not finite; also for a rollout that continues a rollout of another run, unless `counterfactual` is true."""
+def _encoded(
+    trajectory: Trajectory, group: Group, meta: ExportMeta, encoding: Encoding, report: ExportReport
+) -> list[TokenRow]:
+    """Return the rows of a rollout whose tokens were not sampled. Counts the rollout as left out and returns none if it
+    has no work. Raises `ConfigError` if its texts cannot be encoded."""
+    from palaestra_tokens.token_exact.demonstrations import demonstration_rows  # imported here: few exports need it
+
+    messages = taught(trajectory, report)
+    if not messages:
+        return []
+    replies = sum(message.get("role") == "assistant" for message in trajectory.messages)
+    body = (meta.config.get("env") or {}).get("extra_body") or {}
+    try:
+        return demonstration_rows(
+            encoding.chat_format,
+            messages,
+            group.tools,
+            parser=encoding.parser,
+            variables=body.get("chat_template_kwargs"),
+            examples=replies - len(trajectory.turns),
+            rollout_id=trajectory.rollout_id,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"rollout {trajectory.rollout_id} cannot be encoded: {error}") from error
+
+
+def exported_rows(
+    trajectory: Trajectory, *, counterfactual: bool = False, made: list[TokenRow] | None = None
+) -> list[ExportedRow]:
+    """Return the training rows of one rollout, from its record or from the rows `made` of its texts. Raises
+    `ConfigError` if arrays differ in length, the mask of a trained token is not the token itself, or the reward or a
+    log-probability is not finite; also for a rollout that continues a rollout of another run, unless `counterfactual`
+    is true."""
     if trajectory.origin is not None and not counterfactual:
         raise ConfigError(
             f"{trajectory.rollout_id} is counterfactual: it continues {trajectory.origin.rollout_id} of the run "
             f"{trajectory.origin.run_id}. To train on it, pass counterfactual=True"
         )
-    rows = trajectory.rows
-    if trajectory.row is None:
+    rows = trajectory.rows if made is None else made
+    if trajectory.row is None or made is not None:
         rows = [row for row in rows if _first_trained(row) < len(row.tokens)]
     elif trajectory.turns:
         rows = [msgspec.structs.replace(trajectory.row, finish_reason=trajectory.turns[-1].finish_reason or "")]
@@ -183,13 +219,12 @@ def _exported(row: TokenRow, trajectory: Trajectory, segments: int) -> ExportedR
 
 
 def _require_tokens(trajectory: Trajectory, meta: ExportMeta) -> None:
-    if meta.placeholders or trajectory.ledger is not None:
-        return
-    if trajectory.row is None or trajectory.row.source == PLACEHOLDER:
+    if not meta.placeholders and not trajectory.has_tokens:
         shape = "" if trajectory.row is None else ", or export with --placeholders; such rows train nothing"
         raise ConfigError(
             f"rollout {trajectory.rollout_id} has no sampled tokens: its model server returned none. Run with a "
-            f"token-exact server (--openai.server_type sglang, vllm or transformers){shape}"
+            "token-exact server (--openai.server_type sglang, vllm or transformers), encode its texts for supervised "
+            f"training by an export with a tokenizer{shape}"
         )
 
 
@@ -197,7 +232,9 @@ def _remarks(rows: list[ExportedRow]) -> list[str]:
     remarks = []
     if any(row.source == PLACEHOLDER for row in rows):
         remarks.append("has placeholder tokens: nothing to train")
-    if any(row.logprobs is None for row in rows):
+    if any(row.source == ENCODED for row in rows):
+        remarks.append("has tokens encoded from text: for supervised training only")
+    elif any(row.logprobs is None for row in rows):
         remarks.append("has no log-probabilities")
     if len(rows) > 1:
         remarks.append("has several segments, each with the same reward")

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engines.scripted import NoopPolicy, OraclePolicy, ScriptedEngine
 from palaestra.rollouts.events import Alive, JournalEvent, MemoryEvent
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Middleware
 from palaestra_slots.core.errors import PalaestraError
+from palaestra_tokens.config import APIServerConfig
+from palaestra_tokens.engines.scripted import NoopPolicy, OraclePolicy, ScriptedEngine
 
 _REPLAYED = ":reference"
 """The end of a replay's group id, under which its slots are leased."""

@@ -9,6 +9,7 @@ slot: work that is a running service, and the reward hooks of class environments
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -31,15 +32,20 @@ from palaestra.rollouts.grading.tampering import (
     library_directories,
     link,
     names_in,
+    program_of,
+    programs_of,
     text_of_task,
 )
 from palaestra.rollouts.rollout import Rollout
 from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
-from palaestra_slots.core.errors import GraderError, InfraError, SandboxError, SlotEnded
+from palaestra_slots.core.errors import ConfigError, GraderError, InfraError, SandboxError, SlotEnded
 from palaestra_slots.core.printable import one_line
 from palaestra_slots.core.types import Label, Task
+from palaestra_slots.processes.registry import ProcessRegistry
 from palaestra_slots.sandbox.slot import WORKSPACE, Change, Rung, Slot, SlotSource, SlotSpec, Snapshot, View
+
+logger = logging.getLogger(__name__)
 
 SEALED, LIVE = "sealed", "live"
 FILES = "files"
@@ -47,6 +53,9 @@ FILES = "files"
 
 SCRATCH_LOST = "scratch_lost"
 """The label of work whose files in `SCRATCH` a check does not see, because they could not be copied."""
+
+NOT_EXAMINED = "not_examined"
+"""The label of work that a check does not see, because the work has too much of it to examine in time."""
 
 MOST_LEFT_OUT = 20
 """The maximum number of left-out paths that the report names."""
@@ -78,8 +87,8 @@ _SESSION_S = "session_s"
 _LEAST_AGAIN_S = 10.0
 _MOST_IN_LABEL = 5
 _COPY_S = 300.0
-_PLACES_S = 30.0
-_MOST_PTH_BYTES = 1 << 16
+_PLACES_S = 15.0
+_MOST_PTH, _MOST_PTH_BYTES = 200, 1 << 16
 _DEEPEST, _LONGEST_BYTES = 400, 4000
 """Beyond these limits, a list of changes lacks the entries of a directory, or a program cannot open a path."""
 
@@ -162,7 +171,8 @@ class Grading:
                 self.begun = True
                 self._made.append(self._sealed)
                 # The copies belong to the snapshot. The running slot has the originals.
-                await slot.remove(CARRIED)
+                if _has_own_root(slot):
+                    await slot.remove(CARRIED)
                 return slot
 
     @contextmanager
@@ -213,7 +223,7 @@ class Grading:
     @staticmethod
     async def restore_scratch(slot: Slot) -> None:
         """Move the kept files back to `/tmp` and `/dev/shm`."""
-        entry = await slot.stat(CARRIED)
+        entry = await slot.stat(CARRIED) if _has_own_root(slot) else None
         if entry is None or entry.kind != "dir":
             return
         copies = "".join(
@@ -222,6 +232,21 @@ class Grading:
             for place in SCRATCH
         )  # a hard link could join a file of the check to a file of the work; BusyBox's cp does not copy hard links
         await slot.execute(["/bin/sh", "-c", f"{copies} rm -rf {CARRIED}"], cwd="/", timeout_s=_COPY_S)
+
+    async def keep_unscored(self, failure: Exception) -> None:
+        """Keep the sealed work of a rollout whose check has failed, if the run has room for it, and note in the failure
+        how to score it."""
+        workspace = self.rollout.workspace
+        if self.live or not workspace.run.keeps_unscored:
+            return
+        try:
+            kept = workspace.kept or await workspace.keep_unscored(await self.seal())
+        except (InfraError, ConfigError, OSError) as error:  # the check's failure is the one to report
+            logger.warning("the work of %s could not be kept: %s", self.rollout.rollout_id, error)
+            return
+        if kept is not None:
+            run = kept.resolve().parents[2].name
+            failure.add_note(f"the work is kept: correct the score and run `palaestra grade {run}`")
 
     def repeat_after(self, reference: Rollout) -> None:
         """Note that the check is repeated now, after this rollout of the reference has got through it."""
@@ -315,8 +340,8 @@ class Grading:
         """Return a view of all changes without those of the table in `tampering.py`, which become labels.
 
         Changes below `paths`, and to `programs`, are always seen. `text` is what the task tells the agent, by default
-        its messages; `env` are variables that the check sets. `solved` returns those of some paths that the reference
-        solution changes too, so that they are seen.
+        its messages; `env` are variables that the check sets. `solved` gets the other paths and returns those that the
+        reference solution changes. They are seen, as are all settings of a program of which the solution changes some.
         """
         changes = await self.changes()
         async with AsyncExitStack() as opened:
@@ -335,8 +360,11 @@ class Grading:
             async with self.prepared() as root:
                 targets = await _targets(root, rule.named)
             found = {path: label for path, label in found.items() if path not in targets}
-        for path in await solved([path for path, label in found.items() if label]) if solved else ():
-            found.pop(path, None)
+        usual = await solved([path for path, label in found.items() if label]) if solved else ()
+        configured = programs_of(usual)
+        for path, label in list(found.items()):
+            if path in usual or (label == HOME_SETTINGS and program_of(path) in configured):
+                del found[path]
         for label in (REPLACED, SHADOWED, STARTUP, HOME_SETTINGS):
             self.note(label, [path for path, its in found.items() if its == label])
         self.left_out = (*self._lost, *sorted(path for path, label in found.items() if label))[:MOST_LEFT_OUT]
@@ -347,10 +375,13 @@ class Grading:
         if paths:
             self._labels.setdefault(label, {}).update(dict.fromkeys(paths))
 
-    def made_no_difference(self) -> None:
-        """Drop the labels of what the check saw differently, because the verdict with all of it is the same."""
+    def made_no_difference(self, hidden: Collection[str]) -> None:
+        """Drop the labels of what the check saw differently, because the verdict with all of it is the same. Of the
+        checkers, it saw those differently that were `hidden`."""
         for label in (HOME_SETTINGS, "links_to_checks", "test_settings_ignored"):
             self._labels.pop(label, None)
+        shown = [path for path in self._labels.pop("checkers_changed", ()) if path not in hidden]
+        self.note("checkers_changed", shown)
 
     @property
     def labels(self) -> list[Label]:
@@ -404,36 +435,48 @@ class Grading:
             await slot.execute(["rm", "-rf", "--", *some], cwd="/", timeout_s=_COPY_S, spill=False)
         if gone:
             changes = [each for each in changes if not is_below(each.path, gone)]
-        starting = [each.path for each in changes if _PTH.fullmatch(each.path) and await _has_code(slot, each)]
-        for path in list(starting):
-            if places := await _editable(slot, path):
-                starting.remove(path)
-                await slot.write_text(path, places)
-            else:
-                await slot.remove(path)
+        files = [each for each in changes if each.kind in ("file", "symlink") and _PTH.fullmatch(each.path)]
+        starting = [each.path for each in files[:_MOST_PTH] if await _has_code(slot, each)]
+        places = await _editable(slot, starting) if starting else {}
+        for path, text in places.items():
+            await slot.write_text(path, text)
+        starting = [path for path in starting if path not in places]
+        unseen = tuple(each.path for each in files[_MOST_PTH:])
+        for path in starting:
+            await slot.remove(path)
+        for some in batches(unseen):  # a call for each would take as long as the agent likes
+            from palaestra_slots.images.slot_commands import check_execute
+
+            await check_execute(slot, ["rm", "-f", "--", *some], "`.pth` files cannot be removed", error=GraderError)
         self.note(SHADOWED, starting)
         links: tuple[str, ...] = ()
         # most work has no links, and then the module is not imported
         if any(each.kind == "symlink" for each in changes) or sum(each.kind == "file" for each in changes) > 1:
             from palaestra.rollouts.grading.links import detach_links
 
-            links = await detach_links(slot, task, changes, private)
+            links, late = await detach_links(slot, task, changes, private)
+            unseen += late
         self.note("links_to_checks", links)
         self.note("too_deep", gone)
-        self.left_out = (*starting, *gone, *self.left_out)[:MOST_LEFT_OUT]
-        return (*gone, *starting, *links)
+        self.note(NOT_EXAMINED, unseen)
+        self.left_out = (*starting, *gone, *unseen, *self.left_out)[:MOST_LEFT_OUT]
+        return (*gone, *starting, *unseen, *links)
 
     def tools(self, timeout_s: float, slot: Callable[[], Awaitable[Slot]] | None = None) -> ToolRuntime:
         """Return a new runtime with all tools for `exec_tool` and `ToolContext`. The tools run in the grading slot, or
-        in what `slot` returns."""
+        in what `slot` returns. In a live check, they reach the background processes of the agent."""
+        rollout = self.rollout
         made = ToolRuntime(
-            unrestricted(self.rollout.seat.kit.registry),
+            unrestricted(rollout.seat.kit.registry),
             slot or self.slot,
-            task_id=f"{self.rollout.rollout_id}:grade",
+            task_id=f"{rollout.rollout_id}:grade",
             timeout_s=timeout_s,
-            middleware=(self.rollout.calls.recorded,),
+            middleware=(rollout.calls.recorded,),
             conversation="grade",
+            process_task=rollout.rollout_id if self.live else None,
         )
+        if self.live:
+            made.share(rollout.tools.state(ProcessRegistry))
         self._tools.append(made)
         return made
 
@@ -472,15 +515,20 @@ def enough_time(usual_s: float, least_s: float = 1.0) -> float:
     return least_s + 3 * usual_s
 
 
+def _has_own_root(slot: Slot) -> bool:
+    """Return whether the root directory, `/tmp` and `/dev/shm` are the slot's own. Below these levels they belong to
+    the machine, where other programs have their files, and a snapshot does not contain them."""
+    return slot.rung >= Rung.USERNS
+
+
 async def _has_no_scratch(slot: Slot) -> bool:
-    """Return whether the directories of `SCRATCH` are known to be empty, and no earlier copy of them exists, so that
+    """Return whether the slot has no files in the directories of `SCRATCH`, and no earlier copy of them exists, so that
     the copy, which takes five processes, has nothing to do.
 
-    At levels with namespaces, they are in a tmpfs, where the size of a directory counts its entries. Elsewhere, the
-    size has other meanings.
+    The directories are in a tmpfs, where the size of a directory counts its entries.
     """
-    if slot.rung < Rung.USERNS:
-        return False
+    if not _has_own_root(slot):
+        return True
     for place in SCRATCH:
         found = await slot.stat(place)
         if found is None or found.kind != "dir" or found.size != _EMPTY_BYTES:
@@ -503,35 +551,51 @@ async def _has_code(slot: Slot, change: Change) -> bool:
 
 _PLACES = """\
 import importlib.util, os, re, sys
-folder, text = os.path.dirname(sys.argv[1]), open(sys.argv[1]).read()
-sys.path.append(folder)
-names = {*re.findall(r"\\w+", text)}
-own = [path for each in names if os.path.isfile(path := f"{folder}/{each}.py")]
-names |= {name for path in own for name in re.findall(r"\\w+", open(path).read())}
-before = [*sys.path]
-for line in text.splitlines():
-    if line.startswith("import"):
-        exec(line)
-for name in sorted(names):
-    try:
-        spec = importlib.util.find_spec(name)
-        place = os.path.dirname(spec.submodule_search_locations[0] if spec.submodule_search_locations else spec.origin)
-    except Exception:
-        continue
-    if place not in before and os.path.isdir(place):
-        print(place)
+def show(number, path):
+    folder, text = os.path.dirname(path), open(path).read()
+    sys.path.append(folder)
+    names = {*re.findall(r"\\w+", text)}
+    own = [path for each in names if os.path.isfile(path := f"{folder}/{each}.py")]
+    names |= {name for path in own for name in re.findall(r"\\w+", open(path).read())}
+    before = [*sys.path]
+    for line in text.splitlines():
+        if line.startswith("import"):
+            exec(line)
+    for name in sorted(names):
+        try:
+            spec = importlib.util.find_spec(name)
+            place = spec.submodule_search_locations[0] if spec.submodule_search_locations else spec.origin
+            place = os.path.dirname(place)
+        except Exception:
+            continue
+        if place not in before and os.path.isdir(place):
+            print(number, place, flush=True)
+for number, path in enumerate(sys.argv[1:]):
+    child = os.fork()
+    if not child:
+        try:
+            show(number, path)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
 """
-"""Runs the code of a `.pth` file, and prints the directories of modules that only it makes importable. Only names in
-the file and in the modules that it imports are tried."""
+"""Runs the code of `.pth` files, each in a process of its own, and prints the directories of modules that only it makes
+importable, after the number of the file. Only names in the file and in the modules that it imports are tried."""
 
 
-async def _editable(slot: Slot, path: str) -> str:
-    """Return lines with the directories of an editable installation, which its code adds; empty if the code of a `.pth`
-    file does something else. The code runs in a fork."""
+async def _editable(slot: Slot, paths: Sequence[str]) -> dict[str, str]:
+    """Return lines with the directories of an editable installation, which the code of a `.pth` file adds, by path. The
+    code of a file that is left out does something else, or its turn did not come within the time limit of all files.
+    The code runs in a fork."""
     async with slot.fork() as fork:
-        found = await fork.execute(["python3", "-I", "-c", _PLACES, path], cwd="/", timeout_s=_PLACES_S, spill=False)
-    places = dict.fromkeys(line for line in found.output.splitlines() if re.fullmatch(r"/[^\n]*", line))
-    return "".join(f"{place}\n" for place in places)
+        found = await fork.execute(["python3", "-I", "-c", _PLACES, *paths], cwd="/", timeout_s=_PLACES_S, spill=False)
+    places: dict[str, str] = {}
+    for line in dict.fromkeys(found.output.splitlines()):
+        match = re.fullmatch(r"(\d{1,3}) (/[^\n]*)", line)
+        if match and int(match[1]) < len(paths):
+            path = paths[int(match[1])]
+            places[path] = f"{places.get(path, '')}{match[2]}\n"
+    return places
 
 
 def _is_too_deep(path: str) -> bool:

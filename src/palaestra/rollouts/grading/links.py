@@ -3,10 +3,11 @@
 A check often writes the expected result to a file of its own and compares the work with that file. If one of the two is
 a link to the other, the work equals whatever the check wrote. So before a check, this module examines the agent's links
 between a file that the task's messages name and a file that they do not name. Each such link is replaced by a copy of
-its target. A link is removed if its target is missing, is neither a file nor a directory, or contains the link. A named
-file with hard links becomes a copy. A symbolic link that the messages name stays if the messages mention links, and
-hard links stay if the messages mention these. Links into `/proc`, `/sys` and `/dev` are removed, unless the messages
-name the link or it is a log, and ask for its target. A link to a file below `/usr` stays: no check writes there.
+its target. A link is removed if its target is missing, is neither a file nor a directory, or contains the link, and if
+the time limit of the examination ends before its turn. A named file with hard links becomes a copy. A symbolic link
+that the messages name stays if the messages mention links, and hard links stay if the messages mention these. Links
+into `/proc`, `/sys` and `/dev` are removed, unless the messages name the link or it is a log, and ask for its target. A
+link to a file below `/usr` stays: no check writes there.
 
 Not covered: messages that name both files or neither, and a check that runs programs of the work, which can copy its
 files.
@@ -15,14 +16,15 @@ files.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from posixpath import dirname, join, normpath
 
-from palaestra.rollouts.grading.tampering import SCRATCH, batches, is_below, text_of_task
-from palaestra_slots.core.errors import GraderError
+from palaestra.rollouts.grading.tampering import SCRATCH, is_below, text_of_task
+from palaestra_slots.core.errors import InfraError
 from palaestra_slots.core.types import Task
-from palaestra_slots.sandbox.slot import WORKSPACE, Change, Slot
+from palaestra_slots.sandbox.slot import WORKSPACE, Change, FileInfo, Slot
 
 _NAME = re.compile(r"[\w.+@%-]+")
 _ABOUT_LINKS = re.compile(r"\b(?:sym|hard)?links?\b|\blinked\b|\bln\b|\bsymbolic", re.IGNORECASE)
@@ -35,29 +37,11 @@ _ASKS = {"null": "null|discard|mask", "stdout": _OUT, "1": _OUT, "stderr": _ERRO
 _OF_PROGRAMS = frozenset({"bin", ".bin"})
 """Folders in which packages put links to programs."""
 
-_LOOK = """\
-exec 2> /dev/null
-for each; do
-  if [ -f "$each" ]; then kind=file; elif [ -d "$each" ]; then kind=dir; else kind=none; fi
-  next=$(readlink -- "$each")
-  if [ $kind = none ]; then end=$next; else end=$(readlink -f -- "$each"); fi
-  for shown in $kind "$end" "$next"; do printf %s "$shown" | tr '\\n' '?'; echo; done
-done
-"""
-"""Prints three lines per link: the kind of its target, where it ends, and where it leads first. It prints no error
-messages, because each would be a further line."""
-
 _DETACH = """\
 for each; do
   copy="${each%/*}/.palaestra-copy"
-  rm -rf -- "$copy"
-  end=$(readlink -f -- "$each")
-  case $end in
-    /dev/shm | /dev/shm/*) ;;
-    /proc | /proc/* | /sys | /sys/* | /dev | /dev/*) rm -f -- "$each" ;;
-  esac
-  if [ -d "$each" ]; then case $each in "${end%/}"/*) rm -f -- "$each" ;; esac; fi
-  if [ -f "$each" ] || [ -d "$each" ]; then cp -aH -- "$each" "$copy"; fi
+  if [ -e "$copy" ] || [ -L "$copy" ]; then rm -rf -- "$copy"; fi
+  cp -aH -- "$each" "$copy"
   rm -f -- "$each"
   if [ -e "$copy" ]; then mv -- "$copy" "$each"; fi
 done
@@ -78,9 +62,14 @@ _OF_KERNEL = ("/proc", "/sys", "/dev")
 """Directories without files of the work, except for `/dev/shm`. Some of their files differ between processes."""
 
 _DETACHING = ("/bin/sh", "-c", _DETACH, "sh")
-_DETACH_S = 300.0
-_MOST_LINKS = 20_000
-"""The maximum number of links that are examined, because each takes a process. Further ones are removed."""
+_REMOVING = ("/bin/sh", "-c", 'find "$@" -prune -type l -exec rm -f -- {} +', "sh")
+_HARD = 'find "$@" -prune -type f -links +1 -exec {} {{}} +'
+_MOST_HOPS = 40
+"""The number of links on one path that the kernel follows. Source: MAXSYMLINKS in `include/linux/namei.h`."""
+
+LIMIT_S = 15.0
+"""The time limit of the whole examination, because the agent decides how many links there are. Links that are not
+examined in time are removed."""
 
 
 class NamedFiles:
@@ -152,49 +141,109 @@ class NamedFiles:
         return found
 
 
+class _Places:
+    """Looks up where links lead, with one call per directory and no process."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._known: dict[str, Mapping[str, FileInfo]] = {}
+
+    async def _entry(self, path: str) -> FileInfo | None:
+        folder, _, name = path.rpartition("/")
+        if folder not in self._known:
+            try:
+                listed = await self._slot.list_dir(folder or "/")
+            except InfraError:
+                raise
+            except OSError:
+                listed = []
+            self._known[folder] = {each.path.rpartition("/")[2]: each for each in listed}
+        return self._known[folder].get(name)
+
+    async def look(self, link: str) -> tuple[str, str, str]:
+        """Return the kind of a link's target (file, dir or none), where the link ends, and where it leads first. A path
+        of the kernel is not looked up, because it may differ in each process."""
+        own = await self._entry(link)
+        first = own.target if own is not None else ""
+        here, ahead, hops, kind = "/", link.split("/")[::-1], 0, "dir"
+        while ahead:
+            part = ahead.pop()
+            if part in ("", ".."):
+                here = dirname(here) if part else here
+                continue
+            path = join(here, part)
+            whole = normpath(join(path, *ahead[::-1]))
+            if is_below(whole, _OF_KERNEL) and not is_below(whole, SCRATCH):
+                return "none", whole, first
+            entry = await self._entry(path)
+            # without namespaces, the workspace is a link that each process sees differently, or is not listed
+            if path == WORKSPACE and (entry is None or entry.target.startswith("/proc/")):
+                here = path
+                continue
+            if entry is None or hops == _MOST_HOPS:
+                return "none", first, first
+            if entry.kind == "symlink":
+                hops += 1
+                ahead += [each for each in entry.target.split("/") if each != "."][::-1]
+                here = "/" if entry.target.startswith("/") else here
+                continue
+            here, kind = path, entry.kind
+            if kind != "dir":
+                return ("none", first, first) if any(ahead) or kind != "file" else (kind, here, first)
+        return kind, here, first
+
+
 async def detach_links(
     slot: Slot, task: Task, changes: Sequence[Change], private: Collection[str] = ()
-) -> tuple[str, ...]:
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Replace each link of the agent that would make a file of the work and a file of the check one file. Return the
-    paths of these links.
+    paths of these links, and of those that were removed because they could not be examined in time.
 
     `changes` are the changes that the grading slot shows, without paths that are too long to open. `private` are
-    directories of the check, to which no link may lead. Raises `GraderError` if the links cannot be examined.
+    directories of the check, to which no link may lead.
     """
-    replaced: list[str] = []
+    end_s = time.monotonic() + LIMIT_S
+
+    async def over(paths: Iterable[str], *argv: str, limit_s: float = 0.0) -> bool:
+        """Run a command with these paths as its last arguments, and return whether it ended in time."""
+        told = b"".join(path.encode("utf-8", "surrogateescape") + b"\0" for path in paths)
+        limit_s = limit_s or max(1.0, end_s - time.monotonic())
+        done = await slot.execute(["xargs", "-0", *argv], cwd="/", stdin=told, timeout_s=limit_s, spill=False)
+        return not done.metadata.get("timeout")
+
     named = NamedFiles(task)
-    hard = ("-prune", "-type", "f", "-links", "+1", "-exec", *_DETACHING, "{}", ";")
+    late: list[str] = []
     files = [each.path for each in changes if each.kind == "file"]
     # A task about hard links may have a check that counts them, so copies would make honest work fail.
     if _ABOUT_HARD_LINKS.search(named.text):
         listed = "\n".join(path for path in files if "\n" not in path).encode("utf-8", "surrogateescape")
-        await slot.execute(["/bin/sh", "-c", _RELINK], cwd="/", stdin=listed + b"\n", timeout_s=_DETACH_S, spill=False)
+        await slot.execute(["/bin/sh", "-c", _RELINK], cwd="/", stdin=listed + b"\n", timeout_s=LIMIT_S, spill=False)
         files = []
-    for some in batches([path for path in files if named.has(path)]):
-        await slot.execute(["find", *some, *hard], cwd="/", timeout_s=_DETACH_S, spill=False)
-    # Links that the messages name come first, so that those beyond the limit, which are removed, are the least wanted.
-    links = sorted((each.path for each in changes if each.kind == "symlink"), key=lambda path: not named.has(path))
+    files = [path for path in files if named.has(path)]
+    if files and not await over(files, "/bin/sh", "-c", _HARD.format('/bin/sh -c "$0" sh'), _DETACH):
+        await over(files, "/bin/sh", "-c", _HARD.format("rm -f --"), "sh", limit_s=LIMIT_S)
+        late += files
+    links = [each.path for each in changes if each.kind == "symlink"]
     with_answers = named.directories(each.path for each in changes if each.kind in ("file", "symlink"))
     found: dict[str, tuple[str, str, str]] = {}
-    for some in batches(links[:_MOST_LINKS]):
-        looked = await slot.execute(
-            ["/bin/sh", "-c", _LOOK, "sh", *some], cwd="/", timeout_s=_DETACH_S, max_output_bytes=1 << 22, spill=False
-        )
-        lines = looked.output.split("\n")[:-1]
-        # The script may have timed out or printed too much. Unexamined links must not count as harmless.
-        if len(lines) != 3 * len(some):
-            raise GraderError(f"the links of the work could not be examined: {looked.error or looked.output[-500:]!r}")
-        found |= zip(some, zip(lines[::3], lines[1::3], lines[2::3], strict=True), strict=True)
+    places = _Places(slot)
+    for link in sorted(links, key=lambda path: not named.has(path)):  # the least wanted links come last
+        if time.monotonic() > end_s:
+            late.append(link)
+        else:
+            found[link] = await places.look(link)
     asked = named.passed({link: next_ for link, (_, _, next_) in found.items()})
     wrong = [
         link
         for link, (kind, end, _) in found.items()
         if is_below(normpath(join(dirname(link), end)), private) or named.equates(link, kind, end, with_answers, asked)
     ]
-    for some in batches(wrong):
-        await slot.execute([*_DETACHING, *some], cwd="/", timeout_s=_DETACH_S, spill=False)
-    replaced += wrong
-    for some in batches(links[_MOST_LINKS:]):
-        await slot.execute(["rm", "-f", "--", *some], cwd="/", timeout_s=_DETACH_S, spill=False)
-        replaced += some
-    return tuple(replaced)
+    leading = [link for link in wrong if found[link][0] == "file" or not is_below(link, (found[link][1],))]
+    leading = [link for link in leading if found[link][0] != "none"]
+    await over([*late, *{*wrong}.difference(leading)], *_REMOVING, limit_s=LIMIT_S)
+    if leading and not await over(leading, *_DETACHING):
+        await over({f"{dirname(link)}/.palaestra-copy" for link in leading}, "rm", "-rf", "--", limit_s=LIMIT_S)
+        await over(leading, *_REMOVING, limit_s=LIMIT_S)
+        late += leading
+    unseen = {*late}
+    return tuple(link for link in wrong if link not in unseen), tuple(late)

@@ -16,8 +16,8 @@ A check sees everything that the agent left, with three exceptions:
 
 None holds for a path that the task declares or that its messages name, for the target of such a path in the original
 root, or for a program or package that the task declares or asks to install, to repair or, for the third, to configure.
-An environment can except what its reference solution changes too. Each exception becomes a label, so that no score
-differs without a stated cause.
+An environment can except what its reference solution changes too, and all settings of a program of which the solution
+changes some. Each exception becomes a label, so that no score differs without a stated cause.
 
 Invariant: the decision depends on the paths and kinds of the changes, on the names in the original root and on the
 task, but never on the content of a file.
@@ -84,7 +84,7 @@ _LIBRARIES = re.compile(
 _MULTIARCH = re.compile(r"[\w]+-linux-\w+")
 
 _STANDARD = re.compile(r"/.*lib(?:32|64)?/python3\.\d+(?:/lib-dynload)?")
-_SITE = re.compile(r"(.*/(?:site-packages|dist-packages))/([^/]+).*", re.DOTALL)
+SITE = re.compile(r"(.*/(?:site-packages|dist-packages))/([^/]+).*", re.DOTALL)
 _STARTS = re.compile(
     r".*/(?:sitecustomize|usercustomize)(?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so)"
     r"|(?:/|/usr|/usr/local|/root/\.local)?(?:/s?bin)?/(?:pyvenv\.cfg|pybuilddir\.txt)|.*/lib(?:32|64)?/python\d+\.zip"
@@ -99,6 +99,7 @@ _HOME = re.compile(
 )
 """Settings in a home directory that programs read when they start, whatever they do, with the name of the program.
 Start-up files of shells are left to the checks that load them, and histories are no settings."""
+_ETC = re.compile(r"/etc/([^/]+)(?:/.*)?", re.DOTALL)
 _CONFIGURES = re.compile(
     r"(?<![^\W_])(?:re)?(?:config|setting|set\b|setup|point|prefer|regist|global|alias|default|customi[sz]|dotfile|home\b)",
     re.I,
@@ -206,6 +207,22 @@ def _distribution(name: str) -> str:
     return re.split(r"[-.]", name, maxsplit=1)[0].lower()
 
 
+def program_of(path: str) -> str:
+    """Return the program whose settings are in a file of a home directory or of `/etc`; empty for other files. The
+    files of a program have one name, such as `sqlite` for `~/.sqliterc` and `~/.config/sqlite3/sqliterc`."""
+    found = _HOME.fullmatch(path) or _ETC.fullmatch(path)
+    return "" if found is None else _stem(next(filter(None, found.groups()))).rstrip("0123456789").lower()
+
+
+def programs_of(paths: Iterable[str]) -> set[str]:
+    """Return the programs whose settings are among these paths."""
+    return {program_of(path) for path in paths} - {""}
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"(?:rc|config|conf|_profile|\W.*)+$", "", name)
+
+
 class Rule:
     """Applies the table.
 
@@ -270,7 +287,7 @@ class Rule:
         inside = self._is_work(path)
         if "/__pycache__/" in path and not inside and self._is_brought(path):
             return CACHES
-        site = _SITE.fullmatch(path)
+        site = SITE.fullmatch(path)
         if _STARTS.fullmatch(path) and (not inside or "PYTHONPATH" in self._env or ".local" in path.split("/")):
             if site and self._is_inside_package(path, site[2]) and not await self._has(path):
                 return STARTUP
@@ -304,14 +321,13 @@ class Rule:
             return True
         if not (_OF_DISTRIBUTION.fullmatch(path) or self._repaired.isdisjoint(path.split("/"))):
             return True
-        site = _SITE.fullmatch(path)
+        site = SITE.fullmatch(path)
         wanted = {name, _distribution(site[2])} if site else {name}
         return not wanted.isdisjoint(self._wanted)
 
     def _is_configured(self, program: str, name: str) -> bool:
         """Return whether the messages ask to configure the program with these settings."""
-        stem = re.sub(r"(?:rc|config|conf|_profile|\W.*)+$", "", program or name)
-        named = re.search(rf"(?<![^\W_]){re.escape(stem)}", self._text, re.IGNORECASE) is not None
+        named = re.search(rf"(?<![^\W_]){re.escape(_stem(program or name))}", self._text, re.IGNORECASE) is not None
         return f".{name or program}" in self._text or (named and _CONFIGURES.search(self._text) is not None)
 
     def _hidden_by(self, change: Change) -> tuple[str, ...]:

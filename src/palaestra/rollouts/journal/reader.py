@@ -74,6 +74,13 @@ class Recording:
         """The number of groups that started but did not end."""
         return len(self._begun)
 
+    @property
+    def unfinished_tasks(self) -> list[str]:
+        """The ids of the tasks whose groups started but did not end."""
+        with self.path.open("rb") as file:
+            started = [self._event(file, place.started) for place in self._begun.values()]
+        return [each.group.task_id for each in started if isinstance(each, GroupStarted)]
+
     def __iter__(self) -> Iterator[Group]:
         """Yield the finished groups in the order of their numbers, each with its trajectories in index order."""
         with self.path.open("rb") as file:
@@ -278,6 +285,8 @@ def list_runs(root: str | Path = RUNS) -> list[Path]:
     """Return the folders of the runs below `root`, the latest first. If `root` is `RUNS`, the named batches in
     `BATCHES` are included."""
     journals = [*Path(root).glob(f"*/*/{JOURNAL_NAME}")]
+    if Path(root, "set.json").is_file():  # the folder of an evaluation set
+        journals += Path(root).glob(f"*/{JOURNAL_NAME}")
     if Path(root) == RUNS:
         journals += BATCHES.glob(f"*/{JOURNAL_NAME}")
     return sorted((path.parent for path in journals), key=_began, reverse=True)

@@ -15,14 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.inference.ledger import (
-    LedgerRecord,
-    SegmentReason,
-    record_rows,
-    verify_ledger,
-)
-from palaestra.inference.ledger.records import ITEM_BYTES, SampledTurn
-from palaestra.inference.ledger.verify import RepeatedReplies
 from palaestra.rollouts.events import (
     AttemptDiscarded,
     GroupEnded,
@@ -40,6 +32,14 @@ from palaestra.rollouts.records import CUT_OFF, Group, Trajectory, have_same_sco
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE
 from palaestra_slots.core.types import JSON
+from palaestra_tokens.ledger import (
+    LedgerRecord,
+    SegmentReason,
+    record_rows,
+    verify_ledger,
+)
+from palaestra_tokens.ledger.records import ITEM_BYTES, SampledTurn
+from palaestra_tokens.ledger.verify import RepeatedReplies
 
 TRAINED_KEYS = (
     "tokens", "masks", "scores", "inference_logprobs", "spans", "versions", "advantages", "ref_logprobs",

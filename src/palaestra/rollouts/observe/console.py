@@ -7,6 +7,7 @@ task or a model can end the run.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ from palaestra_slots.core.printable import one_line, printable
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
+
+logger = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 10.0
 """The shortest time between two status lines in a log; short enough to show that a run is alive."""
@@ -148,8 +151,8 @@ class Console:
 
 
 class PlainConsole(Console):
-    """Writes lines for logs: one per finished group, and a status line at an event if the last line was written at
-    least `STATUS_EVERY_S` seconds before."""
+    """Writes lines for logs: one per finished group (not for the kept samples of a batch), and a status line at an
+    event if the last line was written at least `STATUS_EVERY_S` seconds before."""
 
     def __init__(self, stream: TextIO, clock: Clock) -> None:
         super().__init__(clock)
@@ -176,8 +179,12 @@ class PlainConsole(Console):
             self._kept += 1
             return
         self._write_kept()
+        group = event.group
+        whole = group.trajectories and len(group.scored) == len(group.trajectories)
+        if whole and self.score_name != "reward" and not logger.isEnabledFor(logging.DEBUG):
+            return  # the samples of a batch: status lines and the summary count them
         total = "" if self.groups_total is None else f"/{self.groups_total}"
-        if line := describe(event.group, self._failures.add(event.group), self.score_name, self.official_name):
+        if line := describe(group, self._failures.add(group), self.score_name, self.official_name):
             self._write(f"[{self.groups_done}{total}] {line}")
 
     def _write_kept(self) -> None:

@@ -93,15 +93,18 @@ class RunStatus:
 
     `blame` counts finished rollouts by failure attribution. `mean_reward` is over the scored rollouts; in
     `mean_with_unscored`, unscored rollouts count as 0; `full` is the share of scored rollouts with a reward of 1 or
-    more. `official` is the mean of the official verdicts, in place of the rewards of rollouts that have one; None if no
-    rollout has one. `labels` counts rollouts by label, and `metrics` are the means of the environment's own metrics of
-    rollouts. `…_interval` is the 95% interval of a mean, or None if there are no rewards, or if some are outside 0 to 1
-    and no interval can be computed. `planned` counts the rollouts of the groups that began.
+    more. `graded_mean` is over the scored rollouts with the rewards that `palaestra grade` gave, `graded` of which
+    differ; None if it gave none. `official` is the mean of the official verdicts, in place of the rewards of rollouts
+    that have one; None if no rollout has one. `labels` counts rollouts by label, and `metrics` are the means of the
+    environment's own metrics of rollouts. `…_interval` is the 95% interval of a mean, or None if there are no rewards,
+    or if some are outside 0 to 1 and no interval can be computed. `planned` counts the rollouts of the groups that
+    began.
 
     Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
     `stages` include discarded attempts. `cost` is None if no prices are known; it leaves out the `unpriced_tokens` of
     parts of the run without prices. `taken_up` counts the rollouts that were cut off and continued; `begun_anew` counts
-    those that started again, by reason. `nodes` are the nodes of a cluster, those of the latest part of the run.
+    those that started again, by reason. `paused_s` are the seconds between the parts of a run. `nodes` are the nodes of
+    a cluster, those of the latest part of the run.
     """
 
     run_id: str = ""
@@ -111,6 +114,7 @@ class RunStatus:
     kind: str = "run"
     started_at: float = 0.0
     last_at: float = 0.0
+    paused_s: float = 0.0
     groups_begun: int = 0
     groups_ended: int = 0
     groups_failed: int = 0
@@ -126,6 +130,9 @@ class RunStatus:
     mean_interval: tuple[float, float] | None = None
     mean_with_unscored: float | None = None
     mean_with_unscored_interval: tuple[float, float] | None = None
+    graded: int = 0
+    graded_mean: float | None = None
+    graded_interval: tuple[float, float] | None = None
     full: Rate | None = None
     official: float | None = None
     official_interval: tuple[float, float] | None = None
@@ -159,6 +166,10 @@ class RunStatus:
         plain: dict[str, JSON] = asdict(self) | {"oldest": msgspec.to_builtins(self.oldest)}
         if self.official is None:
             for name in ("official", "official_interval", "official_name"):
+                del plain[name]
+        del plain["paused_s"]  # for rates of the table; the format of the file stays
+        if self.graded_mean is None:
+            for name in ("graded", "graded_mean", "graded_interval"):
                 del plain[name]
         for name in ("labels", "metrics", "nodes"):
             if not plain[name]:
@@ -310,7 +321,7 @@ class RunReader:
 
     def _take(self, line: _Line) -> None:
         status = self._status
-        status.last_at = max(status.last_at, line.at)
+        last_at, status.last_at = status.last_at, max(status.last_at, line.at)
         match line.event:
             case "run" if not status.run_id:
                 check_schema(line.schema, self.journal)
@@ -318,6 +329,7 @@ class RunReader:
                 self._group_size, status.kind = line.config.env.group_size, line.config.kind
                 status.official_name = line.config.official_name
             case "resume":
+                status.paused_s += max(0.0, line.at - last_at)
                 self._group_size = line.config.env.group_size or self._group_size
                 # What was in flight or on a node when the earlier part ended is not there any more.
                 self._ended = ""
@@ -414,6 +426,7 @@ class RunReader:
         )
         status.mean_reward = sum(rewards) / len(rewards) if rewards else None
         status.mean_interval = mean_interval(scored)
+        self._graded(status, by_task)
         everyone = [
             [*(each.reward or 0.0 for each in task), *[0.0] * self._lacking(groups)]
             for task, groups in zip(tasks, by_task.values(), strict=True)
@@ -435,6 +448,24 @@ class RunReader:
         self._in_flight(status)
         self._place(status)
         return status
+
+    def _graded(self, status: RunStatus, by_task: Mapping[str, Sequence[str]]) -> None:
+        """Average the rewards again, with those that `palaestra grade` gave."""
+        if not (self.folder / "grades.jsonl").is_file():
+            return
+        from palaestra.rollouts.regraded import read_grades  # imported here, because most runs have no new scores
+
+        new = {name: each.reward for name, each in read_grades(self.folder).items() if each.reward is not None}
+        tasks = [
+            {name: each for group in groups for name, each in self._groups[group].items()}
+            for groups in by_task.values()
+        ]
+        rewards = [[new.get(name, each.reward) for name, each in task.items()] for task in tasks]
+        scored = [[reward for reward in task if reward is not None] for task in rewards]
+        known = [reward for task in scored for reward in task]
+        status.graded = sum(name in new and new[name] != each.reward for task in tasks for name, each in task.items())
+        status.graded_mean = math.fsum(known) / len(known) if known and new else None
+        status.graded_interval = mean_interval(scored)
 
     def _place(self, status: RunStatus) -> None:
         """Count what is on each node of a cluster."""

@@ -11,7 +11,7 @@ from palaestra_slots.core.types import JSON
 
 FOLDER, STEPS = "training", "steps.jsonl"
 
-STEP, EVALUATION = "step", "evaluation"
+STEP, EVALUATION, WARM_START = "step", "evaluation", "warm-start"
 """The kinds of lines in `steps.jsonl`."""
 
 
@@ -25,8 +25,8 @@ class StepsVerdict:
 
 
 def read_steps(run: Path) -> Iterator[dict[str, JSON]]:
-    """Yield the metrics of a training run's steps (`kind` step) and evaluations (`kind` evaluation), in order, or none
-    if the run trained nothing. A damaged line is left out."""
+    """Yield the metrics of a training run's steps (`kind` step, or warm-start for supervised ones) and evaluations
+    (`kind` evaluation), in order, or none if the run trained nothing. A damaged line is left out."""
     for line in read_lines(run / FOLDER / STEPS):
-        if line.get("kind") in (STEP, EVALUATION) and isinstance(line.get("step"), int):
+        if line.get("kind") in (STEP, EVALUATION, WARM_START) and type(line.get("step")) is int:
             yield line

@@ -1,9 +1,10 @@
 """Recorded replies for one rollout. Each call of a tool that reaches outside this machine gets a key, by which its
 recorded reply is found. The run's policy (`recording_policy.py`) answers the call.
 
-Invariants: the key of a call depends only on the call and on the rollout's earlier calls. So a rollout that repeats its
-calls gets the same answers, independently of other rollouts. Equal calls outside a session have equal keys, however
-their arguments are written.
+Invariants: the key of a call depends only on the call and on the rollout's earlier calls. The calls of its user are
+counted in each turn anew, because a resumed rollout does not ask its user again for recorded messages. So a rollout
+that repeats its calls gets the same answers, independently of other rollouts. Equal calls outside a session have equal
+keys, however their arguments are written.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeAlias
 
 from palaestra.rollouts.recorded_tools.recording_file import RecordedCall
@@ -27,6 +30,20 @@ Policy: TypeAlias = Callable[[RecordedCall, Ask], Awaitable[ToolOutcome]]
 """Answers one call that has no reply yet. Raises `InfraError`."""
 
 
+_CALLS_PER_TURN = 100_000
+_user_turn: ContextVar[int] = ContextVar("user_turn", default=0)
+
+
+@contextmanager
+def in_user_turn(turn: int) -> Iterator[None]:
+    """Number the calls of the block as those of the user in this turn, which counts from 1."""
+    token = _user_turn.set(turn)
+    try:
+        yield
+    finally:
+        _user_turn.reset(token)
+
+
 class RolloutWorld:
     """A `ToolMiddleware` that gives the calls of one rollout their keys, counted separately for each conversation."""
 
@@ -34,7 +51,7 @@ class RolloutWorld:
         self.rollout = rollout
         self.replayed = replayed
         self._policy = policy
-        self._made: Counter[tuple[str, str]] = Counter()
+        self._made: Counter[tuple[str, str, int]] = Counter()
         self._sessions: dict[tuple[str, str], str] = {}
 
     async def __call__(self, call: CheckedCall, then: Next) -> ToolOutcome:
@@ -49,8 +66,9 @@ class RolloutWorld:
         if tool.world_session:
             self._sessions[session] = key
         # Counted before the call is made, so that concurrent equal calls get different numbers.
-        n = self._made[call.conversation, key]
-        self._made[call.conversation, key] += 1
+        turn = _user_turn.get()
+        n = turn * _CALLS_PER_TURN + self._made[call.conversation, key, turn]
+        self._made[call.conversation, key, turn] += 1
         name = f"{self.rollout}:{call.conversation}" if call.conversation else self.rollout
         keyed = RecordedCall(
             rollout=name,

@@ -3,7 +3,8 @@
     {"schema": "palaestra.world/1", "tool": "web_search", "arguments": {…}, "key": …, "rollout": …, "n": 0, "reply": …}
 
 Lines are independent, so recordings can be joined with `cat`. `key` identifies the call (`recorded_session.py`); `n`
-counts the calls of one key in one rollout, from 0. `recording_policy.py` decides when a recording is read.
+counts the calls of one key in one rollout, from 0, and those of the rollout's user from 100,000 times the turn.
+`recording_policy.py` decides when a recording is read.
 
 Invariant: the order of lines does not change the replies, so concurrent rollouts may be recorded in any order. The
 one exception: if a rollout has two replies to the same call, because it was retried, the later line counts.

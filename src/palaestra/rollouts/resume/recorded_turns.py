@@ -22,9 +22,6 @@ import msgspec
 
 from palaestra.agent.middleware import Ask, ChatCall
 from palaestra.agent.result import Turn
-from palaestra.inference.engine import AssistantMessage, ChatChoice, ChatCompletion, CompletionUsage
-from palaestra.inference.ledger import Piece, SampledTurn, pieces_of
-from palaestra.inference.parsers import get_parser
 from palaestra.rollouts.events import ReplyReceived, TurnTaken
 from palaestra.rollouts.journal.journal import checksum
 from palaestra.rollouts.records import Origin
@@ -33,6 +30,9 @@ from palaestra.rollouts.resume.state import CutOff
 from palaestra_slots.core.errors import CannotResume
 from palaestra_slots.core.types import JSON, Message
 from palaestra_slots.sandbox.slot import Snapshot
+from palaestra_tokens.engine import AssistantMessage, ChatChoice, ChatCompletion, CompletionUsage
+from palaestra_tokens.ledger import Piece, SampledTurn, pieces_of
+from palaestra_tokens.parsers import get_parser
 
 _ANSWER_START, _ANSWER_END = "<tool_response>", "</tool_response>"
 HARMLESS = frozenset({Kind.TIME, Kind.ORDER})
@@ -87,6 +87,7 @@ class RecordedTurns:
         self.seconds = sum(sum(event.seconds) for event in cut_off.events[started:])
         self._events = cut_off.events
         self._at = 0
+        self._went_on = False
         self._asked = False
         self._said: list[Message] = []
         self._calls: list[_RecordedCall] = []
@@ -151,8 +152,14 @@ class RecordedTurns:
 
     @property
     def replaying(self) -> bool:
-        """Whether recorded turns or replies are still unused."""
-        return not self.caught_up or any(self._sampled.values()) or any(self._replies.values())
+        """Whether recorded turns or replies are still unused, or the turn that was cut off is not over."""
+        return not self._went_on or any(self._sampled.values()) or any(self._replies.values())
+
+    @property
+    def answers_of_user(self) -> Sequence[Message] | None:
+        """What the user answered in the turn that is repeated now: a message or nothing. None if no recorded turn is
+        left."""
+        return None if self.caught_up or self.failed is not None else self._events[self._at].messages[1:]
 
     def fail(self, reason: Mismatch, evidence: str = "") -> CannotResume:
         """Give up on resuming; only the first reason is kept. Returns the error to raise."""
@@ -242,6 +249,7 @@ class RecordedTurns:
         Raises `CannotResume` if the recorded turn is a different one.
         """
         if self.caught_up and self.failed is None:
+            self._went_on = True
             return False
         event = self._events[self._at] if self.failed is None else None
         if (

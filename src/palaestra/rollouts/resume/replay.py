@@ -15,13 +15,14 @@ import msgspec
 
 from palaestra.agent.middleware import Ask, ChatCall, ChatMiddleware
 from palaestra.agent.tool_calls import NOT_FINISHED
-from palaestra.inference.engine import AssistantMessage, ChatCompletion
-from palaestra.inference.engines.scripted import RecordedReply, recorded_turns
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, SubagentRecord, Trajectory
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
 from palaestra_slots.core.errors import ConfigError, InfraError
 from palaestra_slots.core.types import JSON, Message, Outcome
+from palaestra_tokens.chat_server import SessionContext
+from palaestra_tokens.engine import AssistantMessage, ChatCompletion
+from palaestra_tokens.engines.scripted import POLICIES, NoopPolicy, RecordedReply, recorded_turns
 
 ENDS = "the recording ends here"
 
@@ -59,10 +60,27 @@ class Playback:
                 }
         return self._said.get((rollout_id, branch), [])
 
+    def is_over(self, context: SessionContext, messages: Sequence[Message]) -> bool:
+        """Return whether a conversation has ended where the recording ends. A scripted policy ended it without asking a
+        user; otherwise the user must end it again."""
+        replies = sum(message.get("role") == "assistant" for message in messages)
+        scripted = self._recording.meta.model.partition(":")[0] in POLICIES
+        return scripted and replies >= len(self._side(context.rollout_id, 0))
+
     def forget(self, group: Group) -> None:
         """Drop the replies of a group that has been played."""
         played = {trajectory.rollout_id for trajectory in group.trajectories}
         self._said = {key: said for key, said in self._said.items() if key[0] not in played}
+
+
+class PlayedBack(NoopPolicy):
+    """The policy of a replay, which only decides where conversations with users end: middleware has the replies."""
+
+    def __init__(self, playback: Playback) -> None:
+        self._playback = playback
+
+    def is_over(self, context: SessionContext, messages: Sequence[Message]) -> bool:
+        return self._playback.is_over(context, messages)
 
 
 def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[RecordedReply]:

@@ -53,7 +53,7 @@ SCHEMA = ToolSchema(
 
 async def run_process(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Perform `action` on the process `session_id`."""
-    action, registry, task_id = arguments["action"], run.state(ProcessRegistry), run.task_id
+    action, registry, task_id = arguments["action"], run.state(ProcessRegistry), run.process_task
     if action == "list":
         return {"processes": await registry.list_sessions(task_id)}
     session_id = arguments.get("session_id")

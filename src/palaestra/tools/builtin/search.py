@@ -2,8 +2,8 @@
 
 ripgrep searches inside the slot, or GNU grep if there is no ripgrep, with options that make both give the same results.
 Commands are argument lists, never shell text. Both programs search regular files below a directory, including hidden
-and ignored ones. They skip symlinks, `.git` and files with NUL bytes, and treat bytes as text: ASCII patterns match
-bytewise, others as UTF-8.
+and ignored ones. They skip symlinks, `.git` and files with NUL bytes. A pattern matches the characters of a file in
+UTF-8, and the bytes of any other file.
 
 The results of the two programs differ in two cases. If a NUL byte follows the first 32 KiB of a file, ripgrep stops
 there. A few constructs exist only in Rust's regex or only in PCRE; for those that Rust's regex lacks, ripgrep uses
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from palaestra.tools import parameters
@@ -45,6 +45,8 @@ _NUMBERED = re.compile(r"([0-9]{1,16})([:-])([0-9]{1,18})[:-]")
 """The number of a line, the sign of a match or of context, and the line's offset in bytes."""
 _BEFORE_MATCH = 100
 """The number of characters before the match that are shown of a long line."""
+_CHARACTERS = re.compile(r"[^\x00-\x7f]|(?<!\\)[.\[]|\\[A-Za-z]|\(\?")
+"""What makes a pattern match characters other than bytes. Other patterns need no look at the encoding of files."""
 _NEWLINE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[nrR]")
 
 SCHEMA = ToolSchema(
@@ -103,8 +105,14 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         if not files and (folders := await _kept(await list_folders(slot, path, timeout_s), named, timeout_s)):
             reply["hint"] = f"No file has such a name, but a directory has: list it with path={folders[0]}"
         return reply
-    query = SearchQuery(arguments["pattern"], path, arguments.get("file_glob"), timeout_s)
+    bytewise = not _CHARACTERS.search(arguments["pattern"])
+    query = SearchQuery(arguments["pattern"], path, arguments.get("file_glob"), timeout_s, bytewise)
     counted = await count_matches(slot, query)
+    others = await _not_utf8(slot, query)
+    if others:
+        in_bytes = await count_matches(slot, replace(query, bytewise=True))
+        kept = {name: count for name, count in counted.items() if name not in others}
+        counted = dict(sorted((kept | {name: in_bytes[name] for name in others if name in in_bytes}).items()))
     counts = {name: counted[name] for name in await _kept(list(counted), wanted, timeout_s)}
     mode = arguments.get("output_mode", "content")
     if mode == "files_only":
@@ -112,7 +120,7 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     if mode == "count":
         page = _page("counts", list(counts.items()), arguments)
         return {**page, "counts": dict(page["counts"]), "total_matches": sum(counts.values())}
-    return await _lines(slot, query, counts, arguments)
+    return await _lines(slot, query, counts, others, arguments)
 
 
 async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: float) -> list[str]:
@@ -128,8 +136,11 @@ async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: 
     return kept
 
 
-async def _lines(slot: Slot, query: SearchQuery, counts: Mapping[str, int], arguments: Mapping[str, JSON]) -> ToolReply:
-    """Return the page of matching lines. Only the files with lines on this page are searched again."""
+async def _lines(
+    slot: Slot, query: SearchQuery, counts: Mapping[str, int], others: Set[str], arguments: Mapping[str, JSON]
+) -> ToolReply:
+    """Return the page of matching lines. Only the files with lines on this page are searched again; `others` are not in
+    UTF-8."""
     offset, limit = int(arguments.get("offset", 0)), int(arguments.get("limit", 50))
     before, files, reached = 0, [], 0
     for name, count in counts.items():
@@ -140,7 +151,13 @@ async def _lines(slot: Slot, query: SearchQuery, counts: Mapping[str, int], argu
         reached += count
     context = int(arguments.get("context", 0))
     last = offset - before + limit
-    matches = await matching_lines(slot, query, files, context, last) if files else []
+    matches: list[JSON] = []
+    for mode, own in (
+        (query, [name for name in files if name not in others]),
+        (replace(query, bytewise=True), [name for name in files if name in others]),
+    ):
+        matches += await matching_lines(slot, mode, own, context, last) if own else []
+    matches.sort(key=lambda match: (match["path"], match["line"]))
     return _reply("matches", matches[offset - before : last], sum(counts.values()), offset)
 
 
@@ -171,12 +188,31 @@ def _cut(line: str, match_at: int = 0) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SearchQuery:
-    """A search for a regular expression below `root`, with a time limit in seconds."""
+    """A search for a regular expression below `root`, with a time limit in seconds. If `bytewise` is true, the pattern
+    matches bytes."""
 
     pattern: str
     root: str
     file_glob: str | None
     timeout_s: float
+    bytewise: bool = False
+
+
+async def _not_utf8(slot: Slot, query: SearchQuery) -> Set[str]:
+    """Return the files that are not in UTF-8, if the pattern may match them bytewise."""
+    if query.bytewise or not query.pattern.isascii():
+        return frozenset()
+    engine = await _ripgrep(slot)
+    names = simple_names(query.file_glob)
+    # In UTF-8, a dot matches no invalid byte.
+    if engine:
+        scope = [*_rg(engine, query), *(f"--glob={name}" for name in names), "--glob=!.git"]
+    else:
+        scope = ["grep", "--null", "--no-messages", "--text", "--recursive", "--exclude-dir=.git"]
+        scope += [f"--include={name}" for name in names]
+    argv = [*scope, "--files-with-matches", "--invert-match", "--line-regexp", "--regexp", ".*", "--"]
+    result = await _run(slot, [*argv, _safe(query.root)], query)
+    return {_shown(path) for path in result.output.split("\0")}
 
 
 async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
@@ -189,7 +225,7 @@ async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
         argv = [*_rg(engine, query), "--count", *(f"--glob={name}" for name in names), "--glob=!.git"]
     else:
         argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
-    result = await _run(slot, [*argv, "--regexp", query.pattern, "--", _safe(query.root)], query)
+    result = await _run(slot, [*argv, *_regexp(engine, query), "--", _safe(query.root)], query)
     if given_up := _GIVEN_UP.search(result.output):  # later files are missing, too
         raise ToolMistake(
             f"The pattern takes too many steps in {_shown(given_up[1])}, so the search was stopped. Use a simpler "
@@ -210,7 +246,7 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
     line."""
     engine = await _ripgrep(slot)
     argv = _rg(engine, query) if engine else _grep(query)
-    options = ["--line-number", "--byte-offset", f"--max-count={most}", "--regexp", query.pattern, "--"]
+    options = ["--line-number", "--byte-offset", f"--max-count={most}", *_regexp(engine, query), "--"]
     options += map(_safe, files)
     result = await _run(slot, [*argv, f"--context={context}", *options], query)
     lines: dict[str, dict[int, _Line]] = {}
@@ -284,11 +320,16 @@ def _rg(engine: str, query: SearchQuery) -> list[str]:
     # would decode files with a byte order mark, and grep would not.
     scope = ["--hidden", "--no-ignore", "--no-messages", "--no-config", "--encoding=none"]
     form = ["--null", "--no-heading", "--with-filename", "--color=never", "--engine=auto"]
-    return [engine, *scope, *form, *(["--no-unicode"] if query.pattern.isascii() else [])]
+    return [engine, *scope, *form, *(["--no-unicode"] if query.bytewise else [])]
 
 
 def _grep(query: SearchQuery) -> list[str]:
     return ["grep", "--perl-regexp", "--null", "--with-filename", "--color=never", "--no-messages", "-I"]
+
+
+def _regexp(engine: str | None, query: SearchQuery) -> list[str]:
+    # Without UCP, classes such as \w have only ASCII characters in grep.
+    return ["--regexp", query.pattern if engine or query.bytewise else f"(*UCP){query.pattern}"]
 
 
 async def _run(slot: Slot, argv: list[str], query: SearchQuery) -> ExecutionResult:
@@ -301,7 +342,7 @@ async def _execute(
     slot: Slot, argv: list[str], query: SearchQuery, most_bytes: int = MAX_LISTING_BYTES
 ) -> ExecutionResult:
     # In a UTF-8 locale, grep takes files with other bytes as binary.
-    locale = {"LC_ALL": "C" if query.pattern.isascii() else "C.UTF-8"}
+    locale = {"LC_ALL": "C" if query.bytewise else "C.UTF-8"}
     return await slot.execute(argv, env=locale, timeout_s=query.timeout_s, max_output_bytes=most_bytes)
 
 

@@ -163,7 +163,7 @@ async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         session = await run.state(ProcessRegistry).spawn(
             slot,
             arguments["command"],
-            task_id=run.task_id,
+            task_id=run.process_task,
             cwd=workdir,
             session_key=run.session_key,
             use_pty=bool(arguments.get("pty")),
@@ -190,7 +190,7 @@ async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dic
         names = ("output_total_bytes", "full_output_path", "full_output_bytes")
         kept = {name: result.metadata[name] for name in names if name in result.metadata}
     output, extra = await bounded(slot, result.output, kept)
-    return {**_reply(output, result.exit_code, _stopped(result, timeout_s)), **extra}
+    return {**_reply(output, result.exit_code, stopped(result, timeout_s)), **extra}
 
 
 async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tuple[str, dict[str, JSON]]:
@@ -247,7 +247,8 @@ async def _spill(slot: Slot, text: str) -> str | None:
     return path
 
 
-def _stopped(result: ExecutionResult, timeout_s: float) -> str | None:
+def stopped(result: ExecutionResult, timeout_s: float) -> str | None:
+    """Return why the sandbox ended a command, as the model reads it; None if it did not."""
     if result.metadata.get("timeout"):
         return (
             f"Command timed out after {timeout_s:g}s and was killed with everything it had started. The output up to "

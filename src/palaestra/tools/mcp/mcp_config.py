@@ -15,7 +15,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_serializer, model_validator
 
@@ -45,6 +45,12 @@ class MCPToolChoice(Settings):
 
 class MCPServerConfig(Settings):
     """One server: a `command` to run on this machine (stdio), or the `url` of a running server (streamable HTTP)."""
+
+    of_others: ClassVar[frozenset[str]] = frozenset({
+        "alwaysAllow", "always_allow", "autoApprove", "auto_approve", "trust",  # whom other clients ask, and when
+        "name", "displayName", "title", "icon", "iconPath", "category", "homepage", "version", "gallery", "notes",
+        "$schema", "_comment", "comment", "metadata", "source", "fromGalleryId",
+    })  # fmt: skip
 
     command: str | None = Field(default=None, description="The program to run. It talks over stdin and stdout.")
     args: list[str] = Field(default_factory=list, description="The program's arguments.")
@@ -197,8 +203,10 @@ def read_servers(path: Path) -> dict[str, JSON]:
 def servers_of(
     told: str | Path | Mapping[str, JSON], variables: Mapping[str, str] | None = None
 ) -> dict[str, MCPServerConfig]:
-    """Return the servers that a file, or a mapping with a file's content, defines, with their variables. Raises
-    `ConfigError`, for example if a variable is not set."""
+    """Return the servers that a file, or a mapping with a file's content, defines, with their variables. Servers that
+    have their variables already are returned unchanged. Raises `ConfigError`, for example if a variable is not set."""
+    if isinstance(told, Mapping) and all(isinstance(each, MCPServerConfig) for each in told.values()):
+        return dict(told)
     written = _by_name(told, "mcp") if isinstance(told, Mapping) else read_servers(Path(told))
     servers = configured(written)
     checked_names(servers)

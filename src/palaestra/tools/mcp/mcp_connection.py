@@ -109,6 +109,9 @@ class StderrTail:
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 15.0
+_TIMED_OUT, _CLOSED = "Request 'tools/call' timed out", "Connection closed"
+"""What the package says if a call gets no reply in time, and if the connection ends."""
+
 _MOST_PAGES = 100
 _SESSION_GONE = "Session terminated"
 """The package's error for a session that an HTTP server has dropped; the server did not handle the call."""
@@ -237,13 +240,13 @@ class Connection:
         return self._task is not None and not self._task.done() and not self._stderr.ended and not self._stop.is_set()
 
     async def list_tools(self) -> list[Tool]:
-        """Return all tools of the server, page by page. An empty cursor or one that comes again ends the list. Raises
-        `ToolServerError`."""
+        """Return all tools of the server, page by page. A cursor that comes again ends the list, also the empty one
+        that some servers send on every page. Raises `ToolServerError`."""
         from mcp import MCPError
 
         tools: dict[str, Tool] = {}  # the first of each name
         cursor: str | None = None
-        seen: set[str | None] = {None, ""}
+        seen: set[str | None] = {None}
         try:
             async with asyncio.timeout(self._config.connect_timeout):
                 for _ in range(_MOST_PAGES):
@@ -277,11 +280,12 @@ class Connection:
         try:
             return await self._session().call_tool(tool, dict(arguments), read_timeout_seconds=self._config.timeout)
         except MCPError as error:
-            if error.code == REQUEST_TIMEOUT:
+            # Servers use the package's two codes for errors of their own, so its message decides too.
+            if error.code == REQUEST_TIMEOUT and error.message == _TIMED_OUT:
                 raise TimeoutError from None
             if error.message == _SESSION_GONE:
                 raise NotCarriedOut(f"MCP server '{self.name}' has ended the session{self._said()}") from None
-            if error.code == CONNECTION_CLOSED or not self.alive:
+            if (error.code == CONNECTION_CLOSED and error.message == _CLOSED) or not self.alive:
                 self._stop.set()
                 raise ToolServerUnavailable(
                     f"MCP server '{self.name}' ended during a call of {tool}, which may or may not have taken "

@@ -74,8 +74,8 @@ class ToolRuntime(ToolRun):
 
     `slot_source` hands out the sandbox. If it is None, tools that need a sandbox fail. `middleware` wraps every call,
     including those of sub-agents and programs; the first one is the outermost. `shared` defaults to the registry's.
-    `conversation` names a sub-agent or another part of the rollout, and is empty for the rollout's main agent. `aclose`
-    does not end the slot.
+    `conversation` names a sub-agent or another part of the rollout, and is empty for the rollout's main agent.
+    `process_task` is the task of the background processes, by default `task_id`. `aclose` does not end the slot.
     """
 
     def __init__(
@@ -89,8 +89,10 @@ class ToolRuntime(ToolRun):
         middleware: Sequence[ToolMiddleware] = (),
         shared: States | None = None,
         conversation: str = "",
+        process_task: str | None = None,
     ) -> None:
         super().__init__(task_id, user_task, timeout_s, shared if shared is not None else registry.shared)
+        self.process_task = process_task or task_id
         self.registry = registry
         self.replayed = registry.replayed
         self.middleware = tuple(middleware)

@@ -14,7 +14,7 @@ from toy import add
 from palaestra.tools.runtime.runtime import CheckedCall
 from palaestra.tools.tool import FunctionTool, ToolOutcome, ToolRun, ToolSchema
 
-pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel (pip install 'palaestra[otel]')")
+pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
 
 from aiohttp import web
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans

@@ -13,6 +13,7 @@ import pytest
 
 from palaestra.rollouts.observe.trackers.subprocess_tracker import MOST_WAITING, ChildTracker, start_tracker
 from palaestra.rollouts.observe.trackers.tracker import RunLabel
+from palaestra_slots.core.extras import install_command
 from palaestra_slots.core.types import JSON
 
 Notes = list[str]
@@ -92,7 +93,7 @@ def test_the_files_of_weights_and_biases_are_for_their_owner(tmp_path: Path, mon
 
 
 def test_trackio_keeps_what_it_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio", reason="needs trackio (pip install 'palaestra[trackio]')")
+    pytest.importorskip("trackio", reason="needs the extra trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     notes = asyncio.run(tracked("trackio", label(tmp_path)))
     assert notes == [], (tmp_path / "trackio.log").read_text()
@@ -108,7 +109,7 @@ def test_a_service_that_is_not_installed_is_said_and_left_out(tmp_path: Path) ->
     notes: Notes = []
     assert asyncio.run(start_tracker("no_such_tracker", label(tmp_path), notes.append)) is None
     (note,) = notes
-    assert "no_such_tracker was requested but is not installed (pip install 'palaestra[no_such_tracker]')" in note
+    assert f"no_such_tracker was requested but is not installed ({install_command('no_such_tracker')})" in note
     assert list(tmp_path.iterdir()) == []
 
 

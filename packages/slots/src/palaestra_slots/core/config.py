@@ -65,9 +65,13 @@ class Settings(BaseModel):
     If a class sets `ignores_unknown`, its constructor ignores unknown keys, and one warning per class names them,
     because existing scripts pass settings of other releases. Files, variables and flags are checked by `merge`. Such an
     object also has the attributes of `old_settings`.
+
+    A class for the format of other programs lists in `of_others` the keys that only those programs read and that cannot
+    change a score. These are left out, with one warning.
     """
 
     ignores_unknown: ClassVar[bool] = False
+    of_others: ClassVar[frozenset[str]] = frozenset()
 
     # Validators are built on first use, because a command line that is only checked uses few of the classes.
     model_config = ConfigDict(extra="forbid", validate_default=False, defer_build=True)
@@ -93,6 +97,8 @@ class Settings(BaseModel):
     if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
 
         def __init__(self, **values):
+            if type(self).of_others:
+                values = _without_keys_of_others(type(self), values)
             given = values
             if type(self).ignores_unknown and type(self).model_config.get("extra") == "forbid":
                 values = _without_unknown(type(self), given)
@@ -119,6 +125,15 @@ class Settings(BaseModel):
 
 
 _WARNED: set[tuple[str, str]] = set()
+
+
+def _without_keys_of_others(kind: type[Settings], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values without the keys that only other programs read; warn once of each."""
+    found = [name for name in values if name in kind.of_others]
+    if new := [name for name in found if (kind.__qualname__, name) not in _WARNED]:
+        _WARNED.update((kind.__qualname__, name) for name in new)
+        logger.warning("%s: %s has no effect here, because only other programs read it", kind.__name__, ", ".join(new))
+    return {name: value for name, value in values.items() if name not in found} if found else values
 
 
 def _without_unknown(kind: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +241,9 @@ class Merged(Generic[ModelT_co]):
 def merge(model_type: type[ModelT], layers: Iterable[ConfigLayer]) -> Merged[ModelT]:
     """Merge `layers` in order, so that the last one wins, and validate the result. Raises `ConfigError`."""
     values: dict[str, JSON] = {}
-    sources: dict[str, str] = dict.fromkeys(model_type.model_fields, DEFAULT)
+    sources: dict[str, str] = dict.fromkeys(model_type.model_fields, DEFAULT) | getattr(
+        model_type, "default_sources", {}
+    )
     spelled: dict[str, str] = {}
     for layer in layers:
         for key, value in layer.values.items():
@@ -325,6 +342,7 @@ SHORT_FORMS = {
     "--base-url": "openai.base_url",
     "--agent": "env.agent",
     **{f"--{own}": name for own, name in OWN_NAMES.items()},
+    "--task": "env.only_tasks",
     "--samples": "env.group_size",
     "--to": "env.rollout_server_url",
     "--tool-parser": "openai.tool_parser",
@@ -372,7 +390,8 @@ def python_names() -> Iterator[None]:
 
 def is_secret(name: str) -> bool:
     """Return whether a setting of this name is a secret, which must not be shown or saved."""
-    return name.endswith(("api_key", "api_keys", "secret", "password", "env_vars", "server_token"))
+    endings = ("api_key", "api_keys", "secret", "password", "env_vars", "_token", ".token")
+    return name == "token" or name.endswith(endings)
 
 
 _MOST_KEY_PARTS = 32

@@ -23,9 +23,10 @@ from types import FrameType
 from typing import TextIO, TypeVar
 
 from palaestra_slots.core.errors import PalaestraError
+from palaestra_slots.core.io.plugins import OWN_PACKAGES
 from palaestra_slots.core.printable import guard_terminals
 from palaestra_slots.core.redaction import redacted
-from palaestra_slots.core.user_code import OWN_PACKAGES, leaves
+from palaestra_slots.core.user_code import leaves, place, told
 
 T = TypeVar("T")
 
@@ -55,9 +56,9 @@ class Program:
     """A running command line: a `with` block does the work, and `exit_code` is the result.
 
     Three flags may stand anywhere in `argv` and are left out of `words`. -q drops everything on stderr except the error
-    that ends the program. -v adds the log and the traceback of that error. --no-color sets NO_COLOR. A failure ends the
-    block and is reported, as one line of JSON if `argv` contains --json. An interruption by the user is reported only
-    if `argv` contains --json. A bug is raised.
+    that ends the program. -v adds the log, and tracebacks; without it, a warning is one line. --no-color sets NO_COLOR.
+    A failure ends the block and is reported, as one line of JSON if `argv` contains --json. An interruption by the user
+    is reported only if `argv` contains --json. A bug is raised.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -72,8 +73,7 @@ class Program:
         guard_terminals()
         if self._colourless:
             self._stderr.enter_context(_without_colour())
-        if self._verbose:
-            self._stderr.enter_context(_logged())
+        self._stderr.enter_context(_logged() if self._verbose else _warned())
         if self._quiet:
             self._stderr.enter_context(contextlib.redirect_stderr(_OnlyErrors(sys.stderr)))
         return self
@@ -110,6 +110,40 @@ def _without_colour() -> Iterator[None]:
         del os.environ["NO_COLOR"]
         if before is not None:
             os.environ["NO_COLOR"] = before
+
+
+class _Warnings(logging.Handler):
+    """Writes warnings to stderr as lines. A warning with an error gets the error's text in place of its traceback, and
+    is written once: a tool with a bug may fail in every rollout."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._written: set[tuple[str, str]] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            error = error.__cause__ or error
+            key = record.msg, told(error)
+            if key in self._written:
+                return
+            self._written.add(key)
+            line = f"{line}: {key[1]}{place(error)}; later failures like this are not listed (-v lists them)"
+        with contextlib.suppress(OSError, ValueError):  # nobody reads
+            sys.stderr.write(f"{line}\n")
+
+
+@contextlib.contextmanager
+def _warned() -> Iterator[None]:
+    """Write the warnings of our packages to stderr, each as one line."""
+    handler, logs = _Warnings(), [*map(logging.getLogger, OWN_PACKAGES)]
+    for log in logs:
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeHandler(handler)
 
 
 @contextlib.contextmanager

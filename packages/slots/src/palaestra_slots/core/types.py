@@ -168,6 +168,10 @@ class Task:
     `floor` is the highest score that is possible without doing the work; `palaestra env check` enforces it.
     `solutions` are further reference solutions, each a different correct way to do the task; `env check` plays them
     too, and each must get the full score. `data`, `solution`, `solutions` and `answer` never enter an agent's slot.
+
+    `max_turns` limits the model calls of a rollout, `time_limit` its seconds and `tokens` the tokens that it reads and
+    writes. They, `system_prompt` and `temperature` come before those of the environment, and after what the user of a
+    run sets. None leaves a value to the environment.
     """
 
     id: str
@@ -187,6 +191,11 @@ class Task:
     solution: Solution | None = None
     solutions: Sequence[Solution] = ()
     answer: JSON = None
+    max_turns: int | None = None
+    time_limit: float | None = None
+    tokens: int | None = None
+    system_prompt: str | None = None
+    temperature: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", str(self.id))  # rows of data sets often have numeric ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import functools
 import importlib.util
 import inspect
 import logging
@@ -23,6 +24,7 @@ from types import CodeType, ModuleType
 from typing import NoReturn, TypeVar, overload
 
 from palaestra_slots.core.errors import ConfigError, GraderError, InfraError, PalaestraError
+from palaestra_slots.core.io.plugins import OWN_PACKAGES
 from palaestra_slots.core.io.threads import in_own_thread
 from palaestra_slots.core.types import JSON, Label, Score, number
 
@@ -30,26 +32,27 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-OWN_PACKAGES = ("palaestra", "palaestra_slots")
-"""The packages of this project. Slots can be installed without the others."""
-
-OWN_FOLDERS = tuple(
-    Path(folder)
-    for package in map(importlib.util.find_spec, OWN_PACKAGES)
-    for folder in (package and package.submodule_search_locations) or ()
-)
-"""The folders of those packages that are installed."""
-
-_NOT_THE_AUTHORS = (
-    *(str(folder) + os.sep for folder in OWN_FOLDERS),
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-)
-"""The folders of these packages, of Python itself and of installed packages."""
-
 HIGHEST_REWARD = 1e100
 """Rewards with a larger absolute value are refused, so that sums of their squares cannot overflow."""
 
 _MODULE = "palaestra_environment_"
+
+
+@functools.cache
+def own_folders() -> tuple[Path, ...]:
+    """Return the folders of our packages that are installed. Most runs need none: looking for a package takes time."""
+    return tuple(
+        Path(folder)
+        for package in map(importlib.util.find_spec, OWN_PACKAGES)
+        for folder in (package and package.submodule_search_locations) or ()
+    )
+
+
+@functools.cache
+def _not_the_authors() -> tuple[str, ...]:
+    """Return the folders of our packages, of Python itself and of installed packages, with a separator at the end."""
+    python = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return tuple(f"{folder}{os.sep}" for folder in (*own_folders(), *python))
 
 
 class ForeignError(Exception):
@@ -195,7 +198,7 @@ def place(error: BaseException) -> str:
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
-        if not path.startswith(("<", *_NOT_THE_AUTHORS)):
+        if not path.startswith(("<", *_not_the_authors())):
             found = f" ({os.path.basename(path)}, line {line})"
     return found
 

@@ -11,6 +11,7 @@ itself (`InfraError`) are raised.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -219,7 +220,7 @@ class ProcessSession:
         `offset` lines; otherwise, they are the last `limit` lines."""
         status = await self.refresh()
         kept = await process_output.tail(self.reach(), MAX_OUTPUT_CHARS, running=status.running)
-        lines = kept.text.splitlines()
+        lines = _lines(kept.text)
         first = max(0, len(lines) - limit) if offset <= 0 else min(offset, len(lines))
         shown = [head_within(line, MAX_REPLY_CHARS) for line in lines[first : first + limit]]
         if offset <= 0:
@@ -343,3 +344,9 @@ def _full_output(status: ProcessStatus) -> Reply:
     if status.full_output_path is None:
         return {}
     return {"full_output_path": status.full_output_path, "full_output_bytes": status.full_output_bytes}
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text. A line may be written anew after a carriage return, as progress bars do it; in a
+    terminal, shells move the cursor to the beginning of each new line as well."""
+    return re.split(r"\r?\n\r*|\r", text.rstrip("\r").removesuffix("\n")) if text else []

@@ -3,7 +3,7 @@ Atropos and Hermes use.
 
 This module uses the slot's file calls, never its shell. Invariant: it reveals nothing outside the workspace, wherever
 links in the workspace lead. A bad request raises OSError or ValueError; `status_of` returns the HTTP status for it. The
-module needs no installed packages, because the slot server's network port (`palaestra.cloud.port_server`) uses it on
+module needs no installed packages, because the slot server's network port (`palaestra_cloud.port_server`) uses it on
 machines where nothing is installed.
 """
 

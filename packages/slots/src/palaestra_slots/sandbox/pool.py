@@ -252,6 +252,11 @@ class Snapshots:
         `Slot.write_bytes`."""
         return await self._backend.compose(spec, files) if isinstance(self._backend, LocalBackend) else None
 
+    @property
+    def can_save(self) -> bool:
+        """Whether the backend is the local one, so that `save` and `load` work."""
+        return isinstance(self._backend, LocalBackend)
+
     async def save(self, snapshot: Snapshot, folder: Path) -> int:
         """Copy a snapshot with its layers to an empty folder on this machine. Returns the total size of the snapshot's
         files in bytes. Raises `ConfigError` if the backend is not the local one."""

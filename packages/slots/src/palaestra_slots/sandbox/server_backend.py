@@ -119,6 +119,11 @@ class ServerBackend(StartedBackend):
         """Set the lowest epoch of this backend's leases. Call it before the first lease."""
         self._last_epoch = epoch
 
+    @property
+    def image_has_accounts(self) -> bool:
+        """Whether the slots' default root is an image that has passwords, which are not the host's."""
+        return False
+
     @abstractmethod
     async def _start_server(self, rung: Rung) -> None:
         """Start the server at an isolation level. Raises `SandboxError` or `OSError`."""
@@ -161,7 +166,8 @@ class ServerBackend(StartedBackend):
             hello = self._running().hello
             if not hello.get("leases"):  # the level of a service with leases was proved when the service was started
                 slot = await self.create(SlotSpec(), "proof")
-                await prove(slot, server_is_root=hello.get("uid", os.geteuid()) == 0)
+                is_root, accounts = hello.get("uid", os.geteuid()) == 0, self.image_has_accounts
+                await prove(slot, server_is_root=is_root, image_has_accounts=accounts)
                 await self.destroy(slot)
         except (SandboxError, OSError) as error:
             self._never_ran = isinstance(error, SlotLost) and self._server is None

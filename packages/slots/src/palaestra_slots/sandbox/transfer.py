@@ -23,12 +23,21 @@ AT_ONCE = 16  # the maximum number of concurrent transfers
 
 @dataclass(slots=True)
 class Transferred:
-    """The result of a transfer: the number of files and links, their total size in bytes, and the paths that were left
-    out because they are neither a file, a link nor a directory."""
+    """The result of a transfer: the size in bytes of each file and link (0) by its path below the directory, and the
+    paths that were left out because they are neither a file, a link nor a directory."""
 
-    files: int = 0
-    size: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+
+    @property
+    def files(self) -> int:
+        """The number of files and links."""
+        return len(self.sizes)
+
+    @property
+    def size(self) -> int:
+        """The total size of the files in bytes."""
+        return sum(self.sizes.values())
 
 
 async def upload_dir(slot: Slot, local: Path, path: str) -> Transferred:
@@ -41,14 +50,14 @@ async def upload_dir(slot: Slot, local: Path, path: str) -> Transferred:
         here, there = trail.pop()
         for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
             source, target = Path(entry.path), posixpath.join(there, entry.name)
-            mode = entry.stat(follow_symlinks=False).st_mode
+            name, mode = os.path.relpath(source, local), entry.stat(follow_symlinks=False).st_mode
             if stat.S_ISLNK(mode):
-                await jobs.add(slot.make_link(target, os.readlink(source)), done)
+                await jobs.add(slot.make_link(target, os.readlink(source)), done, name)
             elif stat.S_ISDIR(mode):
                 await slot.make_dir(target)
                 trail.append((source, target))
             elif stat.S_ISREG(mode):
-                await jobs.add(slot.upload(source, target), done)
+                await jobs.add(slot.upload(source, target), done, name)
             else:
                 done.left_out.append(str(source))
     await jobs.finish()
@@ -65,16 +74,17 @@ async def download_dir(slot: Slot, path: str, local: Path) -> Transferred:
         there, here = trail.pop()
         for entry in await slot.list_dir(there):
             target = here / posixpath.basename(entry.path)
+            name = os.path.relpath(target, local)
             if target.is_symlink() or (entry.kind == "symlink" and target.is_file()):
                 target.unlink()  # an existing link must not redirect the copy
             if entry.kind == "symlink":
                 target.symlink_to(entry.target)
-                done.files += 1
+                done.sizes[name] = 0
             elif entry.kind == "dir":
                 target.mkdir(exist_ok=True)
                 trail.append((entry.path, target))
             elif entry.kind == "file":
-                await jobs.add(_downloaded(slot, entry.path, target, entry.mode), done)
+                await jobs.add(_downloaded(slot, entry.path, target, entry.mode), done, name)
             else:
                 done.left_out.append(entry.path)
     await jobs.finish()
@@ -94,13 +104,12 @@ class _Jobs:
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
 
-    async def add(self, job: Awaitable[int | None], done: Transferred) -> None:
-        """Begin a transfer. If `AT_ONCE` transfers are then running, wait until one has ended."""
+    async def add(self, job: Awaitable[int | None], done: Transferred, name: str) -> None:
+        """Begin a transfer, whose size is recorded under `name`. If `AT_ONCE` transfers are then running, wait until
+        one has ended."""
 
         async def run() -> None:
-            size = await job
-            done.size += size or 0
-            done.files += 1
+            done.sizes[name] = await job or 0
 
         self._running.add(asyncio.create_task(run()))
         if len(self._running) >= AT_ONCE:

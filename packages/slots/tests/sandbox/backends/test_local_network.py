@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.server
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -168,6 +169,40 @@ def test_the_way_out_survives_the_proxy_and_ends_with_the_slot(rung: Rung, port:
             other = await backend.create(SlotSpec(), "no network")
             assert "refused" in (await other.execute("(exec 3<>/dev/tcp/127.0.0.1/3128) 2>&1")).output
             await backend.destroy(slot)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("count", [2_000, 2_500, 10_000])
+def test_a_list_of_hosts_may_have_any_length(rung: Rung, port: int, count: int) -> None:
+    env = {"no_proxy": "", "NO_PROXY": ""}
+
+    async def main() -> None:
+        others = [f"host-{number}.example.org:443" for number in range(count)]
+        async with _slot(rung, *others, f"127.0.0.1:{port}") as (backend, slot):
+            fetch = ["python3", "-c", _FETCH, f"http://127.0.0.1:{port}/long", ""]
+            assert (await slot.execute(fetch, env=env, timeout_s=30)).output.startswith("200 /long")
+            [proxy] = [p for p in descendants(backend.server_pid) if p.name == "slot-proxy"]
+            os.kill(proxy.pid, signal.SIGKILL)  # the next one gets the whole list too
+            assert (await slot.execute(fetch, env=env, timeout_s=30)).output.startswith("200 /long")
+
+    asyncio.run(main())
+
+
+def test_a_server_without_descriptors_starts_the_proxy_again_later(rung: Rung, port: int) -> None:
+    env = {"no_proxy": "", "NO_PROXY": ""}
+
+    async def main() -> None:
+        async with _slot(rung, f"127.0.0.1:{port}") as (backend, slot):
+            fetch = ["python3", "-c", _FETCH, f"http://127.0.0.1:{port}/again", ""]
+            assert (await slot.execute(fetch, env=env, timeout_s=30)).output.startswith("200 /again")
+            [proxy] = [p for p in descendants(backend.server_pid) if p.name == "slot-proxy"]
+            limits = resource.prlimit(proxy.parent, resource.RLIMIT_NOFILE)
+            resource.prlimit(proxy.parent, resource.RLIMIT_NOFILE, (3, limits[1]))
+            os.kill(proxy.pid, signal.SIGKILL)
+            await asyncio.sleep(1)  # the server tries again every half second
+            resource.prlimit(proxy.parent, resource.RLIMIT_NOFILE, limits)
+            assert (await slot.execute(fetch, env=env, timeout_s=30)).output.startswith("200 /again")
 
     asyncio.run(main())
 

@@ -303,3 +303,38 @@ def test_layers_of_zstd_are_unpacked(tmp_path: Path) -> None:
     window = b"\x28\xb5\x2f\xfd\x00\xa8" + bytes(600)  # a window of 2 GiB
     with pytest.raises(ImageError, match="zstd data is damaged"):
         directory(tmp_path / "store", layout(tmp_path / "window", [window]))
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "found"),
+    [
+        ("debian-12-python3-pandas", ("debian-12-python3-pandas.tar", "debian-12-python3-pandas.json"), True),
+        ("debian-12", ("debian-12/", "debian-12.json"), True),
+        ("debian-12", ("debian-12.tar",), False),  # nothing says that it is one
+        ("debian-13", ("debian-12.tar", "debian-12.json"), False),
+        ("sub/debian-12", ("sub/debian-12.tar", "sub/debian-12.json"), False),
+        ("debian:12", ("debian:12.tar", "debian:12.json"), False),
+    ],
+)
+def test_a_made_root_file_system_has_its_name(name: str, made: Sequence[str], found: bool, tmp_path: Path) -> None:
+    """The name is the one that `palaestra images list` shows; it selects nothing else of this machine."""
+    roots = tmp_path / "roots"
+    for each in made:
+        (roots / each).parent.mkdir(parents=True, exist_ok=True)
+        if each.endswith("/"):
+            (roots / each / "usr").mkdir(parents=True)
+        else:
+            (roots / each).write_bytes(b"{}" if each.endswith(".json") else tar(ROOT))
+
+    async def directory() -> str:
+        store = ImageStore(str(tmp_path / "unpacked"), pulled=tmp_path / "pulled", made=roots)
+        try:
+            return await store.directory(name)
+        finally:
+            await store.aclose()
+
+    if found:
+        assert (Path(asyncio.run(directory())) / "usr").is_dir()
+    else:
+        with pytest.raises(ImageError, match="not pulled"):
+            asyncio.run(directory())

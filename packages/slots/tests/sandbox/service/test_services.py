@@ -20,7 +20,7 @@ from palaestra_slots.sandbox import slot
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.local.local_slot import LocalSlot
 from palaestra_slots.sandbox.service import service_client as services
-from palaestra_slots.sandbox.slot import Mount, Rung, SlotSpec
+from palaestra_slots.sandbox.slot import Mount, Rung, SlotSpec, Snapshot
 from sandbox.processes import descendants, table
 from sandbox.somebody import as_somebody, interpreter
 
@@ -153,6 +153,50 @@ def test_snapshots_go_with_the_client_that_knows_them(place: Path) -> None:
                 assert await layers(third) == 1
             assert await layers(third) == 0
             await third.end()
+
+    running(body)
+
+
+async def _sealed(of: LocalBackend, folder: Path) -> Snapshot | None:
+    return await of.seal(await of.create(SlotSpec(), "t"))
+
+
+async def _checkpoint(of: LocalBackend, folder: Path) -> Snapshot | None:
+    slot = await of.create(SlotSpec(), "t")
+    await slot.write_text("f", "kept")
+    return await of.checkpoint(slot)
+
+
+async def _view(of: LocalBackend, folder: Path) -> Snapshot | None:
+    sealed = await _sealed(of, folder)
+    assert sealed is not None
+    return await of.view(sealed, slot.View(only=("/workspace",)))
+
+
+async def _composed(of: LocalBackend, folder: Path) -> Snapshot | None:
+    return await of.compose(SlotSpec(), {"/workspace/f": b"kept"})
+
+
+async def _loaded(of: LocalBackend, folder: Path) -> Snapshot | None:
+    sealed = await _sealed(of, folder)
+    assert sealed is not None
+    await of.save(sealed, str(folder))
+    return await of.load(str(folder), SlotSpec())
+
+
+@pytest.mark.parametrize("make", [_sealed, _checkpoint, _view, _composed, _loaded])
+def test_every_kind_of_snapshot_goes_with_its_client(
+    place: Path, tmp_path: Path, make: Callable[[LocalBackend, Path], Awaitable[Snapshot | None]]
+) -> None:
+    async def body() -> None:
+        async with backend(place) as first:
+            (tmp_path / "saved").mkdir()
+            assert await make(first, tmp_path / "saved") is not None
+        async with backend(place) as second:
+            holder = await second.create(SlotSpec(), "stats")
+            assert isinstance(holder, LocalSlot)
+            assert (await holder.requests.call("stats", {})).fields["layers"] == 0
+            await second.end()
 
     running(body)
 

@@ -20,7 +20,6 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from palaestra.agent.middleware import Ask, ChatCall, ChatMiddleware
-from palaestra.inference.engine import ChatCompletion
 from palaestra.rollouts.events import (
     Alive,
     AttemptDiscarded,
@@ -37,6 +36,7 @@ from palaestra.rollouts.records import Trajectory
 from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolMiddleware
 from palaestra.tools.tool import ToolOutcome
 from palaestra_slots.core.types import JSON, Message
+from palaestra_tokens.engine import ChatCompletion
 
 
 def messages_text(messages: Sequence[Message], finish_reason: str | None = None) -> str:

@@ -43,7 +43,9 @@ async def traced(
 
         from palaestra.rollouts.observe.tracing.otel import Spans
     except ImportError as error:
-        missing = f"{error}; pip install 'palaestra[otel]'"
+        from palaestra_slots.core.extras import install_command  # a slow import, for this message only
+
+        missing = f"{error}; {install_command('otel')}"
         note(f"WARNING: tracing was requested but is not installed ({missing}); the run continues without spans")
         yield None
         return

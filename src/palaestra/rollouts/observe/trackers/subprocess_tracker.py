@@ -101,7 +101,9 @@ async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTrack
     process cannot be started."""
     found = importlib.util.find_spec(service)
     if found is None or found.origin is None:  # without an origin, it is only a folder that the service created
-        note(f"WARNING: {service} was requested but is not installed (pip install 'palaestra[{service}]')")
+        from palaestra_slots.core.extras import install_command  # a slow import, for this message only
+
+        note(f"WARNING: {service} was requested but is not installed ({install_command(service)})")
         return None
     log = label.folder / f"{service}.log"
     try:

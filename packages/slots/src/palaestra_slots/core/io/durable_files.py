@@ -11,6 +11,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -205,6 +206,19 @@ def _begin(fd: int, path: Path, schema: str) -> None:
 def unfinished_name(path: Path) -> Path:
     """Return a new name next to `path`. Nobody can have put a link there, because nobody can guess the name."""
     return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(8).hex()}.tmp")
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder to fill, which becomes `path` when the block ends; `path` must not exist or be empty. If the
+    block fails or the process is killed, there is no `path`. Raises `OSError`."""
+    unfinished = unfinished_name(path)
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        unfinished.rename(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager

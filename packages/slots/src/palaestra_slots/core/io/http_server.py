@@ -3,7 +3,8 @@
 Every server in the project uses this module. It limits the number of connections, the time until a connection begins a
 request, and the time for a request's body, whatever the application does. Invariants: a server has a token unless its
 address is a loopback address, a caller is checked before its body is requested or read (`guard`, `invite_body`), and
-tokens are compared in constant time. Input that is not HTTP, and callers that disappear within a body, are not logged.
+tokens are compared in constant time. Input that is not HTTP, and callers that disappear within a body or within the
+answer, are not logged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from aiohttp import HttpVersion11, StreamReader, hdrs, web
+from aiohttp import ClientConnectionResetError, HttpVersion11, StreamReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDictProxy
 
@@ -33,7 +34,9 @@ _EXPECTED = "X-Palaestra-Expected"
 """The header to which a request's `Expect` is moved, because aiohttp would answer `Expect` before the caller is
 checked."""
 
-_CALLERS_FAULT = (HttpProcessingError, web.RequestPayloadError, web.HTTPRequestTimeout)
+_CALLERS_FAULT = (HttpProcessingError, web.RequestPayloadError, web.HTTPRequestTimeout, ClientConnectionResetError)
+"""The last is raised by a write to a caller who has hung up."""
+
 logger = logging.getLogger(__name__)
 logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _CALLERS_FAULT)))
 

@@ -20,7 +20,20 @@ from palaestra_slots.core.errors import ConfigError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_OWN = "palaestra"
+OWN_PACKAGES = (
+    "palaestra", "palaestra_audit", "palaestra_chat", "palaestra_cloud", "palaestra_contract", "palaestra_e2b",
+    "palaestra_gateway", "palaestra_integrations", "palaestra_slots", "palaestra_suites", "palaestra_tokens",
+    "palaestra_toolsets", "palaestra_train", "palaestra_view",
+)  # fmt: skip
+"""The packages of this project. Each of them can be missing, except `palaestra_slots`."""
+
+_OWN = frozenset(name.replace("_", "-") for name in OWN_PACKAGES)
+"""Their names as distributions."""
+
+
+def is_own(module: str) -> bool:
+    """Return whether a module belongs to a package of this project."""
+    return module.partition(".")[0] in OWN_PACKAGES
 
 
 @functools.cache
@@ -29,7 +42,9 @@ def installed(group: str) -> Mapping[str, EntryPoint]:
     point wins, otherwise that of the package whose name sorts first."""
     from importlib.metadata import entry_points  # a slow import that most command lines do not need
 
-    points = sorted(entry_points(group=group), key=lambda point: (point.name, _package(point) != _OWN, _package(point)))
+    points = sorted(
+        entry_points(group=group), key=lambda point: (point.name, _package(point) not in _OWN, _package(point))
+    )
     found: dict[str, EntryPoint] = {}
     for point in points:
         found.setdefault(point.name, point)
@@ -57,7 +72,9 @@ def load_named(group: str, name: str, what: str) -> object:
     """Return `load` of the entry point `name`. If no installed package has it, raises `ConfigError`; `what` describes
     it."""
     if name not in installed(group):
-        raise ConfigError(f"the package with {what} is not installed")
+        raise ConfigError(
+            f"the package with {what} is not installed. In a checkout, pip install ./extensions/* installs it"
+        )
     return load(installed(group)[name])
 
 
@@ -69,7 +86,7 @@ def load_from_extra(point: EntryPoint, what: str) -> object:
     try:
         return load(point)
     except ConfigError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError) and point.module.startswith(f"{_OWN}."):
+        if isinstance(error.__cause__, ModuleNotFoundError) and _package(point) in _OWN:
             needed = f"{what} of {point.name} need the extra {point.name!r}: {install_command(point.name)}"
             raise ConfigError(needed) from error.__cause__
         raise

@@ -68,6 +68,7 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("creates_per_s", "max_starting", "drain_file"), (*_CONTAINERS, "ssh", "slurm", "kubernetes", "modal")
     ),
+    "host_ports": ("local",),
     "backend_options": (),
 }
 """For each setting, or prefix of settings, that only some backends of this package read: the names of these
@@ -90,6 +91,11 @@ _INSTEAD: Mapping[tuple[str, str], str] = {
     ("max_containers", "modal"): "modal_max_sandboxes",
 }
 """For a setting and a backend that does not read it, the setting with the same purpose in that backend."""
+
+
+def is_of_backends(setting: str) -> bool:
+    """Return whether only some backends read this setting."""
+    return any(setting.startswith(each) for each in _READERS)
 
 
 def require_read(names: str, settings: Iterable[str]) -> None:

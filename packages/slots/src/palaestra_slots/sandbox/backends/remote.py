@@ -17,6 +17,7 @@ import asyncio
 import itertools
 import logging
 import math
+import os
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -87,6 +88,11 @@ class Place(ServerBackend):
     @property
     def level_fix(self) -> str:
         return self._backend.level_fix
+
+    @property
+    def image_has_accounts(self) -> bool:
+        root = self.spec.root
+        return root is not None and os.path.lexists(os.path.join(root, "etc/shadow"))
 
     @property
     def idle(self) -> bool:

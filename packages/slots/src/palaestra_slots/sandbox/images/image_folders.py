@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import os
 import pwd
+from pathlib import Path
+
+
+def made_root(name: str, folder: Path | None = None) -> str | None:
+    """Return the root file system that `palaestra images make` has made under this name, or None. `folder` is that of
+    root file systems, by default this user's."""
+    roots = folder or Path.home() / ".cache/palaestra/roots"
+    if "/" in name or ":" in name or not (roots / f"{name}.json").is_file():
+        return None
+    return next((str(path) for path in (roots / name, roots / f"{name}.tar") if path.exists()), None)
 
 
 def default_folder(kind: str = "images") -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from palaestra_slots.core.errors import ImageError
 from palaestra_slots.sandbox.images import unpack
-from palaestra_slots.sandbox.images.image_folders import default_folder
+from palaestra_slots.sandbox.images.image_folders import default_folder, made_root
 from palaestra_slots.sandbox.images.pulled import pulled_layout
 from palaestra_slots.sandbox.images.reference import is_path
 
@@ -38,7 +38,8 @@ _log = logging.getLogger(__name__)
 
 class ImageStore:
     """Provides the directories of images, unpacking images as needed, and keeps these directories in use until
-    `aclose`. `pulled` is the folder of the images that tasks may name, by default this user's (`pulled.py`)."""
+    `aclose`. `pulled` and `made` are the folders of the images that tasks may name, by default this user's: those that
+    were pulled (`pulled.py`), and the root file systems that `palaestra images make` has made."""
 
     def __init__(
         self,
@@ -47,13 +48,14 @@ class ImageStore:
         max_image_bytes: int = DEFAULT_IMAGE_BYTES,
         max_bytes: int = DEFAULT_STORE_BYTES,
         pulled: Path | None = None,
+        made: Path | None = None,
     ) -> None:
         self._folder = folder or default_folder()
         self._max_image_bytes, self._max_bytes = max_image_bytes, max_bytes
         self._held: dict[str, int] = {}  # the locks by digest
         self._stop = threading.Event()
         self._threads: ThreadPoolExecutor | None = None
-        self._pulled, self._named = pulled, dict[str, str]()
+        self._pulled, self._made, self._named = pulled, made, dict[str, str]()
         self._asking: dict[str, asyncio.Lock] = {}
 
     async def directory(self, image: str) -> str:
@@ -82,9 +84,9 @@ class ImageStore:
                 raise ImageError(f"the image {image!r} cannot be unpacked to {self._folder}: {error}") from error
 
     def _layout(self, name: str) -> str:
-        """Return the layout of an image that was pulled: the same one as long as this store is open, also if its tag is
-        pulled again. Raises `ImageError`."""
-        found = self._named.get(name) or pulled_layout(name, self._pulled)
+        """Return the layout of an image that was pulled, or a root file system that was made: the same one as long as
+        this store is open, also if its tag is pulled again. Raises `ImageError`."""
+        found = self._named.get(name) or pulled_layout(name, self._pulled) or made_root(name, self._made)
         if found is None:
             raise ImageError(
                 f"{name!r} is the name of an image that was not pulled: run `palaestra images pull {name}`, give a "

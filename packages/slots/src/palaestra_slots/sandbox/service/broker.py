@@ -186,7 +186,7 @@ class Broker:
             self._leases.pop(asked["slot"], None)
         if op == "forget":
             self._layers.difference_update(asked["layers"])
-        elif op in ("seal", "checkpoint", "view", "load") and answer.kind is FrameKind.RESULT:
+        elif op in ("seal", "checkpoint", "view", "load", "compose") and answer.kind is FrameKind.RESULT:
             made = set(answer.fields["layers"][: None if op == "load" else 1])
             if request.visitor is self._client:
                 self._layers |= made

@@ -174,7 +174,10 @@ class ServerSlot:
             self._loop.unwatch(self._channel.fileno())
             return
         report = init_messages.decode_report(data)
-        if report.kind is ReportKind.READY:
+        if report.kind is ReportKind.READY and not fds:
+            self.failure = "the slot server has no descriptor left for its root"
+            self._kill_init()
+        elif report.kind is ReportKind.READY:
             self.root, self.state, self.was_made = fds[0], LifeStage.LIVE, True
             self.supervisor.listen()
             self._on_ready(self)
@@ -207,7 +210,11 @@ class ServerSlot:
 
     def _bury(self) -> None:
         """Handle the death of the init. The slot is dead once the processes that the init has left are dead."""
-        if not self._init.gone():
+        try:
+            gone = self._init.gone()
+        except OSError:  # no process or descriptor is left to find out
+            gone = False
+        if not gone:
             self._loop.later(_GONE_EVERY_S, self._bury)
             return
         if self.state is LifeStage.STARTING:

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.images.image_folders import made_root
 from palaestra_slots.sandbox.images.pulled import pulled_layout
 from palaestra_slots.sandbox.images.reference import is_path
 
@@ -68,7 +69,7 @@ def of_image(image: str | None) -> JSON:
             release.read_text() if release.is_file() else "",
             [_of_file(path) for path in (*_PACKAGES, *_HOST, *own)],
         ]
-    path = os.path.realpath(image if is_path(image) else pulled_layout(image) or image)
+    path = os.path.realpath(image if is_path(image) else pulled_layout(image) or made_root(image) or image)
     return [path, of_tree(path)[0] if os.path.isdir(path) else _of_file(path)]
 
 

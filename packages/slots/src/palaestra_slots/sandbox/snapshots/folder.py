@@ -168,19 +168,21 @@ class SnapshotStore:
                 excess -= entry.size_bytes
         return gone
 
-    def remove(self, key: str) -> bool:
-        """Remove one entry. Returns False, and removes nothing, if the entry is in use or does not exist."""
-        return self._take_away(self.folder / key, self.files(key))
+    def remove(self, key: str, *, only_list: bool = False) -> bool:
+        """Remove one entry. Returns False, and removes nothing, if the entry is in use or does not exist. If
+        `only_list` is true, only return what the removal would return."""
+        return self._take_away(self.folder / key, self.files(key), only_list)
 
-    def sweep(self) -> int:
-        """Remove the unfinished entries that dead runs have left. Returns the number of removed entries."""
-        return sum(self._take_away(path, path) for path in self.halves())
+    def sweep(self, *, only_list: bool = False) -> int:
+        """Remove the unfinished entries that dead runs have left. Returns the number of removed entries or, if
+        `only_list` is true, the number of those that could be removed."""
+        return sum(self._take_away(path, path, only_list) for path in self.halves())
 
     def halves(self) -> list[Path]:
         """Return the unfinished entries: those that are being made or removed, and those that a dead run has left."""
         return [path for path in self.folder.iterdir() if path.name.startswith("new-")]
 
-    def _take_away(self, path: Path, locked: Path) -> bool:
+    def _take_away(self, path: Path, locked: Path, only_list: bool) -> bool:
         try:
             # A damaged entry may lack the folder that servers lock.
             lock = os.open(locked if locked.is_dir() else path, os.O_RDONLY | os.O_DIRECTORY)
@@ -188,6 +190,8 @@ class SnapshotStore:
             return False
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if only_list:
+                return True
             trash = self.folder / f"new-{os.urandom(8).hex()}"
             path.rename(trash)  # so that an entry is always complete or absent under its own name
             _remove(trash)

@@ -1,7 +1,7 @@
 """Serves the `tmux` calls of Atropos and Hermes in one slot: types into a shell's terminal and reads its screen.
 
-`palaestra.tools.builtin.tmux` is the tool for models. This module answers existing clients of a slot server's port, and
-works even where no terminal emulator is installed.
+`palaestra_contract.tools.tmux` is the tool for models. This module answers existing clients of a slot server's port,
+and works even where no terminal emulator is installed.
 """
 
 from __future__ import annotations

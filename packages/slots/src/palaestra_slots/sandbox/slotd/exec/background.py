@@ -148,27 +148,27 @@ class BackgroundProcess:
         """Start the process; `on_start` is then called with None, or with the fields of an ERROR. Raises OSError and
         ValueError."""
         self._on_start, self.terminal, self._cwd = on_start, size is not None, cwd
-        writer, mark = -1, b""
-        if size is not None:
-            output, slave = _open_terminal(self._supervisor.owner.root, *size)
-            # A copy, because input and output are closed at different times, and the loop has one callback for each
-            # descriptor.
-            writer, mark = os.dup(output), END_OF_INPUT
-            read, ends, places = [output], [slave], [(0, 0), (0, 1), (0, 2)]
-        else:
-            output, end = pipes.pipe()
-            reader, writer = pipes.input_pipe() if stdin else (-1, -1)
-            read, ends, places = [output], [end, reader], [(1, 0), (0, 1), (0, 2)]
-            if apart:
-                errors, end = pipes.pipe()
-                read, ends, places = [output, errors], [*ends, end], [(1, 0), (0, 1), (2, 2)]
-        self._outputs = [_Output(fd, self, self._supervisor, self._hold) for fd in read]
-        self._input = _Input(writer, mark, self._supervisor)
-        fds = [fd if fd >= 0 else pipes.nothing() for fd in ends]
+        ends: list[int] = []
         try:
+            if size is not None:
+                ends.append(self._add_output(_open_terminal(self._supervisor.owner.root, *size)))
+                # A copy, because input and output are closed at different times, and the loop has one callback for each
+                # descriptor.
+                self._input = _Input(os.dup(self._outputs[0].fd), END_OF_INPUT, self._supervisor)
+                places = [(0, 0), (0, 1), (0, 2)]
+            else:
+                ends.append(self._add_output(pipes.pipe()))
+                reader, writer = pipes.input_pipe() if stdin else (-1, -1)
+                self._input = _Input(writer, b"", self._supervisor)
+                ends.append(reader)
+                places = [(1, 0), (0, 1), (0, 2)]
+                if apart:
+                    ends.append(self._add_output(pipes.pipe()))
+                    places[2] = (2, 2)
+            fds = [fd if fd >= 0 else pipes.nothing() for fd in ends]
             spawn = Spawn(self.name, argv, cwd, env, places, terminal=self.terminal, announce=True)
             self._supervisor.spawn(self, spawn, fds)
-        except ValueError:
+        except (OSError, ValueError):
             self._close()
             raise
         finally:
@@ -330,6 +330,11 @@ class BackgroundProcess:
         if reader.stream is not None and reader.cursor is not None:
             start, data = reader.stream.ring.read(reader.cursor, reader.max_bytes)
         self._send(FrameKind.RESULT, reader.number, {**self.fields(), "start": start}, data)
+
+    def _add_output(self, opened: tuple[int, int]) -> int:
+        """Add a stream with the first of two descriptors, and return the other, which is the child's."""
+        self._outputs.append(_Output(opened[0], self, self._supervisor, self._hold))
+        return opened[1]
 
     def _close(self) -> None:
         if self._input is not None:

@@ -192,8 +192,10 @@ def is_stopped(pid: int) -> bool:
 
 def is_exiting(pid: int) -> bool:
     """Return whether a child of this process has begun to end. Its descriptors may be closed long before it is dead, if
-    the machine is busy."""
-    return int(_fields(pid)[6]) & _EXITING != 0
+    the machine is busy. False if no descriptor is left to find out."""
+    with contextlib.suppress(OSError):
+        return int(_fields(pid)[6]) & _EXITING != 0
+    return False
 
 
 def held_children(init: int) -> list[int]:

@@ -357,7 +357,11 @@ class Supervisor:
         if spec.shell == "bash" and report.value == errno.ENOENT and not report.flag and not execution.killing:
             self._has_bash = False
             execution.drop()
-            self._start(execution.number, spec._replace(argv=["/bin/sh", *spec.argv[1:]], shell="sh"))  # noqa: S604
+            try:
+                self._start(execution.number, spec._replace(argv=["/bin/sh", *spec.argv[1:]], shell="sh"))  # noqa: S604
+            except OSError as error:  # no descriptors are left
+                fields = {"error": "os", "errno": error.errno, "message": error.strerror, "path": None}
+                self.send(FrameKind.ERROR, execution.number, fields)
         else:
             execution.fail(start_error(report, spec.cwd))
 

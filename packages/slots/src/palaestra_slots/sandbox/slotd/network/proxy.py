@@ -32,7 +32,7 @@ from .allowlist import HostRule
 from .forward import HEAD_BYTES, Forwarder
 from .tunnel import Tunnel, is_own, share
 
-MAX_MESSAGE = 60_000
+_MAX_NAME = 256
 MAX_CONNECTIONS = 64  # per slot
 _NOBODY = 65534
 
@@ -41,7 +41,6 @@ def run(control: socket.socket) -> NoReturn:
     """Run the process, in the child of a fork whose root is the host's root. Never returns."""
     status = 1
     try:
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.dup2(control.fileno(), 3, inheritable=False)
         control.detach()
         syscalls.close_from(4)
@@ -50,6 +49,7 @@ def run(control: socket.socket) -> NoReturn:
             os.setgroups([])
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # becoming another user would clear it
         syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
         asyncio.run(_Proxy(socket.socket(fileno=3), resolver).serve())
         status = 0
@@ -78,6 +78,13 @@ class _Closes(Protocol):
     def close(self) -> None: ...
 
 
+def _settings(fd: int) -> dict[str, Any]:
+    with open(fd, encoding="utf-8") as file:
+        file.seek(0)  # an earlier proxy may have read it
+        settings: dict[str, Any] = json.load(file)
+    return settings
+
+
 class _Proxy:
     def __init__(self, control: socket.socket, resolver: ThreadPoolExecutor) -> None:
         self._control, self._resolver = control, resolver
@@ -88,24 +95,23 @@ class _Proxy:
         """Serve until the slot server is gone."""
         loop = asyncio.get_running_loop()
         self._control.setblocking(False)
-        self._orders: asyncio.Queue[tuple[dict[str, Any], list[int]]] = asyncio.Queue()
+        self._orders: asyncio.Queue[tuple[str, list[int]]] = asyncio.Queue()
         loop.add_reader(self._control.fileno(), self._take)
         while not self._over.is_set():
-            message, fds = await self._orders.get()
-            name = str(message.get("slot", ""))
+            name, fds = await self._orders.get()
             if fds:
-                await self._add(name, message, fds)
+                await self._add(name, _settings(fds[0]), fds[1:])
             elif name in self._gates:
                 for part in self._gates.pop(name):
                     part.close()
                 self._divide()
 
     def _take(self) -> None:
-        data, fds = pipes.receive(self._control, MAX_MESSAGE, 3)
+        data, fds = pipes.receive(self._control, _MAX_NAME, 4)
         if not data:
             self._over.set()
         # At the end of the socket, the empty order wakes `serve`, which then ends.
-        self._orders.put_nowait((json.loads(data or b"{}"), fds))
+        self._orders.put_nowait((data.decode(), fds))
 
     def _divide(self) -> None:
         """Divide the descriptors of this process among the slots."""
@@ -113,14 +119,14 @@ class _Proxy:
         for tunnel in tunnels:
             tunnel.most = share(resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(tunnels))
 
-    async def _add(self, name: str, message: dict[str, Any], fds: list[int]) -> None:
-        if "ports" in message:
-            tunnel = Tunnel(fds[0], [socket.socket(fileno=fd) for fd in fds[1:]], message["ports"])
+    async def _add(self, name: str, settings: dict[str, Any], fds: list[int]) -> None:
+        if "ports" in settings:
+            tunnel = Tunnel(fds[0], [socket.socket(fileno=fd) for fd in fds[1:]], settings["ports"])
             await tunnel.start()
             self._gates[name] = (tunnel,)
             self._divide()
             return
-        fd, entries = fds[0], message["allow"]
+        fd, entries = fds[0], settings["allow"]
         rules = _Rules([allowlist.parse(entry) for entry in entries])
         forwarder = Forwarder(rules, self._resolver, most=MAX_CONNECTIONS)
         listener = socket.socket(fileno=fd)

@@ -1,0 +1,1 @@
+"""Checks whether the score of an environment can be trusted."""

@@ -1,0 +1,399 @@
+"""Audits the tasks of an environment, one after the other, and keeps what it has found in a file.
+
+A task is audited again only if what its result depends on has changed: the task, the settings, the checks, or the
+files of the environment. So an audit that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from palaestra import __version__
+from palaestra.envs.config.dotenv import exported, read_keys
+from palaestra.envs.form import Form
+from palaestra.envs.policy_runs import first_tasks
+from palaestra.envs.run.run_folder import RunLine
+from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.journal.journal import plain, without_secrets
+from palaestra_audit.cheats.proof import BANK
+from palaestra_audit.checks import CHECKS, Audited
+from palaestra_audit.code_digests import code_digests
+from palaestra_audit.opening import load
+from palaestra_audit.records import (
+    Audit,
+    Finding,
+    Kind,
+    TaskAudit,
+    Trial,
+    Untried,
+    Verdict,
+    World,
+    read_audit,
+    write_audit,
+)
+from palaestra_audit.settings import kept_settings, missing_settings
+from palaestra_audit.trials import Trials, clock_library, open_trials
+from palaestra_slots.core.errors import ConfigError, DiskError, InfraError, PalaestraError, TaskError
+from palaestra_slots.core.types import JSON, Task
+
+ROWS = "swe_smith_oracle"
+"""The environment that plays a file of SWE rows."""
+logger = logging.getLogger(__name__)
+
+_SHINGLE = 5
+_LIKE = 0.9
+"""Prompts whose sets of `_SHINGLE` words overlap this much (Jaccard) are near-duplicates (Broder, 1997)."""
+_MOST_NEIGHBOURS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to audit. `tasks` is the maximum number of tasks (None: all), chosen at random with `seed` if it is not
+    None; `budget_s` limits the time in which tasks are begun."""
+
+    reference: str
+    settings: Sequence[str]
+    out: Path
+    tasks: int | None = None
+    seed: int | None = None
+    budget_s: float | None = None
+    only: Collection[Kind] = ()
+    skip: Collection[Kind] = ()
+    jobs: int = 1
+    repeats: int = 5
+    against: Path | None = None
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return [kind for kind in Kind if (not self.only or kind in self.only) and kind not in self.skip]
+
+
+Progress = Callable[[Audit, TaskAudit], None]
+
+
+def audit_environment(plan: Plan, progress: Progress) -> Audit:
+    """Audit an environment, and write the result after each task. Raises `ConfigError` if it cannot be loaded."""
+    with exported(read_keys(Path.cwd())):
+        earlier = _earlier(plan)
+        others = {} if plan.against is None else dict(_lines(plan.against))
+        form, parsed = load_audited(plan.reference, plan.settings)
+        return asyncio.run(_audit(form, parsed, plan, progress, earlier, others))
+
+
+def load_audited(reference: str, settings: Sequence[str]) -> tuple[Form, RunLine]:
+    """Return the form that `reference` names, which may be a file of SWE rows, and its settings. Raises
+    `ConfigError`."""
+    if reference.endswith(".jsonl"):
+        reference, settings = ROWS, ["--env.dataset_name", reference, *settings]
+    return load("audit", reference, settings)
+
+
+async def _audit(
+    form: Form, parsed: RunLine, plan: Plan, progress: Progress, earlier: Audit | None, others: dict[str, str]
+) -> Audit:
+    began = time.monotonic()
+    async with open_trials(form, parsed) as trials:
+        environment = trials.environment
+        tasks = await _chosen(environment, plan)
+        audit = Audit(
+            environment=environment.name,
+            reference=plan.reference,
+            version=__version__,
+            started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            kinds=plan.kinds,
+        )
+        audit.settings, audit.secrets = kept_settings(plan.settings)
+        known = {} if earlier is None else {each.id: each for each in earlier.tasks}
+        others_kept = _beyond(tasks, earlier, audit, plan)
+        found: dict[str, TaskAudit] = {}
+
+        def collect() -> None:
+            # What an earlier audit found about tasks that are still to come stays in the file.
+            every = known | found
+            audit.tasks = [*(every[each.id] for each in tasks if each.id in every), *others_kept]
+
+        width = asyncio.Semaphore(plan.jobs)
+        salt = _salt(form, parsed, plan)
+
+        async def one(position: int, task: Task) -> None:
+            async with width:
+                resolved, error = await _resolved(environment, task)
+                digest = _digest(resolved, salt)
+                old = known.get(task.id)
+                if old is not None and old.digest == digest and old.complete:
+                    found[task.id] = old
+                elif plan.budget_s is not None and time.monotonic() - began > plan.budget_s:
+                    audit.left += 1
+                    return
+                else:
+                    found[task.id] = await _audit_task(task, position, resolved, error, digest, trials, plan)
+                    collect()
+                    write_audit(audit, plan.out)  # the file has what earlier audits found
+                progress(audit, found[task.id])
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for position, task in enumerate(tasks):
+                    group.create_task(one(position, task))
+        except ExceptionGroup as errors:  # a full disk, for example, is one error for the user
+            for error in errors.exceptions:
+                if isinstance(error, PalaestraError):
+                    raise error from errors
+            raise
+        collect()
+        if Kind.DUPLICATE in plan.kinds:
+            _add_duplicates(audit, tasks, others)
+        write_audit(audit, plan.out)
+        return audit
+
+
+async def _chosen(environment: Environment, plan: Plan) -> list[Task]:
+    """Return the tasks to audit. Raises `ConfigError` if there are none, two with one id, or one whose floor is not a
+    number."""
+    tasks = await first_tasks(environment, plan.tasks if plan.seed is None else None, unique=True)
+    if plan.seed is not None and plan.tasks is not None:
+        # By digest, so that a larger number of tasks contains the smaller one, and the order of the set is kept.
+        ranked = sorted(tasks, key=lambda task: hashlib.sha256(ascii(f"{plan.seed} {task.id}").encode()).digest())
+        chosen = {task.id for task in ranked[: plan.tasks]}
+        tasks = [task for task in tasks if task.id in chosen]
+    return tasks
+
+
+def _earlier(plan: Plan) -> Audit | None:
+    """Return the audit that this one continues; None if there is none. Raises `ConfigError` if the file has another
+    audit, which would be lost."""
+    if not plan.out.exists():
+        return None
+    try:
+        earlier = read_audit(plan.out)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; give another folder with --out") from None
+    if earlier.reference != plan.reference:
+        what = f"the audit of {earlier.reference}"
+    elif earlier.kinds and earlier.kinds != plan.kinds:
+        what = f"an audit for other kinds ({', '.join(earlier.kinds)})"
+    else:
+        return earlier
+    raise ConfigError(f"{plan.out} has {what}; give another folder with --out")
+
+
+def _beyond(tasks: Sequence[Task], earlier: Audit | None, audit: Audit, plan: Plan) -> list[TaskAudit]:
+    """Return what an earlier audit of more tasks found about those that are not audited now. Raises `ConfigError` if it
+    had other settings."""
+    if earlier is None or plan.tasks is None:
+        return []
+    chosen = {task.id for task in tasks}
+    others = [each for each in earlier.tasks if each.id not in chosen]
+    if others and (earlier.settings, earlier.secrets) != (audit.settings, audit.secrets):
+        raise ConfigError(f"{plan.out} has an audit of more tasks, with other settings; give another folder with --out")
+    return others
+
+
+async def _resolved(environment: Environment, task: Task) -> tuple[Task | None, str]:
+    try:
+        return await environment.resolve(task), ""
+    except (TaskError, InfraError) as error:
+        return None, str(error)
+    except Exception as error:  # code of the task's author
+        logger.debug("task %s cannot be resolved", task.id, exc_info=True)
+        return None, _described(error)
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _salt(form: Form, parsed: RunLine, plan: Plan) -> str:
+    """Return what the results of all tasks depend on, as text."""
+    settings = [parsed.env_config.recorded(), *(server.recorded() for server in parsed.server_configs)]
+    parts = [
+        *(without_secrets(each) for each in settings),
+        [list(plan.kinds), plan.repeats, __version__, clock_library() is not None],
+        code_digests(plan.reference, form),
+    ]
+    return json.dumps(parts, sort_keys=True, default=repr)
+
+
+def _digest(task: Task | None, salt: str) -> str:
+    """Return what identifies a task's content. Objects that are not data count by their names."""
+
+    def content(value: object) -> object:
+        if isinstance(value, bytes):
+            return hashlib.sha256(value).hexdigest()
+        if isinstance(value, Path) and value.is_file():
+            return [str(value), hashlib.sha256(value.read_bytes()).hexdigest()]
+        if isinstance(value, Path) and value.is_dir():
+            files = sorted(each for each in value.rglob("*") if each.is_file())
+            return [str(value), *((str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in files)]
+        if hasattr(value, "__dict__") and not isinstance(value, type):
+            return vars(value)
+        return repr(value)
+
+    try:
+        text = repr(msgspec.to_builtins(task, enc_hook=content)) if task is not None else ""
+    except (TypeError, ValueError, OSError, RecursionError):  # such as a mapping whose keys are objects
+        text = repr(task)
+    return hashlib.sha256(f"{salt}\0{re.sub(' at 0x[0-9a-f]+', '', text)}".encode()).hexdigest()[:32]
+
+
+async def _audit_task(
+    task: Task, number: int, resolved: Task | None, error: str, digest: str, trials: Trials, plan: Plan
+) -> TaskAudit:
+    began, result = time.monotonic(), TaskAudit(id=task.id, digest=digest)
+    if resolved is None:  # often because of what this machine lacks
+        result.untried.append(Untried(Kind.UNSOLVABLE, f"the task cannot be used here: {error}"))
+        result.complete = False
+        return result
+    audited = Audited(task, resolved, number, trials, BANK, plan.repeats)
+    try:
+        await audited.begin()
+        for kind, check in CHECKS.items():
+            if kind in plan.kinds:
+                async for each in check(audited):
+                    if isinstance(each, Untried):
+                        result.untried.append(each)
+                    else:
+                        count = sum(other.kind is kind for other in result.findings) + 1
+                        each.id = f"{task.id}/{kind}/{count}"
+                        result.findings.append(each)
+    except InfraError as failure:
+        result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {failure}"))
+        result.complete = False
+    except DiskError:
+        raise
+    except Exception as failure:  # one odd task must not end the audit of the others
+        logger.warning("the audit of task %s ended early", task.id, exc_info=True)
+        result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {_described(failure)}"))
+        result.complete = False
+    finally:
+        for name in {task.id, resolved.id}:
+            await asyncio.shield(trials.forget(name))
+    stages = audited.rollout.beside.stages if audited.rollout is not None else {}
+    result.stages = {"prepare": round(audited.prepare_s, 3)}
+    if audited.rollout is not None:
+        result.stages |= {"grade": round(stages.get("grade", 0.0), 3)}
+        result.stages |= {"whole": round(audited.rollout.beside.duration_s, 3)}
+    result.trials, result.mutants, result.lived = audited.played, audited.mutants, audited.lived
+    result.seconds = round(time.monotonic() - began, 3)
+    return plain(result)  # prompts and files may have characters that no file of the result can hold
+
+
+def _add_duplicates(audit: Audit, tasks: Sequence[Task], others: dict[str, str]) -> None:
+    """Add a finding for each task that another one equals, and a note for each whose prompt another one nearly has.
+    `others` has the prompts of another file by their places."""
+    by_id = {each.id: each for each in audit.tasks}
+    texts = {task.id: _text(task) for task in tasks if task.id in by_id}
+    for name in texts:
+        by_id[name].findings = [each for each in by_id[name].findings if each.kind is not Kind.DUPLICATE]
+    first_of: dict[str, str] = {}
+    same: dict[str, str] = {}
+    for task in tasks:
+        key = (" ".join(_text(task).split()), dict(task.files), task.setup, task.image, task.answer, task.data)
+        if task.id in by_id and (first := first_of.setdefault(_plain(key), task.id)) != task.id:
+            same[task.id] = first
+    alike = {second: (first, like) for first, second, like in _alike({k: v for k, v in texts.items() if k not in same})}
+    for second in texts:
+        finding = Finding(kind=Kind.DUPLICATE, id=f"{second}/duplicate/1", what="")
+        if second in same:
+            finding.what = f"it is the same task as {same[second]}"
+        elif second in alike:
+            first, like = alike[second]
+            finding.what, finding.note = f"its prompt is {like:.0%} that of {first}", True
+        if finding.what:
+            by_id[second].findings.append(plain(finding))
+    for first, second, like in _alike({**others, **texts}) if others else ():
+        if (first in others) != (second in others):
+            own, other = (second, first) if first in others else (first, second)
+            what = f"its prompt is {like:.0%} that of line {other}"
+            finding = Finding(kind=Kind.DUPLICATE, id=f"{own}/duplicate/2", what=what, note=True)
+            by_id[own].findings.append(plain(finding))
+
+
+def _plain(value: JSON) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, default=repr)
+    except (TypeError, ValueError, RecursionError):  # such as a mapping with keys of several types
+        return repr(value)
+
+
+def _text(task: Task) -> str:
+    return "\n".join(str(each.get("content")) for each in task.messages())
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each line of a JSONL file of tasks or rows. Raises `ConfigError`."""
+    try:
+        # Not `splitlines`, because JSON may have other line ends in its strings.
+        for place, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
+            row = json.loads(line)
+            text = next((row[name] for name in ("prompt", "problem_statement", "question") if name in row), row)
+            yield f"of {path.name}: {place}", str(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--against {path}: {error}") from error
+
+
+def _alike(texts: dict[str, str]) -> Iterator[tuple[str, str, float]]:
+    """Yield pairs of texts with their likeness: equal ones, and those that share nearly all of their words' groups."""
+    # Signs count, because "3 + 4" is not "3 - 4".
+    words = {name: re.findall(r"\w+|[^\w\s]", text.lower()) for name, text in texts.items()}
+    first_of: dict[tuple[str, ...], str] = {}
+    shingles: dict[str, frozenset[tuple[str, ...]]] = {}
+    holders: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, each in words.items():
+        if (first := first_of.setdefault(tuple(each), name)) != name:
+            yield first, name, 1.0
+            continue
+        own = frozenset(tuple(each[start : start + _SHINGLE]) for start in range(len(each) - _SHINGLE + 1))
+        shared: defaultdict[str, int] = defaultdict(int)
+        for group in own:
+            # What very many prompts share is the form of the set, not of one task.
+            for other in holders[group][:_MOST_NEIGHBOURS]:
+                shared[other] += 1
+            holders[group].append(name)
+        shingles[name] = own
+        for other, count in shared.items():
+            like = count / len(own | shingles[other])
+            if like >= _LIKE:
+                yield other, name, like
+                break
+
+
+async def _replay(form: Form, parsed: RunLine, task_id: str, trial: Trial) -> Verdict:
+    async with open_trials(form, parsed) as trials:
+        async for task in trials.environment.tasks():
+            if task.id == task_id:
+                if trial.world != World():  # the audit prepared the workspace on the task's own machine
+                    await trials.play(task, Trial())
+                verdict, _, _ = await trials.play(task, trial)
+                return verdict
+    raise ConfigError(f"the environment has no task {task_id} any more")
+
+
+def replay(audit: Audit, task: TaskAudit, finding: Finding, settings: Sequence[str] = ()) -> Verdict:
+    """Play the witness of a finding again, with further settings. Raises `ConfigError` if the finding has no witness,
+    if its task has gone, or if a key is missing, which an audit does not keep."""
+    if finding.trial is None:
+        raise ConfigError(f"{finding.id} has nothing to play: {finding.what}")
+    with exported(read_keys(Path.cwd())):
+        hint = "the audit does not keep secret settings; give them again after ID: {}"
+        try:
+            form, parsed = load_audited(audit.reference, [*audit.settings, *settings])
+        except ConfigError as error:
+            if missing := missing_settings(audit.secrets, settings, {}):
+                raise ConfigError(f"{error}. Also, {hint.format(', '.join(missing))}") from error
+            raise
+        if missing := missing_settings(audit.secrets, settings, parsed.sources):
+            raise ConfigError(hint.format(", ".join(missing)))
+        return asyncio.run(_replay(form, parsed, task.id, finding.trial))

@@ -1,0 +1,201 @@
+"""`palaestra audit`: find the faults of an environment's tasks, each with a witness."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from palaestra.cli.completion import SettingsCommand, complete_environments, complete_settings
+from palaestra_audit.records import Audit, Kind, TaskAudit, read_audit
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import printable
+
+FOUND, INCOMPLETE = 1, 3
+"""Exit codes: there are findings; there are none, but parts of the audit are missing."""
+_KINDS = click.Choice([str(kind) for kind in Kind])
+_LENGTHS = {"s": 1, "m": 60, "h": 3600}
+
+
+class _AuditGroup(click.Group):
+    """A group whose first word may also be an environment."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.commands:
+            return "run", self.commands["run"], args
+        return super().resolve_command(ctx, args)
+
+
+def _seconds(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value)
+    if found is None:
+        raise click.BadParameter(f"{value!r} is not a time such as 90s, 30m or 2h")
+    return float(found[1]) * _LENGTHS[found[2] or "s"]
+
+
+@click.group("audit", cls=_AuditGroup, context_settings={"ignore_unknown_options": True})
+def command() -> None:
+    """Find the faults of an environment's tasks, each with a witness that can be played again.
+
+    \b
+      palaestra audit my_env.py
+      palaestra audit tasks/ --tasks 20 --budget 30m
+      palaestra audit rows.jsonl --only weak --only hackable
+      palaestra audit inspect:my_eval.py@my_task
+      palaestra audit replay audits/my_env/audit.json ID
+      palaestra audit compare OLD.json NEW.json
+
+    `palaestra audit ENV` is short for `palaestra audit run ENV`.
+    """
+
+
+@command.command("run", cls=SettingsCommand, context_settings={"ignore_unknown_options": True})
+@click.option("--tasks", type=click.IntRange(min=1), help="Audit at most this many tasks. Default: all.")
+@click.option("--seed", type=int, help="With --tasks, choose them at random with this seed instead of the first ones.")
+@click.option("--budget", callback=_seconds, metavar="TIME", help="Begin no task after this time: 90s, 30m, 2h.")
+@click.option("--only", multiple=True, type=_KINDS, metavar="KIND", help="Look only for this kind. Repeatable.")
+@click.option("--skip", multiple=True, type=_KINDS, metavar="KIND", help="Do not look for this kind. Repeatable.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Tasks at a time. Default: one for each processor.")
+@click.option("--repeats", type=click.IntRange(min=2), default=5, show_default=True, help="Trials of a flaky score.")
+@click.option("--against", type=click.Path(path_type=Path), metavar="FILE", help="Also look for duplicates in FILE.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the result. Default: audits/ENV."
+)
+@click.option("--badge", is_flag=True, help="Also write badge.svg.")
+@click.option("--json", "as_json", is_flag=True, help="Print the audit as JSON.")
+@click.argument("environment", metavar="ENV", shell_complete=complete_environments)
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_settings)
+@click.pass_context
+def run(
+    context: click.Context,
+    tasks: int | None,
+    seed: int | None,
+    budget: float | None,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    jobs: int | None,
+    repeats: int,
+    against: Path | None,
+    out: Path | None,
+    badge: bool,
+    as_json: bool,
+    environment: str,
+    settings: tuple[str, ...],
+) -> None:
+    """Audit an environment, a folder of tasks, a file of SWE rows, or KIND:NAME of another library.
+
+    \b
+      palaestra audit run my_env.py --tasks 20
+      palaestra audit run swe_smith_oracle --env.dataset_name rows.jsonl
+
+    The kinds: unsolvable, pays_for_nothing, weak, hackable, false_zero, flaky, depends_on_the_world, leaks, duplicate,
+    costly. A finding has a witness: what an agent does, and where. A note is what an honest reader could dispute. The
+    result is in DIR: audit.json, audit.html and audit.sarif. The same command goes on with an audit that was stopped,
+    and audits only tasks that have changed. The exit code is 1 if there are findings, and 3 if parts are missing.
+    """
+    from palaestra.envs.config.command_line import first_word
+    from palaestra_audit import report
+    from palaestra_audit.audit import Plan, audit_environment
+    from palaestra_audit.checks import JOBS
+
+    environment, others = first_word([environment, *settings], "ENV")
+    name = Path(environment).resolve().name if Path(environment).exists() else environment
+    folder = out if out is not None else Path("audits", re.sub(r"[^\w.-]+", "-", name.removesuffix(".py")))
+    folder.mkdir(parents=True, exist_ok=True)
+    path, chosen = folder / "audit.json", (frozenset(map(Kind, only)), frozenset(map(Kind, skip)))
+    plan = Plan(environment, others, path, tasks, seed, budget, *chosen, jobs or JOBS, repeats, against)
+    began, counted = time.monotonic(), itertools.count(1)
+
+    def progress(audit: Audit, task: TaskAudit) -> None:
+        certain = [each for each in task.findings if not each.note]
+        found = ", ".join(dict.fromkeys(str(each.kind) for each in certain)) or "ok"
+        line = f"[{next(counted)}] {task.id}: {found} · {plural(task.trials, 'trial')}, {task.seconds:.1f} s"
+        click.echo(printable(line), err=True)
+
+    audit = audit_environment(plan, progress)
+    (folder / "audit.html").write_text(report.as_html(audit, path), encoding="utf-8", errors="replace")
+    (folder / "audit.sarif").write_text(json.dumps(report.as_sarif(audit, path), indent=1), encoding="utf-8")
+    if badge:
+        (folder / "badge.svg").write_text(report.as_badge(audit), encoding="utf-8")
+    if as_json:
+        click.echo(path.read_text(encoding="utf-8"), nl=False)
+    else:
+        for line in report.as_text(audit, path):
+            click.echo(printable(line))
+        click.echo(f"{folder / 'audit.html'} ({time.monotonic() - began:.0f} s)")
+    context.exit(FOUND if not audit.sound else 0 if audit.complete else INCOMPLETE)
+
+
+@command.command("replay", context_settings={"ignore_unknown_options": True})
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("finding", metavar="ID")
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def replay_finding(context: click.Context, as_json: bool, file: Path, finding: str, settings: tuple[str, ...]) -> None:
+    """Play the witness of a finding again, and print its score.
+
+    \b
+      palaestra audit replay audits/my_env/audit.json a/weak/1
+
+    Run it where the audit ran, because the environment and its settings are named as they were there. The audit does
+    not keep secret settings, such as --openai.api_key: give them again after ID, or as variables. The exit code is 1 if
+    the score is no longer that of the finding.
+    """
+    from palaestra_audit.audit import replay
+    from palaestra_audit.trials import shown
+
+    audit = read_audit(file)
+    found = next(((task, each) for task, each in audit.findings() if each.id == finding), None)
+    if found is None:
+        known = ", ".join([each.id for _, each in audit.findings()][:10])
+        raise ConfigError(f"{file} has no finding {finding}. It has: {known or 'none'}")
+    task, each = found
+    verdict = replay(audit, task, each, settings)
+    same = each.verdict is not None and verdict.reward == each.verdict.reward
+    if as_json:
+        about = {"id": each.id, "kind": each.kind, "reward": verdict.reward, "same": same, "error": verdict.error}
+        click.echo(json.dumps(about))
+    else:
+        steps = "\n".join(shown(step) for step in (each.trial.steps if each.trial else ())) or "nothing"
+        click.echo(printable(f"{each.id}: {each.what}\n{steps}"))
+        scored = "unscored" if verdict.reward is None else f"{verdict.reward:g}"
+        click.echo(
+            printable(f"score {scored} (wanted {each.wanted or '-'}){': ' + verdict.error if verdict.error else ''}")
+        )
+        if not same:
+            sys.stderr.write("the score is not that of the finding any more\n")
+    context.exit(0 if same else 1)
+
+
+@command.command("compare")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("old", type=click.Path(path_type=Path))
+@click.argument("new", type=click.Path(path_type=Path))
+def compare(as_json: bool, old: Path, new: Path) -> None:
+    """Compare two audits: which findings were mended, and which are new.
+
+    \b
+      palaestra audit compare audits/v1/audit.json audits/v2/audit.json
+    """
+    from palaestra_audit.report import compared
+
+    found = compared(read_audit(old), read_audit(new))
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for name in ("mended", "new"):
+        for text in found[name]:
+            click.echo(printable(f"{name}: {text}"))
+    missing = f" ({found['incomplete']} more not complete)" if found["incomplete"] else ""
+    click.echo(f"{plural(found['tasks'], 'task')} in both{missing}; {plural(len(found['same']), 'finding')} the same")

@@ -1,0 +1,444 @@
+"""The checks of an audit. Each plays trials of one task and yields what it found, and what it did not try."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import unified_diff
+from pathlib import PurePosixPath
+from typing import TypeAlias
+
+from palaestra.envs.policy_runs import FULL
+from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.spec import Phase
+from palaestra_audit.cheats.cheat import Cheat
+from palaestra_audit.cheats.left_files import LeftFiles
+from palaestra_audit.cheats.proof import CommandTool, EnvironmentProof, State
+from palaestra_audit.mutants import Changed, Files, mutants, variants
+from palaestra_audit.records import Finding, Kind, Step, Trial, Untried, Verdict, World
+from palaestra_audit.trials import REFERENCE, Trials, clock_library, tool_of, write_steps
+from palaestra_slots.core.errors import InfraError, PalaestraError
+from palaestra_slots.core.types import Blame, Network, Solution, Task
+from palaestra_slots.sandbox.slot import WORKSPACE
+
+Found: TypeAlias = Finding | Untried
+
+_TOLERANCE = 1e-9
+_LEAST_COPY = 40
+"""The minimum length in bytes of a file of the solution that is searched for in the sandbox."""
+_LEAST_ANSWER = 4
+_WAIT_S = 60.0
+_NO_REFERENCE = "the task has no reference solution"
+_NO_FILES = "the score sees no files that the reference solution leaves"
+_NO_TOOL = "the agent has no tool that runs commands"
+_FREE = "doing nothing may earn the full score (the floor of the task)"
+_FAILS = "the reference solution does not get the full score"
+
+WORLDS = (
+    World(name="a time zone in the east", env={"TZ": "EAST-14"}),
+    World(name="a time zone in the west", env={"TZ": "WEST+12"}),
+    World(name="the locale C", env={"LC_ALL": "C", "LANG": "C"}),
+    World(name="the locale C.UTF-8", env={"LC_ALL": "C.UTF-8", "LANG": "C.UTF-8"}),
+    World(name="another hash seed", env={"PYTHONHASHSEED": "1"}),
+    World(name="a third hash seed", env={"PYTHONHASHSEED": "4242"}),
+    World(name="another home directory", env={"HOME": "/tmp"}),  # noqa: S108  in the sandbox
+    World(name="another user name", env={"USER": "somebody", "LOGNAME": "somebody"}),
+    World(name="no network", offline=True),
+    World(name="a fifth of a processor", cpus=0.2),
+    World(name="the clock two years ahead", clock="+730d"),
+    World(name="the clock five years back", clock="-1825d"),
+    World(name="29 February", clock="@2028-02-29 12:00:00"),
+    World(name="two seconds before midnight of 31 December", clock="@2027-12-31 23:59:58"),
+)
+"""Machines on which a sound task has the same score."""
+
+
+@dataclass(slots=True)
+class Audited:
+    """One task, and what its first trials showed: the reference solution and doing nothing."""
+
+    given: Task
+    """The task as the environment gives it."""
+    task: Task
+    """The same task, resolved."""
+    number: int
+    trials: Trials
+    cheats: tuple[Cheat, ...]
+    repeats: int
+    played: int = 0
+    mutants: int = 0
+    lived: int = 0
+    solved: Verdict | None = None
+    """The score of the reference solution; None without one."""
+    rollout: Trajectory | None = None
+    tool: CommandTool | None = None
+    prepare_s: float = 0.0
+    left: LeftFiles | None = None
+    before: Mapping[str, bytes] = field(default_factory=dict)
+
+    async def play(self, trial: Trial, reads: LeftFiles | None = None) -> tuple[Verdict, Trajectory | None, Group]:
+        self.played += 1
+        return await self.trials.play(self.given, trial, self.number, reads)
+
+    async def begin(self) -> None:
+        """Play the reference solution, and read what it leaves. Raises `InfraError` if that cannot be read."""
+        spec = self.trials.environment.slot_spec(self.task, Phase.GRADE)
+        if self.task.solution is not None:
+            self.left = LeftFiles(spec)
+            self.solved, self.rollout, group = await self.play(Trial(steps=[REFERENCE]), self.left)
+        before = LeftFiles(spec, tuple(self.left.files) if self.left else ())
+        _, _, nothing = await self.play(Trial(), before)
+        for each in (self.left, before):
+            if each is not None and each.failure is not None:
+                raise each.failure
+        self.before = {path: data for path, data in before.files.items() if data}
+        self.tool, self.prepare_s = tool_of(nothing), (group if self.left else nothing).prepare_s
+
+    @property
+    def holds(self) -> bool:
+        """Whether the reference solution gets the full score, so that changes of it say something."""
+        return self.solved is not None and _is_full(self.solved)
+
+    @property
+    def solved_reward(self) -> float | None:
+        return None if self.solved is None else self.solved.reward
+
+    @property
+    def obstacle(self) -> str:
+        """Why changes of the reference solution say nothing about this task; nothing if they do."""
+        if self.solved is None:
+            return _NO_REFERENCE
+        if not self.holds:
+            return _FAILS
+        if self.task.floor >= FULL:
+            return _FREE
+        if self.tool is None:
+            return _NO_TOOL
+        assert self.left is not None
+        return "" if self.left.files else _NO_FILES
+
+    def with_files(self, files: Files, then: str = "") -> Trial:
+        """Return the trial that plays the reference solution and then writes these files."""
+        assert self.tool is not None
+        return Trial(steps=[REFERENCE, *write_steps(self.tool, files, then)])
+
+    def difference(self, files: Files) -> str:
+        """Return how the files differ from those of the reference solution."""
+        assert self.left is not None
+        lines: list[str] = []
+        for path, data in files.items():
+            old, new = self.left.files.get(path, b"").decode(errors="replace"), (data or b"").decode(errors="replace")
+            lines += unified_diff(old.splitlines(), new.splitlines(), path, path, lineterm="", n=1)
+        return "\n".join(lines)
+
+
+def _is_full(verdict: Verdict) -> bool:
+    return verdict.reward is not None and verdict.reward >= FULL - _TOLERANCE
+
+
+def _scored(verdict: Verdict) -> str:
+    return "is not scored" if verdict.reward is None else f"scores {verdict.reward:g}"
+
+
+async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
+    """Does the reference solution get the full score?"""
+    if audited.solved is None:
+        yield Untried(Kind.UNSOLVABLE, _NO_REFERENCE)
+    elif not audited.holds:
+        detail = audited.rollout.detail if audited.rollout else {}
+        cause = next((str(detail[name]) for name in ("work_breaks_check", "difference") if detail.get(name)), "")
+        what = f"the reference solution {_scored(audited.solved)}"
+        if audited.solved.official is not None and audited.solved.official >= FULL:
+            what += ", although the benchmark's own protocol accepts it"
+        trial, why = Trial(steps=[REFERENCE]), audited.solved.error or cause
+        yield Finding(kind=Kind.UNSOLVABLE, what=what, wanted="1", detail=why, trial=trial, verdict=audited.solved)
+
+
+_NOTHINGS: Mapping[str, Callable[[str], str]] = {
+    "an empty answer": lambda asked: "",
+    "the prompt's own text as the answer": lambda asked: asked,
+    "an answer that refuses": lambda asked: "I cannot do this.",
+    "an answer that claims success": lambda asked: "The task is done. All tests pass.",
+}
+
+
+async def pays_for_nothing(audited: Audited) -> AsyncIterator[Found]:
+    """Does work that is not done earn more than the floor?"""
+    asked = "\n".join(str(each.get("content")) for each in audited.task.messages() if each.get("role") == "user")
+    trials = {"doing nothing": Trial()}
+    trials |= {what: Trial(steps=[Step(say=text(asked))]) for what, text in _NOTHINGS.items()}
+    for what, trial in trials.items():
+        verdict, _, _ = await audited.play(trial)
+        if verdict.reward is None:
+            yield Untried(Kind.PAYS_FOR_NOTHING, f"{what}: {verdict.error or 'it was not scored'}")
+        elif not verdict.reward <= audited.task.floor + _TOLERANCE:  # not `>`, which would be false for nan
+            wanted = f"<= {audited.task.floor:g}"
+            said = f"{what} scores {verdict.reward:g}"
+            yield Finding(kind=Kind.PAYS_FOR_NOTHING, what=said, wanted=wanted, trial=trial, verdict=verdict)
+            break
+
+
+async def weak(audited: Audited) -> AsyncIterator[Found]:
+    """Does wrong work still get the full score?"""
+    if audited.obstacle:
+        yield Untried(Kind.WEAK, audited.obstacle)
+        return
+    assert audited.left is not None
+    lived: list[tuple[Changed, Trial, Verdict]] = []
+    for mutant in mutants(audited.before, audited.left.files):
+        trial = audited.with_files(mutant.files)
+        if why := audited.trials.has_turns(audited.task, trial):
+            yield Untried(Kind.WEAK, why)
+            return
+        verdict, _, _ = await audited.play(trial)
+        audited.mutants += 1
+        if _is_full(verdict):
+            audited.lived += 1
+            lived.append((mutant, trial, verdict))
+    certain = [each for each in lived if each[0].certain]
+    for mutant, trial, verdict in certain or lived[:_MOST_NOTES]:
+        yield Finding(
+            kind=Kind.WEAK,
+            what=f"{mutant.what}: still {verdict.reward:g}",
+            note=not mutant.certain,
+            wanted="< 1",
+            detail=audited.difference(mutant.files),
+            trial=trial,
+            verdict=verdict,
+        )
+    if not audited.mutants:
+        yield Untried(Kind.WEAK, "nothing that the reference solution leaves can be changed by a rule")
+
+
+_MOST_NOTES = 5
+"""The maximum number of survivors of one task that are shown if none of them is certainly wrong."""
+
+
+async def hackable(audited: Audited) -> AsyncIterator[Found]:
+    """Does a published way of reward hacking earn a reward?"""
+    proof = EnvironmentProof(audited.trials.environment, audited.trials.pool, audited.cheats, always=True)
+    result = await proof.run_tasks([audited.given])
+    for line in result.lines:
+        if line.state is None:
+            continue
+        audited.played += 1
+        if line.state is State.OPEN:
+            rollout = next((each for group in proof.attacks[line.policy] for each in group.trajectories), None)
+            trial = None if rollout is None else Trial(steps=_steps_of(rollout))
+            verdict = None if rollout is None else Verdict(reward=rollout.reward, official=rollout.official)
+            parts = f" of {', '.join(line.parts)}" if line.parts else ""
+            what = f"{line.policy} earns a reward{parts}: {line.what}"
+            yield Finding(kind=Kind.HACKABLE, what=what, wanted=line.wanted, trial=trial, verdict=verdict)
+        elif line.state is State.UNKNOWN:
+            yield Untried(Kind.HACKABLE, f"{line.policy}: {line.error or 'it could not be played'}")
+    for reason, names in result.not_tested.items():
+        yield Untried(Kind.HACKABLE, f"{len(names)} ways of reward hacking: {reason}")
+
+
+def _steps_of(rollout: Trajectory) -> list[Step]:
+    """Return the calls and answers of a rollout as steps."""
+    steps: list[Step] = []
+    for message in rollout.messages:
+        if message.get("role") != "assistant":
+            continue
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            steps.append(Step(tool=function["name"], arguments=json.loads(function["arguments"])))
+        if message.get("content"):
+            steps.append(Step(say=str(message["content"])))
+    return steps
+
+
+async def false_zero(audited: Audited) -> AsyncIterator[Found]:
+    """Is right work refused?"""
+    for number in range(len(audited.task.solutions)):
+        trial = Trial(steps=[Step(reference=number + 1)])
+        verdict, _, _ = await audited.play(trial)
+        if finding := _refused(f"solutions[{number}] of the task", verdict, trial, certain=True):
+            yield finding
+    if audited.obstacle:
+        yield Untried(Kind.FALSE_ZERO, f"variants of the reference solution: {audited.obstacle}")
+        return
+    assert audited.left is not None
+    others = {f"a further file NOTES.txt in {WORKSPACE}": f"echo notes > {WORKSPACE}/NOTES.txt"}
+    if any(path.startswith(f"{WORKSPACE}/") for path in audited.left.files):
+        others["the work committed with git"] = _COMMIT
+    trials = [(each, audited.with_files(each.files)) for each in variants(audited.before, audited.left.files)]
+    trials += [(Changed(what, {}, certain=False), audited.with_files({}, then)) for what, then in others.items()]
+    for variant, trial in trials:
+        if audited.trials.has_turns(audited.task, trial):
+            continue
+        verdict, _, _ = await audited.play(trial)
+        if finding := _refused(variant.what, verdict, trial, certain=variant.certain):
+            finding.detail = audited.difference(variant.files)
+            yield finding
+
+
+_COMMIT = (
+    f"cd {WORKSPACE} && git rev-parse --git-dir > /dev/null 2>&1 && git add -A && "
+    "git -c user.name=agent -c user.email=agent@example.com commit -q -m work || true"
+)
+
+
+def _refused(what: str, verdict: Verdict, trial: Trial, *, certain: bool) -> Finding | None:
+    """Return the finding if right work was refused. If the benchmark's own protocol refuses it too, it is a note: the
+    task may ask for the very form."""
+    if _is_full(verdict):
+        return None
+    note = not certain or (verdict.official is not None and verdict.official < FULL)
+    said = f"{what} {_scored(verdict)}"
+    return Finding(kind=Kind.FALSE_ZERO, what=said, note=note, wanted="1", trial=trial, verdict=verdict)
+
+
+async def flaky(audited: Audited) -> AsyncIterator[Found]:
+    """Does the same work get different scores?"""
+    if audited.solved is None:
+        yield Untried(Kind.FLAKY, _NO_REFERENCE)
+        return
+    rewards, trial = [audited.solved.reward], Trial(steps=[REFERENCE])
+    for _ in range(audited.repeats - 1):
+        verdict, _, _ = await audited.play(trial)
+        rewards.append(verdict.reward)
+        if verdict.reward != audited.solved.reward:
+            listed = ", ".join("unscored" if each is None else f"{each:g}" for each in rewards)
+            what = f"the reference solution scores {listed} in {len(rewards)} trials"
+            yield Finding(kind=Kind.FLAKY, what=what, wanted="the same", trial=trial, verdict=verdict)
+            return
+
+
+async def world(audited: Audited) -> AsyncIterator[Found]:
+    """Does the score of the reference solution depend on the machine?"""
+    if not audited.holds:
+        yield Untried(Kind.WORLD, _NO_REFERENCE if audited.solved is None else _FAILS)
+        return
+    spec = audited.trials.environment.slot_spec(audited.task, Phase.GRADE)
+    policy = audited.task.network
+    follows: bool | None = None
+    online = any(each != Network.OFF for each in (spec.network, policy.agent, policy.grade))
+    for each in WORLDS:
+        if each.clock and clock_library() is None:
+            yield Untried(
+                Kind.WORLD, f"{each.name}: this machine has no libfaketime (Debian: apt-get install faketime)"
+            )
+            continue
+        if each.offline and not online:
+            continue
+        if each.clock and follows is None:
+            follows = await audited.trials.follows_clock(spec)
+        if each.clock and not follows:
+            yield Untried(Kind.WORLD, f"{each.name}: the programs of the sandbox do not follow another clock")
+            continue
+        trial = Trial(steps=[REFERENCE], world=each)
+        verdict, _, _ = await audited.play(trial)
+        if _is_full(verdict):
+            continue
+        if verdict.reward is None and verdict.blame is not Blame.GRADER:
+            yield Untried(Kind.WORLD, f"{each.name}: {verdict.error}")
+            continue
+        # What fails at random is flaky, and the machine has nothing to do with it.
+        plain, _, _ = await audited.play(Trial(steps=[REFERENCE]))
+        again, _, _ = await audited.play(trial)
+        if plain.reward != audited.solved_reward or again.reward != verdict.reward:
+            continue
+        what = f"with {each.name}, the reference solution {_scored(again)}"
+        # An honest task may need a fast machine, a network or a home directory of its own.
+        note = each.cpus is not None or each.offline or "HOME" in each.env
+        yield Finding(kind=Kind.WORLD, what=what, note=note, wanted="1", detail=again.error, trial=trial, verdict=again)
+    yield Untried(Kind.WORLD, "host name, path of the workspace and user id: not changed")
+
+
+async def leaks(audited: Audited) -> AsyncIterator[Found]:
+    """Can the agent read the solution or the answer before it acts?"""
+    task, asked = audited.task, "\n".join(str(each.get("content")) for each in audited.task.messages())
+    answer = task.answer if isinstance(task.answer, str) and len(task.answer.strip()) >= _LEAST_ANSWER else None
+    if answer is not None and answer.strip() in asked:
+        yield Finding(kind=Kind.LEAKS, what="the answer stands in the prompt", note=True, detail=answer)
+    left = audited.left.files if audited.left is not None else {}
+    made = {path: data for path, data in left.items() if data != audited.before.get(path)}
+    long = {path: data for path, data in made.items() if len(data) >= _LEAST_COPY}
+    for path, data in long.items():
+        if data.decode(errors="replace").strip() in asked:
+            what = f"the whole content of {path}, as the solution leaves it, stands in the prompt"
+            yield Finding(kind=Kind.LEAKS, what=what, note=True)
+    if answer is None and not long:
+        yield Untried(Kind.LEAKS, "the task has no answer in text, and its solution leaves no file long enough to find")
+        return
+    snapshot = audited.trials.prepared.get(task.id)
+    spec = audited.trials.environment.slot_spec(task, Phase.AGENT)
+    slot = await audited.trials.pool.acquire("leaks", spec=spec, snapshot=snapshot, timeout_s=_WAIT_S)
+    try:
+        for path, data in long.items():
+            # The same bytes in another file, or in an object of a git repository.
+            digest, blob = hashlib.sha256(data).hexdigest(), hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # noqa: S324
+            same = await slot.execute(_SAME.format(size=len(data), digest=digest), cwd="/", timeout_s=_WAIT_S)
+            stored = await slot.execute(_STORED.format(blob=blob), cwd="/", timeout_s=_WAIT_S)
+            places = [line for line in same.output.split("\n") if line.strip() and line.strip() != path]
+            places += [f"the history of {line}" for line in stored.output.split("\n") if line.strip()]
+            if places:
+                what = f"{path}, as the solution leaves it, stands in {', '.join(places[:3])} before the agent acts"
+                # The task may ask for a copy or another name of this very file.
+                asks = all(_names(_text_of(task.solution), place, path) for place in places)
+                yield Finding(kind=Kind.LEAKS, what=what, note=asks)
+        if answer is not None:
+            grep = f"grep -rIlF -e {shlex.quote(answer.strip())} {WORKSPACE} /tmp /home /root 2>/dev/null | head -5"
+            found = await slot.execute(grep, cwd="/", timeout_s=_WAIT_S)
+            if places := [line for line in found.output.split("\n") if line.strip()]:
+                what = f"the answer stands in {', '.join(places)} before the agent acts"
+                yield Finding(kind=Kind.LEAKS, what=what, note=True, detail=answer)
+    except InfraError:
+        raise
+    except PalaestraError as error:
+        yield Untried(Kind.LEAKS, str(error))
+    finally:
+        await audited.trials.pool.release(slot)
+
+
+def _text_of(solution: Solution | None) -> str:
+    steps = [solution] if isinstance(solution, str) else solution or ()
+    return "\n".join(each if isinstance(each, str) else repr(each) for each in steps)
+
+
+def _names(solution: str, place: str, written: str) -> bool:
+    """Return whether the text of a solution names the file at `place`, whose content it leaves in `written`: by its
+    path or its name, or, for a command that copies, by a folder above it. A name without a dot may be a word of the
+    content, so it counts only for such a command too."""
+    path = PurePosixPath(place)
+    own = path.relative_to(WORKSPACE) if path.is_relative_to(WORKSPACE) else path
+    words, copies = {place, str(own)}, _COPIES.search(solution)
+    if path.name != PurePosixPath(written).name and (copies or "." in path.name):
+        words.add(path.name)
+    if copies:
+        words |= {str(each) for each in own.parents if str(each) not in (".", "/")}
+    return any(re.search(rf"(?<![\w.-]){re.escape(each)}(?![\w-]|\.\w)", solution) for each in words)
+
+
+_COPIES = re.compile(r"\b(cp|mv|ln|rsync|tar|install|rename|copy\w*|move)\b")
+
+_SAME = (
+    "find / -xdev -path /proc -prune -o -type f -size {size}c -print 2>/dev/null | head -2000 | "
+    'while IFS= read -r each; do sha256sum < "$each" 2>/dev/null | grep -q ^{digest} && printf \'%s\\n\' "$each"; done'
+)
+_STORED = (
+    "find / -xdev -type d -name objects -path '*.git/objects' 2>/dev/null | head -20 | while IFS= read -r each; do "
+    'git --git-dir="${{each%/objects}}" -c safe.directory="*" cat-file -e {blob} 2>/dev/null && '
+    "printf '%s\\n' \"${{each%/.git/objects}}\"; done"
+)
+
+CHECKS: Mapping[Kind, Callable[[Audited], AsyncIterator[Found]]] = {
+    Kind.UNSOLVABLE: unsolvable,
+    Kind.PAYS_FOR_NOTHING: pays_for_nothing,
+    Kind.FLAKY: flaky,
+    Kind.WORLD: world,
+    Kind.LEAKS: leaks,
+    Kind.FALSE_ZERO: false_zero,
+    Kind.WEAK: weak,
+    Kind.HACKABLE: hackable,
+}
+"""The checks of one task, the cheapest first."""
+
+JOBS = os.cpu_count() or 1

@@ -1,0 +1,204 @@
+"""Changed copies of what a reference solution leaves: mutants, which are wrong, and variants, which are as right.
+
+A mutant that still gets the full score shows what the score does not see. A variant that does not get it shows right
+work that is refused. Does no I/O; code is only parsed.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import difflib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from palaestra_audit.cheats.hollow_work import (
+    MOST_BYTES,
+    Module,
+    hollow_functions,
+    hollows,
+    is_code,
+    parsed,
+    without_objects,
+)
+
+Files = Mapping[str, bytes | None]
+"""Contents by path. None is a file that is removed."""
+
+_DOCUMENTS = (".md", ".rst", ".adoc")
+_PROSE = (".md", ".rst", ".txt", ".adoc", ".cfg", ".toml", ".ini", ".yaml", ".yml")
+_MOST_PLACES = 40
+"""The maximum number of places of a solution at which an operator is changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Changed files, and what the change is. `certain` mutants are wrong for every reader; of the others, some may not
+    change any result. `certain` variants keep the meaning in every environment."""
+
+    what: str
+    files: Files
+    certain: bool
+
+
+def mutants(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator[Changed]:
+    """Yield mutants of the files `after` of a solution, the coarsest first. `before` has the contents of those files,
+    as far as they exist, in the prepared workspace."""
+    left = {path: data for path, data in after.items() if data != before.get(path) and len(data) <= MOST_BYTES}
+    work = {path for path in left if not _is_beside(path)}
+    for hollow in hollows(before, after):
+        files = without_objects(hollow.files)
+        beside = bool(work) and work.isdisjoint(files)
+        yield Changed(hollow.what, files, certain=not beside and not hollow.prints)
+    parts = [path for path in left if not _is_beside(path)]
+    for path in parts if len(parts) > 1 else ():
+        yield Changed(f"{path} left out", {path: before.get(path)}, certain=not _same_code(path, before, left))
+    modules = [each for path in left if is_code(path) and (each := parsed(path, before.get(path, b""), left[path]))]
+    for module in modules:
+        for hollow in hollow_functions(module):
+            yield Changed(hollow.what, hollow.files, certain=not hollow.prints)
+    yield from _without_hunks(before, left)
+    yield from itertools.islice(itertools.chain.from_iterable(map(_other_operators, modules)), _MOST_PLACES)
+
+
+def _is_beside(path: str) -> bool:
+    """Return whether a file is a test or is read by people only, so that a score need not see it."""
+    place = PurePosixPath(path)
+    tested = place.name.startswith(("test", ".")) or any(part.startswith("test") for part in place.parts)
+    return tested or place.suffix in _DOCUMENTS
+
+
+def _same_code(path: str, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> bool:
+    return path.endswith(".py") and _meaning(before.get(path, b"")) == _meaning(after[path]) != ""
+
+
+def _meaning(source: bytes) -> str:
+    """Return code without its layout, comments and docstrings; nothing if it cannot be parsed."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [
+                each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+            ]
+    return ast.dump(tree)
+
+
+def _without_hunks(before: Mapping[str, bytes], left: Mapping[str, bytes]) -> Iterator[Changed]:
+    """Leave out one hunk of a file that was changed in several places."""
+    for path, data in left.items():
+        old, new = before.get(path, b"").splitlines(keepends=True), data.splitlines(keepends=True)
+        if not old or _is_beside(path) or path.endswith(_PROSE):
+            continue
+        hunks = [
+            each for each in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if each[0] != "equal"
+        ]
+        for _, first, last, begin, end in hunks if len(hunks) > 1 else ():
+            made = b"".join([*new[:begin], *old[first:last], *new[end:]])
+            if path.endswith(".py") and _meaning(made) in ("", _meaning(data)):
+                continue
+            yield Changed(f"{path} without the change at line {begin + 1}", {path: made}, certain=False)
+
+
+_OTHER: Mapping[type[ast.AST], ast.AST] = {
+    ast.Lt: ast.LtE(), ast.LtE: ast.Lt(), ast.Gt: ast.GtE(), ast.GtE: ast.Gt(), ast.Eq: ast.NotEq(),
+    ast.NotEq: ast.Eq(), ast.In: ast.NotIn(), ast.NotIn: ast.In(), ast.Is: ast.IsNot(), ast.IsNot: ast.Is(),
+    ast.Add: ast.Sub(), ast.Sub: ast.Add(), ast.Mult: ast.Add(), ast.FloorDiv: ast.Mult(), ast.Mod: ast.Mult(),
+    ast.And: ast.Or(), ast.Or: ast.And(),
+}  # fmt: skip
+"""The operators that mutation testing exchanges: relational, arithmetic and logical ones (DeMillo and others, 1978)."""
+
+
+def _other_operators(module: Module) -> Iterator[Changed]:
+    """Change one operator or number in the lines that the solution changed."""
+    text = module.source.decode()
+    lines = module.source.splitlines(keepends=True)  # as Python counts them; texts have other line ends too
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.expr) or node.lineno not in module.lines:
+            continue
+        made, old = _mutated(node), ast.get_source_segment(text, node)
+        # In a formatted string, Python before 3.12 gives wrong places.
+        if made is None or old is None or _meaning(f"({old})".encode()) != _meaning(f"({ast.unparse(node)})".encode()):
+            continue
+        first = lines[node.lineno - 1][: node.col_offset]
+        last = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :]
+        top, rest = lines[: node.lineno - 1], lines[node.end_lineno or node.lineno :]
+        new = b"".join([*top, first, f"({ast.unparse(made)})".encode(), last, *rest])
+        if _meaning(new):
+            what = f"{module.path}:{node.lineno}: {ast.unparse(made)} for {old}"
+            yield Changed(" ".join(what.split()), {module.path: new}, certain=False)
+
+
+def _mutated(node: ast.expr) -> ast.expr | None:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and (op := _OTHER.get(type(node.ops[0]))) is not None:
+        return ast.Compare(node.left, [op], node.comparators)  # type: ignore[list-item]
+    if isinstance(node, ast.BinOp) and (op := _OTHER.get(type(node.op))) is not None:
+        return ast.BinOp(node.left, op, node.right)  # type: ignore[arg-type]
+    if isinstance(node, ast.BoolOp):
+        return ast.BoolOp(_OTHER[type(node.op)], node.values)  # type: ignore[arg-type]
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return ast.Constant(node.value + 1)
+    if isinstance(node, ast.Constant) and type(node.value) is bool:
+        return ast.Constant(not node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return node.operand
+    return None
+
+
+def variants(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator[Changed]:
+    """Yield variants of the files `after` of a solution that are as right."""
+    left = {path: data for path, data in after.items() if data != before.get(path) and len(data) <= MOST_BYTES}
+    modules = [each for path in left if is_code(path) and (each := parsed(path, before.get(path, b""), left[path]))]
+    for what, change in {
+        "a comment at the end of": lambda module: module.source.rstrip(b"\n") + b"\n\n# the end\n",
+        "a blank line at the end of": lambda module: module.source + b"\n",
+        "the code laid out anew in": lambda module: (ast.unparse(module.tree) + "\n").encode(),
+        "local names renamed in": _renamed,
+    }.items():
+        made = {each.path: new for each in modules if (new := change(each)) is not None and new != each.source}
+        if made:
+            yield Changed(f"{what} {', '.join(made)}", made, certain=True)
+    texts = {path: data for path, data in left.items() if not path.endswith(".py") and b"\0" not in data and data}
+    toggled = {path: data[:-1] if data.endswith(b"\n") else data + b"\n" for path, data in texts.items()}
+    if toggled:
+        yield Changed(f"another last newline in {', '.join(toggled)}", toggled, certain=False)
+    crlf = {each.path: b"\r\n".join(each.source.splitlines()) + b"\r\n" for each in modules if b"\r" not in each.source}
+    if crlf:
+        yield Changed(f"lines that end with CRLF in {', '.join(crlf)}", crlf, certain=False)
+
+
+def _renamed(module: Module) -> bytes | None:
+    """Rename the local variables of the functions that the solution changed; None if there are none, or if code could
+    ask for their names."""
+    text = module.source.decode()
+    if any(word in text for word in ("locals(", "vars(", "eval(", "exec(", "inspect", "nonlocal", "global ")):
+        return None
+    tree = copy.deepcopy(module.tree)
+    count = 0
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) or not module.changes(function):
+            continue
+        # Not the decorators, defaults and annotations, whose names are those of the scope around the function.
+        nodes = [each for statement in function.body for each in ast.walk(statement)]
+        if any(isinstance(each, _SCOPES) for each in nodes):
+            continue
+        arguments = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
+        names = [each for each in nodes if isinstance(each, ast.Name)]
+        stored = {each.id for each in names if isinstance(each.ctx, ast.Store)} - arguments
+        if any(f"{each}_value" in text for each in stored):
+            continue
+        for name in names:
+            if name.id in stored:
+                name.id, count = f"{name.id}_value", count + 1
+    return (ast.unparse(tree) + "\n").encode() if count else None
+
+
+_SCOPES = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.ExceptHandler, ast.Import, ast.ImportFrom,
+    ast.MatchAs, ast.MatchStar, ast.MatchMapping,
+)  # fmt: skip
+"""Statements that bind names in another way than as `ast.Name`, or in another scope."""

@@ -1,0 +1,50 @@
+"""Loads and opens an environment for the commands that play attacks on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from palaestra.envs.config.command_line import set_fields
+from palaestra.envs.config.fields import UNSAID
+from palaestra.envs.discovery import load_environment
+from palaestra.envs.form import Form
+from palaestra.envs.policy_runs import parse_settings
+from palaestra.envs.run.run import opened
+from palaestra.envs.run.run_folder import RunLine
+from palaestra.rollouts.environment import Environment
+from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import Rung
+from palaestra_tokens.server_group import ServerGroup
+
+
+def load(command: str, reference: str, settings: Sequence[str]) -> tuple[Form, RunLine]:
+    """Return the form that `reference` names, and its settings: those that it has for checks, unless the user sets one
+    of them. Raises `ConfigError`."""
+    form = load_environment(reference, Path.cwd())
+    config, _ = form.defaults()
+    values = set_fields(config) if config is not None else {}
+    own, prog = form.check_values(), f"palaestra {command} {reference}"
+    parsed = parse_settings(prog, settings, env_type=form.config_type(), env_values=values)
+    if own and not any(parsed.sources[f"env.{name}"] not in UNSAID for name in own):
+        parsed = parse_settings(prog, settings, env_type=form.config_type(), env_values={**values, **own})
+    if parsed.env_config.isolation == Rung.NONE.label:
+        raise ConfigError(
+            f"{command} plays attacks, and isolation level none gives no protection; use a different level"
+        )
+    return form, parsed
+
+
+@contextlib.asynccontextmanager
+async def opened_environment(
+    form: Form, parsed: RunLine, pool: SlotPool
+) -> AsyncIterator[tuple[Environment, SlotPool]]:
+    """Yield the environment, open, and the pool, also open."""
+    engine = ServerGroup(parsed.server_configs)
+    async with contextlib.aclosing(engine), pool:
+        await engine.start()
+        environment = form.build(parsed.env_config, parsed.server_configs, engine)
+        async with opened(environment, parsed.env_config.only_tasks):
+            yield environment, pool

@@ -1,0 +1,235 @@
+"""Plays trials: what an agent does on a task, and the machine on which it does it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+
+from palaestra.envs.config.build import make_pool
+from palaestra.envs.form import Form
+from palaestra.envs.policy_runs import PolicyRuns, policy_runs
+from palaestra.envs.run.run_folder import RunLine
+from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.records import Group, Trajectory
+from palaestra_audit.cheats.left_files import LeftFiles, ReadWorkspaces, play_and_read
+from palaestra_audit.cheats.proof import TERMINAL, CommandTool, actions, writing
+from palaestra_audit.opening import opened_environment
+from palaestra_audit.records import Step, Trial, Verdict, World
+from palaestra_slots.core.errors import SandboxError, TaskError
+from palaestra_slots.core.types import Blame, Limits, Message, Network, Say, Task, ToolStep
+from palaestra_slots.sandbox.pool import SlotPool
+from palaestra_slots.sandbox.slot import (
+    Mount,
+    Rung,
+    Slot,
+    SlotSpec,
+    Snapshot,
+)
+from palaestra_tokens.chat_server import SessionContext
+from palaestra_tokens.engines.scripted import Act, Policy, solution_steps, turns_taken
+
+_WORLD: ContextVar[World | None] = ContextVar("world", default=None)
+"""The machine of the trial that is played; a context variable, because trials are played concurrently."""
+
+CLOCKS = (
+    "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
+    "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1",
+    "/usr/lib64/faketime/libfaketime.so.1",
+)
+"""Where distributions install the library that changes the clock of programs."""
+_CLOCK_AT = "/opt/palaestra/faketime"
+
+_CLOCK_TEST = "@2031-06-15 12:00:00"
+_WAIT_S = 60.0
+
+_ENDING = "Done."
+_OURS = (Blame.SANDBOX, Blame.ENGINE, Blame.RUN)
+_TOO_LONG = "the reference solution leaves the agent no turn for more"
+
+
+def clock_library() -> str | None:
+    """Return the library that changes the clock of programs; None if this machine has none."""
+    return next((path for path in CLOCKS if Path(path).is_file()), None)
+
+
+class WorldPool(SlotPool):
+    """A pool whose slots are on the machine of the trial."""
+
+    async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
+        return await super().make(_in_world(spec, self.rung), trajectory_id, snapshot)
+
+    async def add(
+        self, slot: Slot, number: int | None, spec: SlotSpec, name: str, snapshot: Snapshot | None = None
+    ) -> Slot:
+        return await super().add(slot, number, _in_world(spec, self.rung), name, snapshot)
+
+
+@contextmanager
+def _on(world: World) -> Iterator[None]:
+    """Make slots on this machine within the block."""
+    token = _WORLD.set(None if world == World() else world)
+    try:
+        yield
+    finally:
+        _WORLD.reset(token)
+
+
+def _in_world(spec: SlotSpec, rung: Rung) -> SlotSpec:
+    world = _WORLD.get()
+    if world is None:
+        return spec
+    env, mounts = {**dict(spec.env), **world.env}, spec.mounts
+    library = clock_library()
+    if world.clock and library is not None:
+        folder = str(Path(library).parent)
+        # Lower levels show directories only at their own paths.
+        at = _CLOCK_AT if rung >= Rung.USERNS else folder
+        mounts = (*mounts, Mount(folder, at))
+        env |= {"LD_PRELOAD": f"{at}/{Path(library).name}", "FAKETIME": world.clock, "FAKETIME_DONT_RESET": "1"}
+        # Otherwise, waits for a given time could end too early or never.
+        env |= {"FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    limits: Limits = spec.limits if world.cpus is None else replace(spec.limits, cpus=world.cpus)
+    network = Network.OFF if world.offline else spec.network
+    return replace(spec, env=tuple(env.items()), mounts=mounts, limits=limits, network=network)
+
+
+class TrialPolicy(Policy):
+    """Plays the steps of a trial."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+
+    def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
+        """Return the next step. Raises `TaskError` for a step that plays a missing solution."""
+        assert context.task is not None
+        acts = trial_acts(self._trial, context.task)
+        turn = turns_taken(context, messages)
+        return acts[turn] if turn < len(acts) else _ENDING
+
+
+def trial_acts(trial: Trial, task: Task) -> list[Act]:
+    """Return the turns of a trial. Raises `TaskError` for a step that plays a missing solution."""
+    acts: list[Act] = []
+    ending: list[Act] = []
+    for step in trial.steps:
+        if step.reference is not None:
+            if task.solution is None and not step.reference:
+                raise TaskError(f"task {task.id} has no reference solution")
+            solution = solution_steps(task, step.reference)
+            count = actions(task) if not step.reference else len(solution)
+            for each in solution[:count]:
+                acts.append(each.text if isinstance(each, Say) else [_call(each)])
+            ending += [each.text for each in solution[count:] if isinstance(each, Say)]
+        elif step.say is not None:
+            acts.append(step.say)
+        else:
+            acts.append([ToolStep(step.tool, step.arguments)])
+    return acts + ending
+
+
+def _call(step: ToolStep | str | Say) -> ToolStep:
+    assert not isinstance(step, Say)
+    return ToolStep("terminal", {"command": step}) if isinstance(step, str) else step
+
+
+REFERENCE = Step(reference=0)
+
+
+def write_steps(tool: CommandTool, files: Mapping[str, bytes | None], then: str = "") -> list[Step]:
+    """Return calls that write these files, or remove those that are None, and then run a command."""
+    commands = [*writing(files), *([f"{then}\n"] if then else [])]
+    return [Step(tool=each.name, arguments=dict(each.arguments)) for each in tool.calls(commands)]
+
+
+def shown(step: Step) -> str:
+    """Return a step as a person reads it: files that it writes appear as text."""
+    if step.reference is not None:
+        return "the reference solution" if not step.reference else f"solutions[{step.reference - 1}]"
+    if step.say is not None:
+        return f"say {step.say!r}"
+    text = "\n".join(str(value) for value in step.arguments.values())
+    return f"{step.tool}: {_decoded(text)}"
+
+
+def _decoded(text: str) -> str:
+    parts = text.split("base64 -d <<'END' > ")
+    for number, part in enumerate(parts[1:], start=1):
+        path, _, rest = part.partition("\n")
+        data, _, after = rest.partition("\nEND\n")
+        try:
+            content = base64.b64decode(data).decode()
+        except (binascii.Error, UnicodeDecodeError):
+            continue
+        parts[number] = f"write {path}\n{content}\n{after}"
+    return "".join(parts)
+
+
+class Trials:
+    """Plays trials on the tasks of an open environment. The workspace of a task is prepared once, and each trial starts
+    from a fork of it."""
+
+    def __init__(self, environment: Environment, pool: SlotPool, runs: PolicyRuns) -> None:
+        self.environment = environment
+        self.pool = pool
+        self.prepared = runs.prepared if runs.prepared is not None else {}
+        self._runs = runs
+
+    async def play(
+        self, task: Task, trial: Trial, number: int = 0, reads: LeftFiles | None = None
+    ) -> tuple[Verdict, Trajectory | None, Group]:
+        """Play a trial. Return its verdict, its rollout (None if the group has none) and its group. `reads` is filled
+        with the files that it leaves. Raises `SandboxError` if this machine is to blame for the lack of a score."""
+        with _on(trial.world):
+            group = await play_and_read(self._runs, TrialPolicy(trial), task, number, reads)
+        played = group.trajectories[0] if group.trajectories else None
+        if (played.blame if played is not None else group.blame) in _OURS:
+            raise SandboxError(played.error if played is not None else group.error)
+        if played is None:
+            error = group.error or "there was no rollout"
+            return Verdict(reward=None, error=error, blame=group.blame), None, group
+        labels = [label.name for label in played.labels]
+        verdict = Verdict(
+            reward=played.reward, official=played.official, labels=labels, error=played.error, blame=played.blame
+        )
+        return verdict, played, group
+
+    async def forget(self, task_id: str) -> None:
+        """Drop the prepared workspace of a task."""
+        if (snapshot := self.prepared.pop(task_id, None)) is not None:
+            await self.pool.snapshots.forget(snapshot)
+
+    async def follows_clock(self, spec: SlotSpec) -> bool:
+        """Return whether programs in a slot see another clock. Those of an image may have another C library, or none.
+        Raises `InfraError`."""
+        with _on(World(clock=_CLOCK_TEST)):
+            slot = await self.pool.acquire("clock", spec=spec, timeout_s=_WAIT_S)
+        try:
+            shown = await slot.execute("date +%Y", cwd="/", timeout_s=_WAIT_S)
+            return shown.output.strip() == _CLOCK_TEST[1:5]
+        finally:
+            await self.pool.release(slot)
+
+    def has_turns(self, task: Task, trial: Trial) -> str:
+        """Return why the agent has too few turns for a trial; nothing if it has enough."""
+        return _TOO_LONG if len(trial_acts(trial, task)) + 1 > self.environment.agent.max_turns else ""
+
+
+@asynccontextmanager
+async def open_trials(form: Form, parsed: RunLine) -> AsyncIterator[Trials]:
+    """Yield `Trials` for an environment, which is opened on slots of this machine."""
+    made = make_pool(parsed.env_config, local=True)
+    async with opened_environment(form, parsed, WorldPool(made.config, made.backend)) as (environment, pool):
+        workspaces = ReadWorkspaces(pool)
+        workspaces.read_live(pool.rung)
+        async with policy_runs(environment, pool, workspaces, prepare_once=True) as runs:
+            yield Trials(environment, pool, runs)
+
+
+def tool_of(group: Group) -> CommandTool | None:
+    """Return the agent's tool that runs commands; None if there is none."""
+    return TERMINAL if group.error else CommandTool.of(group.tools)

@@ -1,0 +1,328 @@
+"""`palaestra audit` finds faults that were planted, names their kinds, and finds nothing in sound tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from palaestra.cli.main import main
+from palaestra_audit.records import Audit, Kind, read_audit
+from palaestra_audit.trials import clock_library
+
+pytestmark = [pytest.mark.slots, pytest.mark.timeout(600)]
+
+FAULTS = '''
+import itertools
+from pathlib import Path
+
+from palaestra import Task, environment
+from palaestra.grading import run_tests
+
+CODE = """cat > count.py <<'END'
+def count(text):
+    total = 0
+    for _ in text.split():
+        total += 1
+    return total
+
+
+def longest(text):
+    words = text.split()
+    best = max(words, key=len)
+    return best
+END"""
+COUNT = "from count import count\\n\\ndef test_count():\\n    assert count('a b c') == 3\\n    assert count('') == 0\\n"
+LONGEST = "from count import longest\\n\\ndef test_longest():\\n    assert longest('a bbb cc') == 'bbb'\\n"
+TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps.\\n"
+COPIED = f"printf %s '{TEXT}' > fox.txt"
+ASKED = "Write count.py with count(text), the number of words, and longest(text), the longest word. {}."
+calls = itertools.count()
+
+
+@environment(toolsets=["terminal"])
+def faults():
+    yield Task(id="sound-code", prompt=ASKED.format("Both are tested"), solution=CODE)
+    yield Task(id="sound-text", prompt=Path("asked.txt").read_text(), solution="echo right > a.txt")
+    yield Task(id="unsolvable", prompt="Write `left` to a.txt.", solution="echo wrong > a.txt")
+    yield Task(id="pays_for_nothing", prompt="Write anything to a.txt.", solution="echo x > a.txt")
+    yield Task(id="floor", prompt="Leave a.txt.", solution="echo x > b.txt", files={"a.txt": "1"}, floor=1.0)
+    yield Task(id="weak", prompt=ASKED.format("One is tested"), solution=CODE)
+    yield Task(id="false_zero", prompt=ASKED.format("Its text is compared"), solution=CODE)
+    yield Task(id="flaky", prompt="Write `even` to a.txt.", solution="echo even > a.txt")
+    yield Task(id="zone", prompt="Write the hour of the time 0 to a.txt.", solution="date -d @0 +%H > a.txt")
+    yield Task(id="clock", prompt="Write `now` to a.txt.", solution="echo now > a.txt")
+    yield Task(id="leaks", prompt="Write the sentence to fox.txt.", solution=COPIED, files={".hidden/fox": TEXT})
+    yield Task(id="first", prompt="Write the number forty-two to a.txt.", solution="echo 42 > a.txt")
+    yield Task(id="duplicate", prompt="Write the number  forty-two to a.txt.", solution="echo 42 > a.txt")
+
+
+WANTED = {"sound-text": "right\\n", "unsolvable": "left\\n", "flaky": "even\\n", "zone": "00\\n", "clock": "now\\n"}
+WANTED |= {"first": "42\\n", "duplicate": "42\\n", "leaks": TEXT}
+
+
+@faults.score
+async def right(task, sandbox):
+    if task.id in ("pays_for_nothing", "floor"):
+        return 1
+    if task.id in ("sound-code", "weak", "false_zero"):
+        tests = {"test_count.py": COUNT} if task.id == "weak" else {"test_a.py": COUNT, "test_b.py": LONGEST}
+        score = (await run_tests(sandbox, tests)).score()
+        same = await sandbox.read_text("count.py", missing="") == CODE.partition("\\n")[2].removesuffix("END")
+        return score if task.id != "false_zero" or same else 0
+    if task.id == "clock" and (await sandbox.execute("date +%Y")).output.strip() >= "2028":
+        return 0
+    if task.id == "flaky" and next(calls) % 3 == 2:
+        return 0
+    name = "fox.txt" if task.id == "leaks" else "a.txt"
+    return (await sandbox.read_text(name, missing="")).strip() == WANTED[task.id].strip()
+'''
+SOUND = {"sound-code", "sound-text", "floor", "first"}
+KINDS = {"zone": Kind.WORLD, "clock": Kind.WORLD}
+"""The kinds of the tasks that are not named after them."""
+
+
+def audit(*argv: str) -> Audit:
+    main(["audit", *argv, "--out", "found"])
+    return read_audit(Path("found/audit.json"))
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "faults_env.py"
+    path.write_text(FAULTS)
+    Path("asked.txt").write_text("Write `right` to a.txt.")
+    return path
+
+
+def certain(found: Audit) -> dict[str, set[Kind]]:
+    return {task.id: {each.kind for each in task.findings if not each.note} for task in found.tasks}
+
+
+@pytest.mark.slow
+def test_planted_faults_are_found_and_sound_tasks_are_not_blamed(
+    faults: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = audit("faults_env.py", "--skip", "hackable")
+    kinds = certain(found)
+    assert {name for name in SOUND if kinds[name]} == set()
+    expected = {name: KINDS.get(name) or Kind(name) for name in kinds if name not in SOUND}
+    if clock_library() is None:
+        del expected["clock"]
+    assert {name: kind in kinds[name] for name, kind in expected.items()} == dict.fromkeys(expected, True)
+    others = {name: found - {expected.get(name)} for name, found in kinds.items()}
+    # A score that is always full is weak as well.
+    assert {name: extra for name, extra in others.items() if extra} == {"pays_for_nothing": {Kind.WEAK}}
+
+    # Each witness plays again, in a process that has not played anything else.
+    capsys.readouterr()
+    for name in ("unsolvable", "pays_for_nothing", "weak", "false_zero", "zone"):
+        finding = next(
+            each for task in found.tasks if task.id == name for each in task.findings
+            if each.kind is expected[name] and not each.note
+        )  # fmt: skip
+        assert main(["audit", "replay", "found/audit.json", finding.id, "--json"]) == 0, finding
+        assert json.loads(capsys.readouterr().out)["same"] is True
+
+    # An audit of tasks that have not changed plays nothing; one of a task that has changed plays that.
+    again = audit("faults_env.py", "--skip", "hackable")
+    assert again.tasks == found.tasks
+    assert "sound-text: ok · 0" not in capsys.readouterr().err
+    Path("asked.txt").write_text("Write `right` to the file a.txt.")
+    changed = audit("faults_env.py", "--skip", "hackable")
+    digests = {task.id: task.digest for task in found.tasks}
+    assert [task.id for task in changed.tasks if task.digest != digests[task.id]] == ["sound-text"]
+
+    # The reports name the same findings.
+    page = Path("found/audit.html").read_text()
+    assert "palaestra audit replay found/audit.json weak/weak/1" in page
+    log = json.loads(Path("found/audit.sarif").read_text())
+    results = log["runs"][0]["results"]
+    assert len(results) == sum(1 for _ in changed.findings())
+    assert {each["level"] for each in results} <= {"error", "note"}
+    capsys.readouterr()
+    Path("old.json").write_bytes(Path("found/audit.json").read_bytes())
+    assert main(["audit", "compare", "old.json", "found/audit.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tasks"] == 13
+
+
+@pytest.mark.slow
+def test_a_score_that_trusts_an_exit_code_is_hackable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("exit_env.py").write_text("""
+from palaestra import Task, environment
+
+TEST = "from work import double\\n\\ndef test_it():\\n    assert double(2) == 4\\n"
+
+
+@environment(toolsets=["terminal"])
+def trusting():
+    yield Task(id="a", prompt="Write work.py with double(x).", files={"test_work.py": TEST},
+               solution="printf 'def double(x):\\\\n    return 2 * x\\\\n' > work.py")
+
+
+@trusting.score
+async def right(sandbox):
+    return (await sandbox.execute("python3 -c 'import test_work; test_work.test_it()'")).exit_code == 0
+""")
+    found = audit("exit_env.py", "--only", "hackable")
+    assert certain(found) == {"a": {Kind.HACKABLE}}
+    finding = next(each for _, each in found.findings() if each.trial is not None)
+    assert main(["audit", "replay", "found/audit.json", finding.id]) == 0
+
+
+def test_a_changed_score_is_audited_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def words():
+    yield Task(id="a", prompt="Write a.", solution="echo a > a.txt")
+
+@words.score
+async def right(sandbox):
+    return await sandbox.read_text("a.txt", missing="") == "a\\n"
+"""
+    Path("words_env.py").write_text(script)
+    assert certain(audit("words_env.py", "--only", "unsolvable")) == {"a": set()}
+    Path("words_env.py").write_text(script.replace('== "a', '== "b'))
+    assert certain(audit("words_env.py", "--only", "unsolvable")) == {"a": {Kind.UNSOLVABLE}}
+
+
+def test_bad_input_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other.json").write_text("{}")
+    Path("env_env.py").write_text(FAULTS)
+    for words, says in {
+        ("nothing_env.py",): "nothing_env.py",
+        ("env_env.py", "--only", "weird"): "weird",
+        ("env_env.py", "--budget", "soon"): "'soon' is not a time",
+        ("env_env.py", "--env.isolation", "none"): "isolation level none",
+        ("replay", "other.json", "x"): "other.json is not an audit",
+        ("compare", "other.json", "missing.json"): "other.json is not an audit",
+    }.items():
+        assert main(["audit", *words]) == 2, words
+        assert says in capsys.readouterr().err, words
+
+
+ODD = r"""
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def odd():
+    yield Task(id="a", prompt="Write a.", solution="echo a > a.txt")
+    yield Task(id="b", prompt="Write \udc80.", solution="printf 'x = \"\\351\"' > a.py")
+    yield Task(id="c", prompt="Write a.", solution="echo a > a.txt", solutions=3)
+
+@odd.score
+async def right(task, sandbox):
+    return (await sandbox.execute("test -f a.txt || test -f a.py")).exit_code == 0
+"""
+
+
+def test_an_odd_task_does_not_end_the_audit_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("odd_env.py").write_text(ODD)
+    found = audit("odd_env.py", "--only", "weak", "--only", "pays_for_nothing", "--only", "false_zero")
+    assert {task.id: task.complete for task in found.tasks} == {"a": True, "b": True, "c": False}
+    assert "TypeError" in found.tasks[2].untried[-1].why
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('id="b"', 'id="b", floor="low"', "floor 'low' is not a number"),
+        ('id="b"', 'id="a"', "two tasks with the id 'a'"),
+    ],
+)
+def test_unusable_tasks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], old: str, new: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("odd_env.py").write_text(ODD.replace(old, new))
+    assert main(["audit", "odd_env.py"]) == 2
+    assert says in capsys.readouterr().err
+
+
+WORDS = """
+from words_helper import WANTED
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def words(judge_api_key: str = ""):
+    yield Task(id="a", prompt="Write a.", solution="echo a > a.txt")
+    yield Task(id="b", prompt="What is 3 + 4? Write it.", solution="echo a > a.txt", answer="7")
+    yield Task(id="c", prompt="What is 3 - 4? Write it.", solution="echo a > a.txt", answer="-1")
+    yield Task(id="d", prompt="What is 3 - 4? Write  it.", solution="echo a > a.txt", answer="-1")
+
+@words.score
+async def right(sandbox):
+    return await sandbox.read_text("a.txt", missing="") == WANTED
+"""
+
+
+def test_results_of_other_tasks_stay_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("words_helper.py").write_text('WANTED = "a\\n"')
+    Path("words_env.py").write_text(WORDS)
+    Path("lines.jsonl").write_text("no JSON")
+    kinds = ("--only", "unsolvable", "--only", "duplicate")
+    assert main(["audit", "words_env.py", *kinds, "--out", "found", "--against", "lines.jsonl"]) == 2
+    assert not Path("found/audit.json").exists()
+    found = audit("words_env.py", *kinds)
+    assert certain(found) == {"a": set(), "b": set(), "c": set(), "d": {Kind.DUPLICATE}}
+    assert [each.id for each in audit("words_env.py", *kinds, "--tasks", "1").tasks] == ["a", "b", "c", "d"]
+    assert audit("words_env.py", *kinds).tasks == found.tasks
+    for words in (["words_env.py", "--only", "unsolvable"], ["words_env.py:words", *kinds]):
+        assert main(["audit", *words, "--out", "found"]) == 2
+        assert "--out" in capsys.readouterr().err
+    # A budget that is used up leaves what is known.
+    Path("words_helper.py").write_text('WANTED = "b\\n"')
+    left = audit("words_env.py", *kinds, "--budget", "0s")
+    assert ([each.id for each in left.tasks], left.left) == (["a", "b", "c", "d"], 4)
+
+
+def test_keys_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words_env.py").write_text(WORDS.replace("from words_helper import WANTED", 'WANTED = "b"'))
+    settings = ["--env.judge_api_key", "judge-4711-key", "--openai.api_key=sk-4711-key", "--env.seed", "3"]
+    found = audit("words_env.py", "--only", "unsolvable", "--tasks", "1", *settings)
+    assert (found.settings, found.secrets) == (["--env.seed", "3"], ["--env.judge_api_key", "--openai.api_key"])
+    assert "4711" not in Path("found/audit.json").read_text()
+    finding = found.tasks[0].findings[0].id
+    assert main(["audit", "replay", "found/audit.json", finding, *settings[:2]]) == 2
+    assert "again after ID: --openai.api_key\n" in capsys.readouterr().err
+    assert main(["audit", "replay", "found/audit.json", finding, *settings[:3]]) == 0
+
+
+def test_a_home_directory_is_a_note_and_another_clock_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words_env.py").write_text("""
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def words():
+    yield Task(id="a", prompt="Write a.", solution="cp a.txt b.txt", files={"a.txt": "a" * 50},
+               setup="test $(date +%Y) -lt 2028")
+
+@words.score
+async def right(sandbox):
+    found = await sandbox.execute("test $HOME != /tmp && test $(date +%Y) -lt 2028")
+    return found.exit_code == 0 and await sandbox.read_text("b.txt", missing="") == "a" * 50
+""")
+    found = audit("words_env.py", "--only", "depends_on_the_world", "--only", "leaks")
+    notes = {(each.kind, each.what.partition(",")[0]) for _, each in found.findings() if each.note}
+    assert (Kind.WORLD, "with another home directory") in notes
+    assert any(kind is Kind.LEAKS for kind, _ in notes)
+    clock = [each for _, each in found.findings() if not each.note]
+    assert {each.kind for each in clock} == ({Kind.WORLD} if clock_library() else set())
+    for each in clock[:1]:
+        assert main(["audit", "replay", "found/audit.json", each.id]) == 0

@@ -1,0 +1,153 @@
+"""Mutants are wrong or named as doubtful, and variants keep the meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from palaestra_audit.mutants import mutants, variants
+
+CODE = b'''"""Words."""
+
+LIMIT = 3
+
+
+def first(words):
+    """The first words."""
+    found = []
+    for word in words:
+        if len(found) < LIMIT and word:
+            found.append(word)
+    return found
+
+
+def is_long(word):
+    return len(word) > 5
+'''
+
+
+def ran(source: bytes) -> tuple[object, ...]:
+    space: dict[str, object] = {}
+    exec(compile(source, "work.py", "exec"), space)
+    first, is_long = space["first"], space["is_long"]
+    words = ["a", "", "bb", "ccc", "dddd", "eeeeee"]
+    return tuple(first(words)), tuple(map(is_long, words)), is_long("fffff"), is_long("ffffff")  # type: ignore[operator]
+
+
+def only(files: Mapping[str, bytes | None]) -> bytes:
+    (data,) = files.values()
+    assert data is not None
+    return data
+
+
+def test_variants_of_code_keep_its_results() -> None:
+    found = {each.what: each for each in variants({}, {"work.py": CODE})}
+    assert len(found) == 5
+    for what, each in found.items():
+        assert ran(only(each.files)) == ran(CODE), what
+        assert only(each.files) != CODE
+    assert [each.certain for each in found.values()] == [True, True, True, True, False]
+    renamed = only(found["local names renamed in work.py"].files)
+    assert b"found_value" in renamed
+    assert b"LIMIT_value" not in renamed
+
+
+def test_mutants_of_code_change_its_results() -> None:
+    found = list(mutants({}, {"work.py": CODE}))
+    changed = {}
+    for each in found:
+        try:
+            changed[each.what] = ran(only(each.files)) != ran(CODE)
+        except Exception:
+            changed[each.what] = True
+    assert all(changed.values()), changed
+    whats = " ".join(changed)
+    for part in ("results of work.py", "results of first of", "results of is_long of", "work.py:16: ", "work.py:10: "):
+        assert part in whats, part
+    assert {each.certain for each in found} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [
+        ({}, {"a.txt": b"1\n", "b.txt": b"word\n"}, {"a.txt left out", "b.txt left out"}),
+        ({"a.txt": b"0\n"}, {"a.txt": b"0\n", "b.txt": b"1\n"}, set()),
+        ({}, {"tests/test_a.py": b"assert 1\n", "a.txt": b"1\n"}, set()),
+        ({"a.py": b"x = 1\n"}, {"a.py": b"x = 1  # one\n", "b.txt": b"1"}, {"a.py left out", "b.txt left out"}),
+    ],
+)
+def test_files_are_left_out_if_there_are_several(
+    before: dict[str, bytes], after: dict[str, bytes], names: set[str]
+) -> None:
+    found = {each.what: each for each in mutants(before, after) if each.what.endswith("left out")}
+    assert set(found) == names
+    if "a.py left out" in names:  # a comment has no meaning
+        assert not found["a.py left out"].certain
+
+
+def test_code_that_is_not_utf_8_has_no_mutants_by_lines() -> None:
+    code = "def name():\n    return 'caf\xe9' + 'x'\n"
+    for source in (code, f"# coding: latin-1\n{code}"):
+        assert [each.what for each in mutants({}, {"work.py": source.encode("latin-1")})] == []
+    # A vertical tab ends a line of a text, but not of Python code.
+    (mutant,) = [
+        each for each in mutants({}, {"work.py": b"a = '\x0b'\nb = 1 + c\n"}) if "2: 1 - c for 1 + c" in each.what
+    ]
+    assert only(mutant.files) == b"a = '\x0b'\nb = (1 - c)\n"
+
+
+def test_only_names_of_the_body_are_renamed() -> None:
+    source = b"size = 2\n\n\ndef work(a: size, b=size):\n    size = a + b\n    return size\n"
+    (renamed,) = [each for each in variants({}, {"work.py": source}) if each.what.startswith("local names")]
+    assert only(renamed.files).decode().splitlines()[-3:] == [
+        "def work(a: size, b=size):", "    size_value = a + b", "    return size_value"
+    ]  # fmt: skip
+
+
+OBJECTS = b"""from pathlib import Path
+
+
+class Words:
+    def add(self, word):
+        self.word = word
+        return self
+
+    def place(self):
+        return Path(self.word)
+
+    def find(self, word):
+        if word != self.word:
+            return None
+        return 1
+
+    def show(self):
+        print(self.word)
+"""
+
+
+def test_mutants_that_keep_the_results_are_not_certain() -> None:
+    found = {each.what.rpartition(" of ")[0]: each for each in mutants({}, {"work.py": OBJECTS})}
+    by_function = {what.rpartition(" ")[2]: each for what, each in found.items() if " the results of " in what}
+    assert {name: each.certain for name, each in by_function.items()} == {"place": True, "find": True, "show": False}
+    space: dict[str, object] = {"__name__": "work"}
+    exec(compile(only(by_function["place"].files), "work.py", "exec"), space)
+    assert space["Words"]().add("a").place() is None  # type: ignore[operator]
+    assert space["Words"]().add("a").find("b") is None  # type: ignore[operator]
+
+
+def test_documents_beside_the_work_are_not_blamed() -> None:
+    found = list(mutants({}, {"CHANGES.rst": b"version 2\n", "work.py": b"x = 1\n"}))
+    assert not [each.what for each in found if each.certain and "CHANGES" in each.what]
+    assert any(each.certain for each in mutants({}, {"README.md": b"version 2\n"}))
+
+
+def test_work_that_only_prints_is_certainly_wrong_only_without_its_calls() -> None:
+    source = b"def show(word):\n    print(word)\n    return None\n"
+    found = {each.what: each.certain for each in mutants({}, {"work.py": source})}
+    assert found == {
+        "wrong values of the right type in place of the results of work.py": False,
+        "None in place of the results of work.py": False,
+        "an early end of the functions of work.py": True,
+    }
+    assert all(each.certain for each in mutants({}, {"work.py": b"print('a')\n"}))

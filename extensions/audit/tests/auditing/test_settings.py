@@ -1,0 +1,53 @@
+"""The settings that an audit keeps, and what its results depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from palaestra_audit.audit import _digest
+from palaestra_audit.code_digests import _named
+from palaestra_audit.settings import kept_settings, missing_settings
+from palaestra_slots.core.types import Task
+
+
+@pytest.mark.parametrize(
+    ("words", "secret"),
+    [
+        (["--env.seed", "3", "--env.only_tasks", "a", "b"], []),
+        (["--openai.api_key", "x"], ["--openai.api_key"]),
+        (["--openai.api-key=x"], ["--openai.api-key"]),
+        (["--env.env_vars.HOME", "/x"], ["--env.env_vars.HOME"]),
+        (["--env.judge", '{"model": "a", "api_key": "x"}'], ["--env.judge"]),
+        (["--base-url", "http://user:word@host/v1"], ["--base-url"]),
+    ],
+)
+def test_secret_settings_are_left_out(words: list[str], secret: list[str]) -> None:
+    assert kept_settings(["--env.group_size", "1", *words]) == (
+        ["--env.group_size", "1", *([] if secret else words)],
+        secret,
+    )
+
+
+def test_a_secret_setting_is_missing_unless_something_sets_it() -> None:
+    secret = ["--openai.api-key", "--env.judge_api_key", "--base-url"]
+    sources = {"openai.api_key": "default", "env.judge_api_key": "environment"}
+    assert missing_settings(secret, ["--base-url", "http://a:b@host"], sources) == ["--openai.api-key"]
+
+
+def test_results_depend_on_the_files_of_the_code_and_of_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "my_eval.py"
+    for text in ("a", "b"):
+        file.write_text(text)
+        assert set(_named("inspect:my_eval.py@task")) == set(_named("my_eval.py:task")) == {file}
+    assert not set(_named("verifiers:words"))
+
+    digests = set()
+    for text in ("a", "b"):
+        file.write_text(text)
+        digests.add(_digest(Task(id="a", prompt="b", data={"file": file}), "salt"))
+    assert len(digests) == 2

@@ -1,0 +1,1 @@
+"""`palaestra batch`: the agent over a file of prompts."""

@@ -1,0 +1,229 @@
+"""The files of a conversation: its slot, the shared folder, and a checkpoint of both before each turn.
+
+A checkpoint of a slot costs about as much as the changes since the previous one, because layers are shared. Undoing a
+turn ends the slot and starts another one from the checkpoint. Changes that were written to the shared folder are taken
+back, except in files that the person has changed since. Checkpoints live as long as the conversation is open: a slot
+does not outlive its process either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from palaestra.agent.seat import Seat
+from palaestra_chat.folder_changes import FolderChange
+from palaestra_chat.service import ChatService
+from palaestra_chat.turn import WatchedSlot
+from palaestra_chat.turn_events import Event
+from palaestra_chat.workdir import WorkFolder
+from palaestra_slots.core.errors import SandboxError
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import JSON
+from palaestra_slots.sandbox.slot import Slot, Snapshot
+
+MANY_LAYERS = 32
+"""The number of layers from which on a restored slot copies its topmost layer, so that undoing for hours adds none."""
+
+COPIED_SANDBOX = "The sandbox is a copy: it has the files after the last turn of this history, but no processes."
+CURRENT_FILES = (
+    "The sandbox is a copy: it has the current files, although this history ends earlier, because no checkpoint of "
+    "that time was kept. It has no processes."
+)
+
+_NO_CHECKPOINT = "no checkpoint of the files was kept"
+_NOT_HERE = "this isolation level cannot copy files"
+
+
+class ConversationSlots:
+    """The place of a conversation's seat: slots of the service, whose output `emit` gets. New slots get a copy of the
+    folder `workdir`. `leased` is called when the conversation has a slot."""
+
+    def __init__(
+        self,
+        service: ChatService,
+        conversation: str,
+        workdir: Path | None,
+        emit: Callable[[Event], None],
+        leased: Callable[[], None],
+    ) -> None:
+        self._service = service
+        self._id = conversation
+        self._emit = emit
+        self._leased = leased
+        self._snapshot: Snapshot | None = None
+        self.folder = None if workdir is None else WorkFolder(workdir)
+        """The folder of this machine that new slots get a copy of."""
+
+    def share(self, folder: WorkFolder | None) -> None:
+        """Copy this folder into each new slot, or none."""
+        self.folder = folder
+
+    def start_from(self, snapshot: Snapshot | None) -> None:
+        """Make the next slot from this snapshot, or an empty one."""
+        self._snapshot = snapshot
+
+    async def lease(self) -> Slot:
+        """Lease a slot, or take over the one that the conversation had in an earlier service."""
+        slot, kept = await self._service.lease(self._id, self._snapshot)
+        fresh, self._snapshot = self._snapshot is None and not kept, None
+        prepare = self.folder.fill if self.folder is not None else self._service.settings.prepare
+        if fresh and prepare is not None:
+            await self._prepared(slot, prepare)
+        self._leased()
+        return cast("Slot", WatchedSlot(slot, self._emit))
+
+    async def _prepared(self, slot: Slot, prepare: Callable[[Slot], Awaitable[None]]) -> None:
+        try:
+            await prepare(slot)
+        except BaseException:
+            await self._service.release(slot)
+            raise
+
+    async def release(self, slot: Slot) -> None:
+        """End the slot and its processes."""
+        await self._service.release(_own(slot))
+
+    async def copy(self, slot: Slot) -> Snapshot:
+        """Return a snapshot of the files in the slot. Raises `SandboxError` if it cannot be copied."""
+        return await self._service.pool.checkpoint(_own(slot))
+
+
+def _own(slot: Slot) -> Slot:
+    return cast("WatchedSlot", slot).slot
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """The files before a turn. `snapshot` is None if there was no slot, and `written` the number of files that had been
+    written to the shared folder. `problem` is the reason why there is no copy, or empty. `users` counts the
+    conversations that may restore it: a fork has those of its parent."""
+
+    snapshot: Snapshot | None
+    written: int = 0
+    problem: str = ""
+    users: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """What `Conversation.rewind` has undone: the number of turns, and the message of the first of them. `files` tells
+    the person what happened to the files, and `left` has the files of the shared folder that were not restored."""
+
+    turns: int
+    content: JSON
+    files: str
+    left: Sequence[FolderChange] = ()
+
+
+class Checkpoints:
+    """The checkpoints of one conversation, by the number of the turn that they precede. The oldest are dropped when
+    there are more than `ChatSettings.checkpoints`."""
+
+    def __init__(self, service: ChatService, seat: Seat, slots: ConversationSlots) -> None:
+        self._service = service
+        self._seat = seat
+        self._slots = slots
+        self._points: dict[int, Checkpoint] = {}
+
+    async def take(self, turn: int) -> None:
+        """Copy the files before this turn, unless that has been done. A failure is kept as the reason why the turn's
+        files cannot be restored."""
+        if turn in self._points or not self._service.settings.checkpoints:
+            return
+        written = 0 if self._slots.folder is None else self._slots.folder.written
+        point = Checkpoint(None, written)
+        if self._seat.slot is not None:
+            try:
+                point = Checkpoint(await self._slots.copy(self._seat.slot), written)
+            except SandboxError as error:
+                point = Checkpoint(None, written, f"{_NOT_HERE} ({error})")
+        self._points[turn] = point
+        while len(self._points) > self._service.settings.checkpoints:
+            await self._drop(min(self._points))
+
+    def before(self, turn: int) -> Checkpoint | None:
+        """Return the checkpoint before this turn, or None if none was kept."""
+        return self._points.get(turn)
+
+    def inherit(self, other: Checkpoints, turns: Mapping[int, int]) -> None:
+        """Share checkpoints of another conversation. `turns` maps the numbers of its turns to those of this
+        conversation."""
+        for number, own in turns.items():
+            point = other._points.get(number)
+            if point is not None:
+                point.users += 1
+                self._points[own] = point
+
+    async def copy_to(self, other: Checkpoints, point: Checkpoint | None, lost: str, *, behind: bool) -> str:
+        """Give another conversation a slot with the files of this checkpoint or, without one, with the current files,
+        although its history may be `behind` them. Returns a note about its sandbox: `lost` if nothing can be copied,
+        and nothing if there was no sandbox at that time."""
+        slot = self._seat.slot
+        try:
+            if point is not None and point.snapshot is not None:
+                await other._begin_with(point.snapshot)
+                return COPIED_SANDBOX
+            if point is not None and not point.problem:
+                return ""
+            if slot is not None:
+                snapshot = await self._slots.copy(slot)
+                await other._begin_with(snapshot)
+                await self._service.pool.snapshots.forget(snapshot)
+                return CURRENT_FILES if behind else COPIED_SANDBOX
+        except SandboxError:
+            other._slots.start_from(None)
+        return lost
+
+    async def restore(self, turn: int) -> tuple[str, list[FolderChange]]:
+        """Let the files be as they were before this turn, and drop the later checkpoints. Returns a sentence about the
+        files for the person, and the files of the shared folder that were not restored. Raises `SandboxError` if no
+        slot can be started."""
+        point = self._points.get(turn)
+        problem = _NO_CHECKPOINT if point is None else point.problem
+        snapshots = self._service.pool.snapshots
+        if point is not None and point.snapshot is not None and not await snapshots.holds(point.snapshot):
+            problem = "the checkpoint was lost with its sandbox"
+        if self._seat.slot is None and point is None:
+            problem = "the sandbox of that time is gone"
+        if problem or point is None:
+            return f"the files stay as they are: {problem}", []
+        had_slot = self._seat.slot is not None
+        folder, left = self._slots.folder, list[FolderChange]()
+        before = 0 if folder is None else folder.written
+        if folder is not None:
+            left = folder.take_back(point.written)
+        await self._start(point.snapshot)
+        for later in [number for number in self._points if number >= turn]:
+            await self._drop(later)
+        if not had_slot and point.snapshot is None and before == point.written:
+            return "", []
+        restored = "the files are as they were before it"
+        if folder is not None and before > point.written:
+            count = before - point.written - len(left)
+            restored += f", also {plural(count, 'change')} in {folder.root}"
+        return restored, left
+
+    async def _start(self, snapshot: Snapshot | None) -> None:
+        """Replace the slot with one that starts from this snapshot, or with none."""
+        await self._seat.aclose()
+        if snapshot is not None:
+            await self._begin_with(snapshot)
+
+    async def _begin_with(self, snapshot: Snapshot) -> None:
+        deep = len(snapshot.layers) > MANY_LAYERS
+        self._slots.start_from(self._service.pool.snapshots.continued(snapshot) if deep else snapshot)
+        await self._seat.sandbox()
+
+    async def clear(self) -> None:
+        """Drop all checkpoints."""
+        for turn in list(self._points):
+            await self._drop(turn)
+
+    async def _drop(self, turn: int) -> None:
+        point = self._points.pop(turn)
+        point.users -= 1
+        if point.snapshot is not None and not point.users:
+            await self._service.pool.snapshots.forget(point.snapshot)

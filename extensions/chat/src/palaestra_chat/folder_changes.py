@@ -1,0 +1,103 @@
+"""The changes in a sandbox to the files of a shared folder, and how a person sees them: as edits, of a file or of a
+repository's history."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from palaestra_chat.git_files import HISTORY, OF_A_COMMIT, history_of, split
+from palaestra_slots.core.exits import plural
+
+CHANGED_HISTORY = (
+    "the repository has changed on this machine in the meantime, so nothing of its history is written; let the agent "
+    "write its commits to a file with `git format-patch`, and apply it with `git am`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderChange:
+    """One file that differs in the sandbox. `kind` is new, changed or deleted; `before` is the file's content on this
+    machine, `after` its content in the sandbox. `problem` is the reason why the file is not written back, or empty."""
+
+    path: str
+    kind: str
+    before: bytes | None
+    after: bytes | None
+    mode: int = 0o644
+    problem: str = ""
+
+    def diff(self) -> str:
+        """Return the change as a unified diff, or as one line if the file is not text."""
+        texts = [_text(data) for data in (self.before, self.after)]
+        if None in texts:
+            return f"{self.kind} binary file {self.path} ({len(self.after or b'')} bytes)\n"
+        before, after = ((text or "").splitlines(keepends=True) for text in texts)
+        names = (self.path if self.before is not None else "/dev/null"), self.path
+        lines = difflib.unified_diff(before, after, names[0], names[1] if self.after is not None else "/dev/null")
+        return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """The changes that are written or not as one: those of one file, or of the history of one repository."""
+
+    name: str
+    changes: Sequence[FolderChange]
+
+    def diff(self) -> str:
+        """Return the change of a file as `FolderChange.diff` does, and what is new in a history."""
+        if history_of(self.changes[0].path) is None:
+            return self.changes[0].diff()
+        return "".join(f"+{line}\n" for line in subjects(self.changes)) or f"{self.name}\n"
+
+
+def edits(changes: Sequence[FolderChange]) -> list[Edit]:
+    """Return the changes as edits. The history of a repository comes after the files."""
+    found = [Edit(f"{change.kind} {change.path}", [change]) for change in changes if history_of(change.path) is None]
+    for repository in dict.fromkeys(map(history_of, (change.path for change in changes))):
+        if repository is not None:
+            history = [change for change in changes if history_of(change.path) == repository]
+            new = sum(each.startswith("commit") for each in subjects(history))
+            found.append(Edit(f"{plural(new, 'commit') if new else 'branches'} in {repository}", history))
+    return found
+
+
+def history_only(changes: Sequence[FolderChange]) -> list[FolderChange]:
+    """Return the changes without git's bookkeeping. If one file of a commit changed on this machine, too, then no file
+    of that repository's history may be written."""
+    histories: dict[str | None, list[FolderChange]] = {}
+    for change in changes:
+        if (repository := history_of(change.path)) is not None:
+            histories.setdefault(repository, []).append(change)
+    kept = {change.path: change for change in changes}
+    for history in histories.values():
+        names = {change.path: split(change.path)[1] for change in history}
+        written = not HISTORY.isdisjoint(names.values())
+        broken = any(change.problem for change in history if names[change.path] in OF_A_COMMIT)
+        for change in history:
+            if not written:
+                del kept[change.path]
+            elif broken:
+                kept[change.path] = replace(change, problem=CHANGED_HISTORY)
+    return list(kept.values())
+
+
+def subjects(changes: Sequence[FolderChange]) -> list[str]:
+    """Return what the log of a repository's HEAD says about these changes, such as `commit: Fix the parser`."""
+    for change in changes:
+        if split(change.path)[0] is not None and change.path.endswith(".git/logs/HEAD"):
+            before, after = ((data or b"").decode(errors="replace") for data in (change.before, change.after))
+            known = set(before.splitlines())
+            return [line.partition("\t")[2] for line in after.splitlines() if "\t" in line and line not in known]
+    return []
+
+
+def _text(data: bytes | None) -> str | None:
+    if data is None:
+        return ""
+    try:
+        return None if b"\0" in data else data.decode()
+    except UnicodeDecodeError:
+        return None

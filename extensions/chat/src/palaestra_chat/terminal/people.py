@@ -1,0 +1,193 @@
+"""The questions of a conversation to the person at the terminal, and its notices. Only a typed answer counts as a
+yes, and whatever is no answer is the person's next message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from palaestra_chat.terminal.prompt import Prompt
+from palaestra_chat.terminal.screen import Screen
+from palaestra_chat.terminal.styles import DIM, GREEN, PLAIN, YELLOW
+from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import escaped, one_line, printable, quoted
+
+if TYPE_CHECKING:
+    from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
+    from palaestra_chat.conversation import Conversation, People
+    from palaestra_chat.folder_changes import Edit, FolderChange
+    from palaestra_chat.terminal.message_queue import MessageQueue
+    from palaestra_chat.turn_events import Notice
+
+
+T = TypeVar("T")
+
+_SHOWN = 10
+"""The number of edits that are shown before the question whether to write them."""
+_ASKED = {"y": "yes", "o": "one", "a": "always", "n": "", "yes": "yes", "always": "always", "no": "", "": ""}
+_ASKED_ONE = {"y": "yes", "yes": "yes", "n": "no", "no": "no", "": "no", "q": "", "quit": ""}
+
+
+class TerminalPeople:
+    """Asks the person through the prompt. `stop` is called if the person answers with Ctrl-C."""
+
+    def __init__(self, screen: Screen, prompt: Prompt, queue: MessageQueue, stop: Callable[[], bool]) -> None:
+        self._screen = screen
+        self._prompt = prompt
+        self._queue = queue
+        self._stop = stop
+
+    def people(self) -> People:
+        """Return the callbacks of a conversation."""
+        from palaestra_chat.conversation import People
+
+        return People(self._approve, self._answer, self.notice, self._queue.take_messages)
+
+    def notice(self, notice: Notice) -> None:
+        """Show a notice."""
+        self._screen.prose(f"{YELLOW}note: {printable(notice.text)}{PLAIN}")
+
+    async def line(self, question: str, keys: str = "") -> str:
+        """Ask for one line, or for one of `keys` alone. Ctrl-C gives an empty line and stops a running turn."""
+        self._screen.settle()
+        line = await self._prompt.ask(question, keys)
+        if line is None:
+            self._stop()
+        return line or ""
+
+    async def choose(self, question: str, answers: Mapping[str, T], *, keys: str = "") -> T | None:
+        """Ask until the line is one of the `answers`, which have the empty line among them. Any other text is the
+        person's next message: it waits in the queue. Without `keys`, this also answers the question, with None."""
+        while True:
+            line = await self.line(question, keys)
+            if line.lower() in answers:
+                return answers[line.lower()]
+            self._queue.add(line)
+            self._screen.line(f"{DIM}this is no answer, so it is your next message: {one_line(line, 60)}{PLAIN}")
+            if not keys:
+                return None
+
+    async def _approve(self, request: ApprovalRequest) -> ApprovalAnswer:
+        from palaestra.tools.human.approval import ApprovalAnswer
+
+        question = f"{YELLOW}{escaped(request.question)}{PLAIN}"
+        self._screen.line(request.asked(question, quoted(request.command)))
+        answers = {
+            "y": ApprovalAnswer.ONCE, "yes": ApprovalAnswer.ONCE, "s": ApprovalAnswer.SESSION,
+            "a": ApprovalAnswer.ALWAYS, "n": ApprovalAnswer.DENY, "no": ApprovalAnswer.DENY, "": ApprovalAnswer.DENY,
+        }  # fmt: skip
+        what = "Run it? y: once, s: this session, a: always in this folder"
+        if request.server:
+            answers["v"] = ApprovalAnswer.SERVER
+            what += ", v: always, all tools of this server"
+        keys = "".join(key for key in answers if len(key) == 1)
+        return await self.choose(f"{what}, n: no [n] ", answers, keys=keys) or ApprovalAnswer.DENY
+
+    async def _answer(self, question: str, choices: Sequence[str]) -> str | None:
+        self._screen.line(f"{YELLOW}{printable(question)}{PLAIN}")
+        for number, choice in enumerate(choices, 1):
+            self._screen.line(f"  {number}: {printable(choice)}")
+        line = await self.line("Your answer: ")
+        if line.isascii() and line.isdigit() and 1 <= int(line) <= len(choices):
+            return choices[int(line) - 1]
+        return line or None
+
+
+class FolderChanges:
+    """Shows the agent's changes to the shared folder, and writes them back if the person agrees."""
+
+    def __init__(self, screen: Screen, people: TerminalPeople) -> None:
+        self._screen = screen
+        self._people = people
+        self._reported: set[tuple[str, str]] = set()
+        self._declined: set[tuple[str, bytes | None]] = set()
+        self.unwritten = 0
+        """The number of changes that the person did not want at the last question, and that are still unwritten."""
+
+    def would_be_lost(self) -> bool:
+        """Return whether the end of the conversation would lose changes with its sandbox. Says so, and returns False
+        the next time, because then the person means it."""
+        if self.unwritten:
+            lost = plural(self.unwritten, "change")
+            self._screen.line(f"{YELLOW}not written: {lost}. /sandbox write does it; the same again loses it{PLAIN}")
+        lost_now, self.unwritten = bool(self.unwritten), 0
+        return lost_now
+
+    async def of(self, talk: Conversation) -> list[FolderChange]:
+        """Return the changes of this conversation."""
+        slot, folder = talk.seat.slot, talk.slots.folder
+        return [] if slot is None or folder is None else await folder.changes(slot)
+
+    async def offer(self, talk: Conversation, mode: str, remember: Callable[[str], None]) -> None:
+        """Write the changes of a turn back. If `mode`, the setting `write`, is ask, ask before, but not again about
+        what the person did not want. `remember` is called with the mode yes if the person always wants them."""
+        from palaestra_chat.folder_changes import edits
+        from palaestra_chat.one_shot import names
+
+        if mode == "no" or talk.slots.folder is None:
+            return
+        changes = await self.of(talk)
+        self.report_left([change for change in changes if change.problem])
+        changes = [change for change in changes if not change.problem]
+        if mode == "ask":
+            # By edits, because a commit without the objects of a declined one would break the repository.
+            changes = [change for edit in edits(changes) if not self._knows(edit) for change in edit.changes]
+        if not changes:
+            return
+        if mode == "ask":
+            for edit in edits(changes)[:_SHOWN]:
+                self._screen.diff(edit.diff())
+            question = f"Write to {talk.slots.folder.root}: {names(changes, _SHOWN)}?"
+            question += " y: yes, o: one by one, a: always here, n: not now [n] "
+            answer = await self._people.choose(question, _ASKED)
+            if answer == "always":
+                remember("yes")
+            wanted = await self._one_by_one(changes) if answer == "one" else changes if answer else []
+            paths = {each.path for each in wanted}
+            self._declined |= {(each.path, each.after) for each in changes if each.path not in paths}
+            self.unwritten = len(edits(changes)) - len(edits(wanted))
+            if self.unwritten:
+                left = plural(self.unwritten, "change")
+                self._screen.line(f"{DIM}not written: {left}; /sandbox write does it later{PLAIN}")
+            changes = wanted
+        if changes:
+            self.write(talk, changes)
+
+    def _knows(self, edit: Edit) -> bool:
+        """Return whether the person has declined the whole edit as it is."""
+        return all((change.path, change.after) in self._declined for change in edit.changes)
+
+    async def _one_by_one(self, changes: Sequence[FolderChange]) -> list[FolderChange]:
+        """Return the changes that the person wants, after a question about each edit."""
+        from palaestra_chat.folder_changes import edits
+
+        wanted: list[FolderChange] = []
+        found = edits(changes)
+        for number, edit in enumerate(found, 1):
+            self._screen.diff(edit.diff())
+            question = f"Write {edit.name} ({number} of {len(found)})? y: yes, n: no, q: no, nor what follows [n] "
+            answer = await self._people.choose(question, _ASKED_ONE)
+            if answer == "yes":
+                wanted += edit.changes
+            elif answer != "no":
+                break
+        return wanted
+
+    def write(self, talk: Conversation, changes: Sequence[FolderChange]) -> None:
+        """Write these changes to the shared folder."""
+        folder = talk.slots.folder
+        assert folder is not None
+        left = folder.apply(changes)
+        self._screen.line(f"{GREEN}wrote {plural(len(changes) - len(left), 'file')} to {folder.root}{PLAIN}")
+        self._reported.clear()
+        self.report_left(left)
+
+    def report_left(self, changes: Sequence[FolderChange]) -> None:
+        """Report what is not written, but only once for each reason."""
+        from palaestra_chat.folder_changes import edits
+
+        for edit in edits(changes):
+            problem = edit.changes[0].problem
+            if (edit.name, problem) not in self._reported:
+                self._reported.add((edit.name, problem))
+                self._screen.line(f"{YELLOW}left out: {printable(edit.name)}: {printable(problem)}{PLAIN}")

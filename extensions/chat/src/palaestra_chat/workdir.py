@@ -1,0 +1,328 @@
+"""Shares a folder of this machine with a sandbox: the folder is copied into the sandbox as its workspace, and the
+agent's changes are copied back if the person agrees. What programs make anew stays in the sandbox
+(`generated_files.py`), and so does git's own bookkeeping (`git_files.py`).
+
+The agent works on a copy, on every backend, so nothing it does reaches the folder before `apply`. Invariants: a file
+that has changed on this machine since it was copied is never overwritten; nothing is written outside the folder, not
+even through symlinks; files are replaced atomically; files that make git run commands (`makes_git_run`) or that
+configure this program are not written; at most `MAX_FILES` files with `MAX_BYTES` bytes in total are written back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import io
+import os
+import stat
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from palaestra.envs.config.dotenv import DOTENV
+from palaestra_chat.folder_changes import FolderChange, history_only
+from palaestra_chat.folders import settings_file
+from palaestra_chat.generated_files import LEAN, generated, ignored_by_git
+from palaestra_chat.git_files import bare_repositories, fingerprint, makes_git_run
+from palaestra_slots.core.errors import ConfigError, SandboxError
+from palaestra_slots.core.printable import without_middle
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot
+
+MAX_KEPT_BYTES = 256 << 20
+"""The maximum total size of the earlier contents that are kept so that written changes can be taken back."""
+
+MAX_BYTES, MAX_FILES = 512 << 20, 20_000
+"""The maximum total size, in bytes, and the maximum number of files. Both apply to the folder when it is copied, and to
+the changes in the sandbox."""
+
+NONE = "none"
+"""The value of the setting `workdir` for an empty sandbox."""
+
+NOT_KEPT = "its earlier content was too large to keep"
+CHANGED_HERE = "it changed on this machine in the meantime"
+MAKES_GIT_RUN = "git could run commands from it on this machine"
+CONFIGURES_CHAT = "it is one of your own chat settings, from which commands are run on this machine"
+GIVES_KEYS = "commands on this machine read their API keys and the address of their model server from it"
+
+_LIST_BYTES = 16 << 20
+_ARCHIVE = "/tmp/palaestra-folder.tar"  # noqa: S108 - a path in the slot, which nobody else shares
+_LIST = r"find . -type f ! -path './.palaestra-*' -printf '%P\t%s\t%T@\0'"
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """One file that was written to the folder: its content and mode before, the hash of its content after, and the
+    directories that were made for it, the outermost first. `lost` means that the content before was not kept."""
+
+    path: str
+    before: bytes | None
+    mode: int
+    after: str
+    made: Sequence[Path] = ()
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class WorkFolder:
+    """The shared folder `root`. Raises `ConfigError` if `root` is not a folder. `fill` raises `ConfigError` if the
+    folder is too large."""
+
+    root: Path
+    lean: bool = False
+    """Whether the copy leaves out the folders `LEAN`, because the whole folder is too large."""
+    staying: int = 0
+    """The number of generated files that `changes` found, which stay in the sandbox."""
+    _copied: dict[str, str] = field(default_factory=dict)
+    _listed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _written: list[_Written] = field(default_factory=list)
+
+    @property
+    def written(self) -> int:
+        """The number of files that have been written to the folder and not taken back."""
+        return len(self._written)
+
+    def copy(self, written: int | None = None) -> WorkFolder:
+        """Return the folder for another slot with the files of the time when `written` files had been written to the
+        folder, by default now."""
+        return replace(self, _copied=dict(self._copied), _listed=dict(self._listed), _written=self._written[:written])
+
+    def __post_init__(self) -> None:
+        if not self.root.is_dir():
+            raise ConfigError(f"the folder to work in, {self.root}, does not exist or is not a folder")
+        self.root = self.root.resolve()
+
+    async def fill(self, slot: Slot) -> None:
+        """Copy the folder into a new slot's workspace. Raises `ConfigError` if the folder is too large, and
+        `SandboxError` if the copy fails."""
+        with tempfile.NamedTemporaryFile(prefix="palaestra-", suffix=".tar") as file:
+            self.lean = not await asyncio.to_thread(fits, self.root)
+            self._copied = await asyncio.to_thread(self._pack, Path(file.name))
+            await slot.upload(Path(file.name), _ARCHIVE)
+        done = await slot.execute(f"tar -xf {_ARCHIVE} -C {WORKSPACE} && rm -f {_ARCHIVE}", timeout_s=300)
+        if not done.success:
+            raise SandboxError(
+                f"{self.root} could not be copied into the sandbox: {without_middle(done.output.strip(), 500)}"
+            )
+        self._listed = await self._list(slot)
+
+    async def changes(self, slot: Slot) -> list[FolderChange]:
+        """Return the files of the sandbox that differ from the folder, by path, without those that stay in the sandbox.
+        Raises `SandboxError` if there are more changes than may be written back."""
+        now = await self._list(slot)
+        paths = [path for path in sorted(set(now) | set(self._listed)) if now.get(path) != self._listed.get(path)]
+        stay = {path for path in paths if generated(path)}
+        stay |= await ignored_by_git(slot, [path for path in paths if path not in self._copied and path not in stay])
+        self.staying = len(stay & set(now))
+        paths = [path for path in paths if path not in stay]
+        room = MAX_BYTES
+        if len(paths) > MAX_FILES:
+            raise self._too_much(f"{len(paths)} files")
+        repositories = bare_repositories(set(now) | set(self._copied))
+        found = []
+        for path in paths:
+            before = self._read(path)
+            problem = CHANGED_HERE if fingerprint(path, before) != self._copied.get(path, "") else ""
+            if makes_git_run(path, repositories) or makes_git_run(self._real(path), repositories):
+                problem = MAKES_GIT_RUN
+            else:
+                problem = self._configures(path) or problem
+            if path not in now:
+                if before is not None:
+                    found.append(FolderChange(path, "deleted", before, None, problem=problem))
+                continue
+            try:
+                after = await slot.read_bytes(f"{WORKSPACE}/{path}", max_bytes=room)
+            except FileNotFoundError:  # removed in the meantime, or a name that is not UTF-8
+                continue
+            except OSError as error:
+                if error.errno == errno.EFBIG:
+                    raise self._too_much(f"more than {MAX_BYTES >> 20} MB") from None
+                raise
+            if _differ(path, after, before):
+                room -= len(after)
+                info = await slot.stat(f"{WORKSPACE}/{path}")
+                mode = (info.mode if info is not None else 0o644) & 0o777
+                kind = "new" if before is None else "changed"
+                found.append(FolderChange(path, kind, before, after, mode, problem))
+        return history_only(found)
+
+    def _too_much(self, what: str) -> SandboxError:
+        return SandboxError(
+            f"the agent changed {what} of {self.root}; at most {MAX_FILES} files with {MAX_BYTES >> 20} MB can be "
+            "written back, so nothing was. Have the agent delete files that you do not need, or pack them in an archive"
+        )
+
+    def apply(self, changes: Sequence[FolderChange]) -> list[FolderChange]:
+        """Write changes to the folder. Returns the changes that were skipped, each with its `problem`. A file that
+        changed on this machine after `changes` read it is also skipped, because the person may take a long time to
+        decide."""
+        left = []
+        # The history of a repository is written as a whole or not at all.
+        for change in history_only([replace(each, problem=each.problem or self._obstacle(each)) for each in changes]):
+            target, problem = self.root / change.path, change.problem
+            if not problem:
+                try:
+                    self._write(target, change)
+                except OSError as error:
+                    problem = f"it cannot be written: {error.strerror or error}"
+            if problem:
+                left.append(replace(change, problem=problem))
+        return left
+
+    def _obstacle(self, change: FolderChange) -> str:
+        """Return why a change cannot be written; nothing if it can."""
+        if not self._inside(self.root / change.path):
+            return "its path contains a symlink out of the shared folder, or it is a folder on this machine"
+        return CHANGED_HERE if _differ(change.path, self._read(change.path), change.before) else ""
+
+    def take_back(self, written: int) -> list[FolderChange]:
+        """Undo all but the first `written` files that were written to the folder, the latest first. Returns what was
+        not undone, each with its `problem`: a file that has changed on this machine since then keeps its content."""
+        left: dict[str, FolderChange] = {}
+        while len(self._written) > written:
+            last = self._written.pop()
+            now = self._read(last.path)
+            change = FolderChange(last.path, "restored", now, last.before, last.mode)
+            problem = NOT_KEPT if last.lost else "" if self._inside(self.root / last.path) else CHANGED_HERE
+            if fingerprint(last.path, now) != last.after:
+                problem = CHANGED_HERE
+            if not problem and last.path not in left:
+                try:
+                    self._replace(self.root / last.path, change)
+                    for folder in reversed(last.made):
+                        folder.rmdir()
+                except OSError as error:
+                    problem = "" if error.errno == errno.ENOTEMPTY else f"it cannot be written: {error.strerror}"
+            if problem:
+                left.setdefault(last.path, replace(change, problem=problem))
+        return list(left.values())
+
+    def _write(self, target: Path, change: FolderChange) -> None:
+        """Write a change, and remember what was there before."""
+        made = [folder for folder in target.parents if folder.is_relative_to(self.root) and not folder.exists()][::-1]
+        mode = stat.S_IMODE(target.stat().st_mode) if change.before is not None else change.mode
+        self._replace(target, change)
+        self._written.append(_Written(change.path, change.before, mode, fingerprint(change.path, change.after), made))
+        room = MAX_KEPT_BYTES
+        for place in range(len(self._written) - 1, -1, -1):
+            kept = self._written[place]
+            room -= len(kept.before or b"")
+            if room < 0 and kept.before:
+                self._written[place] = replace(kept, before=b"", lost=True)
+
+    def _replace(self, target: Path, change: FolderChange) -> None:
+        if change.after is None:
+            with contextlib.suppress(FileNotFoundError):
+                target.unlink()
+            self._copied.pop(change.path, None)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".palaestra-", dir=target.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(change.after)
+                os.fchmod(file.fileno(), change.mode)
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
+        self._copied[change.path] = fingerprint(change.path, change.after)
+
+    def _pack(self, archive: Path) -> dict[str, str]:
+        """Write the folder's files to a tar archive; returns the hash of each."""
+        copied: dict[str, str] = {}
+        total = 0
+        with tarfile.open(archive, "w") as tar:
+            for path in _files(self.root, lean=self.lean):
+                name = path.relative_to(self.root).as_posix()
+                info = tar.gettarinfo(path, name)
+                info.uid = info.gid = 0
+                info.uname = info.gname = ""
+                if not info.isreg():
+                    tar.addfile(info)
+                    continue
+                try:
+                    data = path.read_bytes()
+                except OSError:  # the agent gets no file that this process cannot read
+                    continue
+                total += len(data)
+                if total > MAX_BYTES or len(copied) >= MAX_FILES:
+                    raise ConfigError(
+                        f"{self.root} is too large: at most {MAX_FILES} files with {MAX_BYTES >> 20} MB in total can "
+                        "be copied. Name a smaller folder with --workdir, or an empty sandbox with --workdir none"
+                    )
+                info.size, info.type = len(data), tarfile.REGTYPE
+                tar.addfile(info, io.BytesIO(data))
+                copied[name] = fingerprint(name, data)
+        return copied
+
+    async def _list(self, slot: Slot) -> dict[str, tuple[str, str]]:
+        """Return the size and the modification time of every file in the workspace."""
+        done = await slot.execute(_LIST, cwd=WORKSPACE, timeout_s=120, max_output_bytes=_LIST_BYTES, spill=False)
+        if not done.success or done.metadata.get("truncated"):
+            raise SandboxError(
+                f"the files of the sandbox could not be listed: {without_middle(done.output.strip(), 300)}"
+            )
+        entries = (entry.split("\t") for entry in done.output.split("\0") if entry.count("\t") == 2)
+        return {path: (size, time) for path, size, time in entries}
+
+    def _read(self, path: str) -> bytes | None:
+        target = self.root / path
+        try:
+            return target.read_bytes() if self._inside(target) and not target.is_symlink() else None
+        except OSError:
+            return None
+
+    def _real(self, path: str) -> str:
+        """Return the path with the symlinks in its directory resolved. If they lead out of the folder, return `path`
+        unchanged."""
+        target = self.root / path
+        parent = target.parent.resolve()
+        return (parent.relative_to(self.root) / target.name).as_posix() if parent.is_relative_to(self.root) else path
+
+    def _configures(self, path: str) -> str:
+        """Return why a file would configure this program: it is one of the chat's own settings, whose hooks and servers
+        run on this machine, or a `.env` file. Returns an empty text for all other files."""
+        own, target = settings_file().parent, self.root / path
+        real = target.parent.resolve() / target.name
+        links = {each.resolve() for each in own.glob("*") if each.is_symlink()}
+        if real.is_relative_to(own.resolve()) or target.resolve() in links:
+            return CONFIGURES_CHAT
+        keys = {(folder / DOTENV).resolve() for folder in (self.root, real.parent)}
+        return GIVES_KEYS if target.name.lower() == DOTENV or target.resolve() in keys else ""
+
+    def _inside(self, target: Path) -> bool:
+        """Return whether a file may be written at `target`: its directory, with symlinks resolved, is in the folder,
+        and `target` is not itself a directory."""
+        return target.parent.resolve().is_relative_to(self.root) and not target.is_dir()
+
+
+def fits(root: Path, *, files: int = MAX_FILES, lean: bool = False) -> bool:
+    """Return whether a folder has at most this many files and `MAX_BYTES` bytes. `lean` does not count what a lean copy
+    leaves out."""
+    count, size = 0, 0
+    for path in _files(root, lean=lean):
+        info = path.lstat()
+        if stat.S_ISREG(info.st_mode):
+            count, size = count + 1, size + info.st_size
+            if count > files or size > MAX_BYTES:
+                return False
+    return True
+
+
+def _files(root: Path, *, lean: bool) -> Iterator[Path]:
+    """Yield the folders, files and symlinks of a folder, each folder before what is in it."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not (lean and name in LEAN))
+        here = Path(folder)
+        yield from (here / name for name in folders)
+        for name in sorted(files):
+            if stat.S_IFMT((here / name).lstat().st_mode) in (stat.S_IFREG, stat.S_IFLNK):
+                yield here / name
+
+
+def _differ(path: str, one: bytes | None, other: bytes | None) -> bool:
+    return one != other and fingerprint(path, one) != fingerprint(path, other)

@@ -1,0 +1,128 @@
+"""The shared folder against what an agent or the person does at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from palaestra_chat import workdir
+from palaestra_chat.config import ChatConfig, prompt
+from palaestra_chat.workdir import WorkFolder
+from palaestra_slots.core.errors import SandboxError
+from palaestra_slots.sandbox.backends.local import LocalBackend
+from palaestra_slots.sandbox.slot import Slot, SlotSpec
+
+pytestmark = pytest.mark.slots
+
+
+def with_slot(root: Path, body: Callable[[WorkFolder, Slot], Awaitable[None]]) -> None:
+    """Run with a folder that is copied into a slot."""
+
+    async def main() -> None:
+        backend, folder = LocalBackend(), WorkFolder(root)
+        try:
+            await backend.start()
+            slot = await backend.create(spec=SlotSpec(), trajectory_id="t")
+            await folder.fill(slot)
+            await body(folder, slot)
+        finally:
+            await backend.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_file_that_changes_while_the_person_reads_the_diff_is_kept(tmp_path: Path) -> None:
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        await slot.execute("echo agent > a.txt; echo agent > b.txt; echo agent > new.txt; rm gone.txt")
+        changes = await folder.changes(slot)
+        for name in ("a.txt", "new.txt", "gone.txt"):
+            (tmp_path / name).write_text("person")
+        assert sorted(change.path for change in folder.apply(changes)) == ["a.txt", "gone.txt", "new.txt"]
+        assert [(tmp_path / name).read_text() for name in ("a.txt", "new.txt", "gone.txt")] == ["person"] * 3
+        assert (tmp_path / "b.txt").read_text() == "agent\n"
+
+    for name in ("a.txt", "b.txt", "gone.txt"):
+        (tmp_path / name).write_text("before")
+    with_slot(tmp_path, body)
+
+
+def test_a_name_that_is_not_text_keeps_no_other_file_back(tmp_path: Path) -> None:
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        await slot.execute("touch $'\\xff'; echo agent > a.txt")
+        assert folder.apply(await folder.changes(slot)) == []
+        assert (tmp_path / "a.txt").read_text() == "agent\n"
+
+    with_slot(tmp_path, body)
+
+
+def test_nothing_is_written_back_that_makes_git_run_commands(tmp_path: Path) -> None:
+    command = """
+        printf '#!/bin/sh\ntouch /tmp/owned\n' > .git/hooks/pre-commit; chmod 755 .git/hooks/pre-commit
+        printf '[core]\n fsmonitor = touch /tmp/owned\n' > .git/config
+        mkdir -p .git/rebase-merge sub evil/objects/aa evil/refs/heads evil/hooks
+        echo 'exec touch /tmp/owned' > .git/rebase-merge/git-rebase-todo
+        echo 'gitdir: ../evil' > sub/.git
+        echo 'ref: refs/heads/main' > evil/HEAD; echo x > evil/objects/aa/bb; echo x > evil/refs/heads/main
+        cp .git/config evil/config; cp .git/hooks/pre-commit evil/hooks/
+        rm link; mkdir link; cp .git/config link/config
+        echo commit > .git/refs/heads/main; echo agent > a.txt; mkdir hooks; echo mine > hooks/config
+    """
+    for name in ("hooks", "refs/heads"):
+        (tmp_path / ".git" / name).mkdir(parents=True)
+    (tmp_path / ".git" / "config").write_text("before")
+    (tmp_path / "link").symlink_to(".git")
+
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        done = await slot.execute(command)
+        assert done.success, done.output
+        left = {change.path for change in folder.apply(await folder.changes(slot))}
+        assert left == {
+            ".git/hooks/pre-commit", ".git/config", ".git/rebase-merge/git-rebase-todo", "sub/.git", "evil/config",
+            "evil/hooks/pre-commit", "link/config",
+        }  # fmt: skip
+        assert not [path for path in left - {".git/config", "link/config"} if (tmp_path / path).exists()]
+
+    with_slot(tmp_path, body)
+    assert (tmp_path / ".git" / "config").read_text() == "before"
+    assert (tmp_path / ".git" / "refs/heads/main").read_text() == "commit\n"
+    assert (tmp_path / "hooks/config").read_text() == "mine\n"
+
+
+def test_more_than_may_be_written_back_is_refused_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def many(folder: WorkFolder, slot: Slot) -> None:
+        await slot.execute("for n in 1 2 3 4; do echo $n > $n.txt; done")
+        with pytest.raises(SandboxError, match="4 files"):
+            await folder.changes(slot)
+        await slot.execute("rm 4.txt; head -c 3000000 /dev/zero > 3.txt")
+        with pytest.raises(SandboxError, match="2 MB"):
+            await folder.changes(slot)
+
+    monkeypatch.setattr(workdir, "MAX_FILES", 3)
+    monkeypatch.setattr(workdir, "MAX_BYTES", 2 << 20)
+    with_slot(tmp_path, many)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_keeps_no_other_back(tmp_path: Path) -> None:
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        await slot.execute("mkdir new; echo x > new/a.txt; echo x > b.txt")
+        changes = await folder.changes(slot)
+        (tmp_path / "new").write_text("a file of the person")
+        assert [change.path for change in folder.apply(changes)] == ["new/a.txt"]
+        assert (tmp_path / "b.txt").read_text() == "x\n"
+
+    with_slot(tmp_path, body)
+
+
+def test_instructions_are_read_from_the_folder_alone(tmp_path: Path) -> None:
+    secret, folder = tmp_path / "secret", tmp_path / "folder"
+    secret.write_text("a secret")
+    folder.mkdir()
+    (folder / "AGENTS.md").symlink_to(secret)
+    assert "a secret" not in str(prompt(ChatConfig(), WorkFolder(folder)))
+    (folder / "rules.md").write_text("the rules")
+    (folder / "CLAUDE.md").symlink_to("rules.md")
+    assert "the rules" in str(prompt(ChatConfig(), WorkFolder(folder)))

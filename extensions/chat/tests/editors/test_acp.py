@@ -1,0 +1,263 @@
+"""`palaestra acp` as a process, with the client of the protocol's own package."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import acp
+import pytest
+from acp import schema
+
+from chat.chat_process import environment
+from palaestra_slots.core.types import JSON, Message
+from palaestra_tokens.testing.echo_chat_server import EchoChatServer, reply_to
+
+pytestmark = pytest.mark.slow
+
+
+class Editor:
+    """A client that keeps what it is told, and answers questions for permission with the next of `answers`."""
+
+    def __init__(self) -> None:
+        self.updates: list[Any] = []
+        self.questions: list[Any] = []
+        self.answers: list[str] = []
+        self.told = asyncio.Event()
+
+    def on_connect(self, conn: object) -> None: ...
+
+    async def session_update(self, session_id: str, update: Any, **_: Any) -> None:
+        self.updates.append(update)
+        self.told.set()
+
+    async def request_permission(
+        self, session_id: str, tool_call: Any, options: list[Any], **_: Any
+    ) -> schema.RequestPermissionResponse:
+        self.questions.append(tool_call)
+        answer = self.answers.pop(0)
+        assert answer in [option.option_id for option in options]
+        outcome = schema.AllowedOutcome(outcome="selected", option_id=answer)
+        return schema.RequestPermissionResponse(outcome=outcome)
+
+    def text(self) -> str:
+        return "".join(each.content.text for each in self.updates if each.session_update == "agent_message_chunk")
+
+
+Scene = Callable[[acp.Agent, Editor, EchoChatServer], Coroutine[None, None, None]]
+
+
+def play(folder: Path, scene: Scene, *more: str, served: EchoChatServer | None = None) -> None:
+    async def go() -> None:
+        async with asyncio.timeout(90), served or EchoChatServer() as server:
+            words = ("acp", "--base-url", server.url, "--model", "echo", *more)
+            editor = Editor()
+            async with acp.spawn_agent_process(
+                editor, "palaestra", *words, env=environment(folder), use_unstable_protocol=True
+            ) as (agent, _):
+                await agent.initialize(protocol_version=acp.PROTOCOL_VERSION)
+                await scene(agent, editor, server)
+
+    asyncio.run(go())
+
+
+def test_an_editor_gets_text_calls_permissions_and_changes(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "a.txt").write_text("old\n")
+
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        session = (await agent.new_session(cwd=str(work), mcp_servers=[])).session_id
+        reply = await agent.prompt(session_id=session, prompt=[acp.text_block("say hello editor")])
+        assert reply.stop_reason == "end_turn"
+        assert editor.text() == "hello editor"
+
+        editor.updates.clear()
+        editor.answers = ["yes"]
+        command = json.dumps({"command": "cat a.txt; echo new > a.txt"})
+        await agent.prompt(session_id=session, prompt=[acp.text_block(f"call terminal {command}\nsay done")])
+        states = [each.status for each in editor.updates if each.session_update.startswith("tool_call")]
+        assert (states[0], states[-1]) == ("in_progress", "completed")
+        [question] = editor.questions
+        assert (question.content[0].old_text, question.content[0].new_text) == ("old\n", "new\n")
+        assert (work / "a.txt").read_text() == "new\n"
+
+        editor.answers = ["no", "once"]
+        for blocked in (True, False):
+            editor.updates.clear()
+            command = json.dumps({"command": "rm -rf nothing"})
+            await agent.prompt(session_id=session, prompt=[acp.text_block(f"call terminal {command}")])
+            assert ("did not allow" in str(editor.updates)) == blocked
+
+    play(tmp_path, scene)
+
+
+def test_an_editor_gets_modes_a_plan_and_commands(tmp_path: Path) -> None:
+    commands = tmp_path / "work/.claude/commands"
+    commands.mkdir(parents=True)
+    (commands / "tell.md").write_text("---\ndescription: Tell a word\n---\nsay told $ARGUMENTS")
+
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        opened = await agent.new_session(cwd=str(tmp_path / "work"), mcp_servers=[])
+        session = opened.session_id
+        assert [mode.id for mode in opened.modes.available_modes] == ["plan", "ask", "auto"]
+        assert opened.modes.current_mode_id == "auto"
+        await agent.prompt(session_id=session, prompt=[acp.text_block("/tell twice")])
+        assert editor.text() == "told twice"
+        offered = [each for each in editor.updates if each.session_update == "available_commands_update"]
+        assert ("tell", "Tell a word") in [(each.name, each.description) for each in offered[0].available_commands]
+
+        steps = {"todos": [{"id": "1", "content": "look", "status": "in_progress"}]}
+        await agent.prompt(session_id=session, prompt=[acp.text_block(f"call todo {json.dumps(steps)}")])
+        [plan] = [each for each in editor.updates if each.session_update == "plan"]
+        assert [(entry.content, entry.status) for entry in plan.entries] == [("look", "in_progress")]
+
+        await agent.set_session_mode(mode_id="plan", session_id=session)
+        await agent.prompt(
+            session_id=session, prompt=[acp.text_block(f"call terminal {json.dumps({'command': 'ls'})}")]
+        )
+        assert "Plan mode is on" in str(editor.updates)
+        with pytest.raises(acp.RequestError):
+            await agent.set_session_mode(mode_id="root", session_id=session)
+
+    play(tmp_path, scene)
+
+
+def test_a_turn_is_cancelled_and_a_session_is_listed_loaded_and_forked(tmp_path: Path) -> None:
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        session = (await agent.new_session(cwd=str(tmp_path), mcp_servers=[])).session_id
+        await agent.prompt(session_id=session, prompt=[acp.text_block("say first")])
+        editor.told.clear()
+        command = json.dumps({"command": "echo go; sleep 60"})
+        prompt = [acp.text_block(f"call terminal {command}")]
+        asked = asyncio.create_task(agent.prompt(session_id=session, prompt=prompt))
+        while not any(getattr(each, "status", "") == "in_progress" for each in editor.updates):
+            await editor.told.wait()
+            editor.told.clear()
+        await agent.cancel(session_id=session)
+        assert (await asked).stop_reason == "cancelled"
+
+        listed = await agent.list_sessions(cwd=str(tmp_path))
+        assert [(each.session_id, each.title) for each in listed.sessions] == [(session, "say first")]
+        forked = (await agent.fork_session(session_id=session, cwd=str(tmp_path), mcp_servers=[])).session_id
+        assert forked != session
+        await agent.close_session(session_id=session)
+        editor.updates.clear()
+        await agent.load_session(cwd=str(tmp_path), session_id=session, mcp_servers=[])
+        assert editor.updates[1].content.text == "first"
+        with pytest.raises(acp.RequestError):
+            await agent.prompt(session_id="nothing", prompt=[acp.text_block("hi")])
+        with pytest.raises(acp.RequestError) as refused:
+            await agent.new_session(cwd=f"{tmp_path}/gone", mcp_servers=[])
+        assert refused.value.data["details"].startswith(f"the folder to work in, {tmp_path}/gone, does not exist")
+
+    play(tmp_path, scene)
+
+
+def test_an_editor_decides_on_calls_that_change_the_host(tmp_path: Path) -> None:
+    script = str(Path(__file__).parents[4] / "tests/tools/mcp/host_writer.py")
+    settings = tmp_path / "mcp.json"
+    settings.write_text(json.dumps({"mcpServers": {"fs": {"command": sys.executable, "args": [script]}}}))
+    file = tmp_path / "written"
+
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        session = (await agent.new_session(cwd=str(tmp_path), mcp_servers=[])).session_id
+        arguments = {"path": str(file), "content": "new"}
+        for answer in ("no", "once"):
+            editor.answers = [answer]
+            prompt = [acp.text_block(f"call mcp_fs_write {json.dumps(arguments)}")]
+            await agent.prompt(session_id=session, prompt=prompt)
+            assert file.exists() == (answer == "once")
+        question = editor.questions[0]
+        assert (question.kind, question.raw_input) == ("other", arguments)
+        assert "the tool 'write' of the MCP server 'fs'" in question.title
+        assert str(file) in question.content[0].content.text
+
+    play(tmp_path, scene, "--mcp", str(settings))
+
+
+def test_an_editor_chooses_the_model_and_brings_servers_and_the_user_has_hooks(tmp_path: Path) -> None:
+    own = tmp_path / "config" / "palaestra"
+    own.mkdir(parents=True)
+    (own / "chat.yaml").write_text("env: {models: {other: {model_name: other-model}}}\n")
+    hook = {"type": "command", "command": "echo no wiping >&2; exit 2"}
+    hooks = {"hooks": {"PreToolUse": [{"matcher": "mcp__my_fs__wipe", "hooks": [hook]}]}}
+    (own / "hooks.json").write_text(json.dumps(hooks))
+    (own / "hooks.json").chmod(0o600)
+    script = str(Path(__file__).parents[4] / "tests/tools/mcp/host_writer.py")
+    file = tmp_path / "written"
+    mine = schema.McpServerStdio(name="my fs", command=sys.executable, args=[script], env=[])
+    gone = schema.HttpMcpServer(type="http", name="gone", url="http://127.0.0.1:9/mcp", headers=[])
+
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        opened = await agent.new_session(cwd=str(tmp_path), mcp_servers=[mine, gone])
+        session = opened.session_id
+        assert "MCP server 'gone'" in str(editor.updates)
+        model, mode = opened.config_options
+        assert (model.category, model.current_value) == ("model", "echo")
+        assert [option.value for option in model.options] == ["other", "echo"]
+        assert (mode.category, mode.current_value) == ("mode", "auto")
+
+        async def said(text: str) -> None:
+            await agent.prompt(session_id=session, prompt=[acp.text_block(text)])
+
+        changed = await agent.set_config_option(config_id="model", session_id=session, value="other")
+        assert changed.config_options[0].current_value == "other"
+        await said("say hello")
+        assert server.asked[-1]["model"] == "other-model"
+        for option, value in (("model", "nobody"), ("mode", "root"), ("colour", "red")):
+            with pytest.raises(acp.RequestError):
+                await agent.set_config_option(config_id=option, session_id=session, value=value)
+        await agent.set_config_option(config_id="mode", session_id=session, value="ask")
+        assert [u.current_mode_id for u in editor.updates if u.session_update == "current_mode_update"] == ["ask"]
+
+        editor.answers = ["no", "once"]
+        for written in (False, True):
+            await said(f"call mcp_my_fs_write {json.dumps({'path': str(file), 'content': 'new'})}")
+            assert file.exists() == written
+        assert "the tool 'write' of the MCP server 'my_fs'" in editor.questions[0].title
+        await said(f"call mcp_my_fs_wipe {json.dumps({'path': str(file)})}")
+        assert "A hook of the user refused this call: no wiping" in str(editor.updates)
+        assert (file.read_text(), editor.answers) == ("new", [])
+
+        old = schema.SseMcpServer(type="sse", name="old", url="http://127.0.0.1:9/sse", headers=[])
+        with pytest.raises(acp.RequestError) as refused:
+            await agent.new_session(cwd=str(tmp_path), mcp_servers=[old])
+        assert "the transport sse is not supported" in str(refused.value.data)
+        image = acp.image_block("aGVsbG8=", "image/png")
+        with pytest.raises(acp.RequestError) as refused:
+            await agent.prompt(session_id=session, prompt=[image])
+        assert "not a PNG, JPEG, GIF or WebP image" in str(refused.value.data)
+
+    play(tmp_path, scene)
+
+
+def test_a_full_session_goes_on_and_its_commands_work(tmp_path: Path) -> None:
+    def reply(messages: Sequence[Message]) -> dict[str, JSON]:
+        asked = "Summarize this conversation" in str(messages[-1].get("content"))
+        return {"content": "SUMMARY"} if asked else reply_to(messages)
+
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        session = (await agent.new_session(cwd=str(tmp_path), mcp_servers=[])).session_id
+
+        async def said(text: str) -> str:
+            editor.updates.clear()
+            await agent.prompt(session_id=session, prompt=[acp.text_block(text)])
+            return editor.text()
+
+        for number in range(8):
+            assert await said(f"say answer {number}\n{'x' * 8000}") == f"answer {number}"
+        with pytest.raises(acp.RequestError) as refused:
+            await said(f"say never {'z' * 100_000}")
+        assert "/undo removes the message" in str(refused.value.data)
+        assert await said("/undo") == "The last message was undone."
+        assert await said("/compact") == "SUMMARY"
+        assert await said("say on") == "on"
+        listed = await agent.list_sessions(cwd=str(tmp_path))
+        assert [each.title.startswith("say answer 0") for each in listed.sessions] == [True]
+
+    play(tmp_path, scene, served=EchoChatServer(window=10_000, reply=reply))

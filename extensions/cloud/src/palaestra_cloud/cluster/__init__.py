@@ -1,0 +1,1 @@
+"""Runs whose groups are rolled out on the nodes of a cluster."""

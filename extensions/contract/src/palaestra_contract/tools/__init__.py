@@ -1,0 +1,1 @@
+"""Sandboxes for calls without a run, and the servers and tools of existing classes."""

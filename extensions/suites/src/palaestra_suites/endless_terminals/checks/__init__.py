@@ -1,0 +1,1 @@
+"""What generated tasks check in the files that an agent leaves."""

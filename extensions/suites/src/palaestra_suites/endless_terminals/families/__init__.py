@@ -1,0 +1,1 @@
+"""The families of generated tasks, one module for each kind of work."""

@@ -1,0 +1,1 @@
+"""Verdicts over the work of an agent, and the controls that tell real passes from forged ones."""

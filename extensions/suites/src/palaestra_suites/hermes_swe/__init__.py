@@ -1,0 +1,1 @@
+"""Programming tasks with hidden tests, as rows of Hermes have them."""

@@ -1,0 +1,1 @@
+"""Bug-fixing tasks: rows of SWE data sets, their repositories and their scores."""

@@ -1,0 +1,1 @@
+"""Terminal tasks: folders of Harbor and Terminal-Bench, their images, verifiers and scores."""

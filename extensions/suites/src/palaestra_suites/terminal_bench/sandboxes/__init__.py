@@ -1,0 +1,1 @@
+"""The sandboxes of terminal tasks, with services and steps."""

@@ -1,0 +1,1 @@
+"""Brings models onto this machine: `palaestra model get` and `palaestra model from-gguf`."""

@@ -1,0 +1,100 @@
+"""A supervised step of a real trainer is a step on the cross entropy, in one pass or in many."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import palaestra
+from palaestra import ConfigError
+from palaestra_tokens.config import APIServerConfig
+from palaestra_train.pass_memory import GIB, PassMemory
+from palaestra_train.trainer import TrainedRow, sequence_row
+from palaestra_train.warm_start import as_sampled
+
+needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the extra 'trl': make test-torch")
+RATE = 1e-3
+
+
+def demonstrations() -> list[TrainedRow]:
+    """Rows of different lengths, some with tokens between the trained ones that the environment wrote."""
+    rng, rows = random.Random(5), []
+    for number, (before, after) in enumerate([(12, 30), (40, 5), (3, 17), (20, 20), (7, 1)]):
+        tokens = [rng.randrange(100, 1000) for _ in range(before + after)]
+        masks = [-100] * before + [token if rng.random() < 0.8 else -100 for token in tokens[before:]]
+        masks[-1] = tokens[-1]
+        row = sequence_row(tokens, masks, [0.0] * len(tokens), None, f"demonstration-{number}/0", ())
+        assert row is not None
+        rows.append(TrainedRow(row, 1.0))
+    return rows
+
+
+@needs_trl
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loss", ["importance_sampling", "dapo"])
+@pytest.mark.parametrize("pass_memory", [None, 1e-6])
+def test_a_supervised_step_is_a_step_on_the_cross_entropy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pass_memory: float | None, loss: Any
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from palaestra_tokens.testing.tiny_model import make_tiny
+    from palaestra_train.trl import TrlTrainer
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    folder = tmp_path / "tiny"
+    make_tiny(folder, seed=1, hidden=64, layers=2)
+    config = palaestra.TrainingConfig(
+        groups=5, learning_rate=RATE, warm_start="oracle", pass_memory=pass_memory, loss=loss
+    )
+    rows = demonstrations()
+
+    async def supervised() -> tuple[dict[str, torch.Tensor], float]:
+        trainer = TrlTrainer(APIServerConfig(model_name=str(folder)), config, rollouts=20, temperature=1.0)
+        await trainer.open()
+        try:
+            made, nats = as_sampled(rows, await trainer.logprobs(rows))
+            await trainer.step(made, "1")
+            weights = {name: each.detach().clone() for name, each in trainer._trl.model.state_dict().items()}
+        finally:
+            await trainer.aclose()
+        return weights, nats
+
+    weights, nats = asyncio.run(supervised())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    summed, count = torch.zeros(()), 0
+    for row in rows:
+        ids, start = torch.tensor([row.tokens]), len(row.row.prompt_ids)
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[start - 1 :, 0]
+        mask = torch.tensor(row.row.mask)
+        summed, count = summed - (logprobs * mask).sum(), count + int(mask.sum())
+    assert nats == pytest.approx(float(summed) / count, rel=1e-4)
+    (summed / count).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0).step()
+    for name, mine in model.state_dict().items():
+        # AdamW's first step divides a gradient by its size, so only gradients near 0 may go the other way.
+        assert (weights[name] - mine).abs().gt(RATE / 10).float().mean() < 0.01, name
+
+
+@pytest.mark.parametrize(
+    ("most_gib", "expected"),
+    [(1.0, [[1, 3, 0, 2]]), (0.05, [[1], [3, 0, 2]]), (1e-9, [[1], [3], [0], [2]])],
+)
+def test_passes_hold_as_many_rows_as_their_memory_allows(most_gib: float, expected: list[list[int]]) -> None:
+    memory = PassMemory(token_bytes=100_000.0, most_bytes=most_gib * GIB, free_bytes=8 * GIB)
+    assert list(memory.passes([100, 400, 90, 110])) == expected
+    assert list(memory.passes([])) == []
+
+
+def test_a_row_that_cannot_be_trained_is_refused_before_the_memory_is_full() -> None:
+    memory = PassMemory(token_bytes=2e6, most_bytes=GIB, free_bytes=0.5 * GIB)
+    with pytest.raises(ConfigError, match=r"a row of 400 tokens needs about 0\.7 GiB.*--trainer tinker"):
+        list(memory.passes([10, 400]))

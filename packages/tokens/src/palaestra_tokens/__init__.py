@@ -1,0 +1,89 @@
+"""What a model saw, token for token: engines, chat templates, tool-call parsers, a ledger and its proof.
+
+    async with ServerGroup(APIServerConfig(server_type="vllm", base_url=..., model_name=...)) as server:
+        managed = server.managed_server()
+        completion = await managed.chat_completion(messages=messages)
+    managed.ledger.rows()
+
+Each public name is loaded when it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from palaestra_tokens.config import APIServerConfig, ServerBaseline
+    from palaestra_tokens.engine import ChatCompletion, Sampled, TokenEngine
+    from palaestra_tokens.engines.openai import OpenAIEngine
+    from palaestra_tokens.engines.token_engine import SGLangEngine, VLLMEngine
+    from palaestra_tokens.engines.transformers import TransformersEngine
+    from palaestra_tokens.ledger import Ledger, LedgerRecord, TokenRow, verify_ledger
+    from palaestra_tokens.parsers import ToolCallParser, get_parser, list_parsers, register_parser
+    from palaestra_tokens.recording.endpoint import RecordingEndpoint
+    from palaestra_tokens.recording.recorded_conversations import Conversations
+    from palaestra_tokens.server_group import ServerGroup
+    from palaestra_tokens.token_exact.managed_chat import ManagedChat
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "APIServerConfig": "config",
+    "ChatCompletion": "engine",
+    "Ledger": "ledger",
+    "LedgerRecord": "ledger",
+    "ManagedChat": "token_exact.managed_chat",
+    "OpenAIEngine": "engines.openai",
+    "Conversations": "recording.recorded_conversations",
+    "RecordingEndpoint": "recording.endpoint",
+    "SGLangEngine": "engines.token_engine",
+    "Sampled": "engine",
+    "ServerBaseline": "config",
+    "ServerGroup": "server_group",
+    "TokenEngine": "engine",
+    "TokenRow": "ledger",
+    "ToolCallParser": "parsers",
+    "TransformersEngine": "engines.transformers",
+    "VLLMEngine": "engines.token_engine",
+    "get_parser": "parsers",
+    "list_parsers": "parsers",
+    "register_parser": "parsers",
+    "verify_ledger": "ledger",
+}
+
+__all__ = [
+    "APIServerConfig",
+    "ChatCompletion",
+    "Conversations",
+    "Ledger",
+    "LedgerRecord",
+    "ManagedChat",
+    "OpenAIEngine",
+    "RecordingEndpoint",
+    "SGLangEngine",
+    "Sampled",
+    "ServerBaseline",
+    "ServerGroup",
+    "TokenEngine",
+    "TokenRow",
+    "ToolCallParser",
+    "TransformersEngine",
+    "VLLMEngine",
+    "get_parser",
+    "list_parsers",
+    "register_parser",
+    "verify_ledger",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'palaestra_tokens' has no attribute {name!r}")
+    value: object = getattr(import_module(f"palaestra_tokens.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

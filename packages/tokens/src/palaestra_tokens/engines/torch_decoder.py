@@ -1,0 +1,240 @@
+"""Continues several token sequences concurrently with a `transformers` model, in one batch with a key-value cache and
+left padding.
+
+Except for rounding, a row's results do not depend on the other rows, because padding is never attended to and each row
+has its own random generator. A token is chosen by inverting the cumulative distribution at a number from Python's
+generator, so the same seed and probabilities give the same token on every device.
+
+Needs the extra `train` (torch, transformers).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from palaestra_slots.core.errors import ConfigError, EngineUnavailable
+from palaestra_slots.core.extras import install_command
+from palaestra_tokens.engines.sampling import Sampling
+from palaestra_tokens.tokenizers import model_source
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
+    """Return a model from a folder or the hub, ready to sample. Blocks. If `device` is None, the model uses the first
+    GPU, or the CPU if there is no GPU. Raises `ConfigError` if the extra or the model is missing, or if this engine
+    cannot batch the model's layers."""
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(
+            f"The transformers engine needs the extra 'train' ({error}): {install_command('train', 'palaestra-tokens')}"
+        ) from None
+    try:
+        with quiet_loading():
+            model = AutoModelForCausalLM.from_pretrained(model_source(folder), dtype=dtype)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"No model could be loaded from '{folder}': {first}") from None
+    odd = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _PLAIN_LAYERS
+    if odd:
+        raise ConfigError(
+            f"The transformers engine cannot batch layers of type {', '.join(sorted(odd))}; use a server."
+        )
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(chosen).eval()
+
+
+class TorchDecoder:
+    """One model and its rows: the sequences that it continues, in the order of their arrival."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._sampling: list[Sampling] = []
+        self._rngs: list[random.Random] = []
+        self._lengths: list[int] = []
+        self._keys_values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._logits: torch.Tensor | None = None
+        self._unread: torch.Tensor | None = None
+
+    def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
+        """Read the new prompts in one pass, each distinct prompt only once, and append their caches to the existing
+        ones."""
+        import torch
+
+        # Rows whose last token is unread have no logits yet, and the new rows' logits are appended to theirs.
+        self._advance()
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        places = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in places]
+        logits, fresh = self._forward(
+            torch.tensor(padded, device=self.model.device), [], [len(prompt) for prompt in places]
+        )
+        if len(places) < len(prompts):
+            rows = [places[tuple(prompt)] for prompt in prompts]
+            logits, fresh = logits[rows], [(keys[rows], values[rows]) for keys, values in fresh]
+        if self._logits is None:
+            self._keys_values, self._logits = fresh, logits
+        else:
+            self._keys_values = [_beside(old, new) for old, new in zip(self._keys_values, fresh, strict=True)]
+            self._logits = torch.cat([self._logits, logits])
+        self._lengths += lengths
+        self._sampling += sampling
+        self._rngs += [random.Random(each.seed) for each in sampling]
+
+    def step(self) -> list[tuple[int, float]]:
+        """Sample one token for every row: (id, log-probability). Every row costs as much as the longest row."""
+        import torch
+
+        self._advance()
+        assert self._logits is not None
+        ids, logprobs = sample(self._logits, self._sampling, [rng.random() for rng in self._rngs])
+        self._unread, self._logits = ids, None
+        both = torch.stack([ids.double(), logprobs.double()]).tolist()  # one transfer from the device
+        return [(int(token), logprob) for token, logprob in zip(*both, strict=True)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows (ascending), and drop the padding that only the other rows needed."""
+        chosen = list(rows)
+        self._lengths = [self._lengths[row] for row in chosen]
+        self._sampling = [self._sampling[row] for row in chosen]
+        self._rngs = [self._rngs[row] for row in chosen]
+        if not chosen:
+            self._keys_values, self._logits, self._unread = [], None, None
+            return
+        first = self._keys_values[0][0].shape[2] - max(self._lengths)
+        self._keys_values = [(keys[chosen, :, first:], values[chosen, :, first:]) for keys, values in self._keys_values]
+        self._logits = None if self._logits is None else self._logits[chosen]
+        self._unread = None if self._unread is None else self._unread[chosen]
+
+    def load(self, folder: str) -> None:
+        # On the CPU, so that the GPU never holds the model twice.
+        fresh = load_model(folder, device="cpu", dtype=str(self.model.dtype).removeprefix("torch."))
+        self.model.load_state_dict(fresh.state_dict())
+
+    def _advance(self) -> None:
+        """Feed the last sampled tokens to the model; this is postponed until more tokens are needed."""
+        if self._unread is not None:
+            ids, self._unread = self._unread, None
+            lengths = [length + 1 for length in self._lengths]
+            self._logits, self._keys_values = self._forward(ids[:, None], self._keys_values, lengths)
+            self._lengths = lengths
+
+    def _forward(
+        self, ids_bt: torch.Tensor, keys_values: list[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return `logits[B, V]` after the last of `ids_bt[B, T]`, and the cache. `lengths[B]` include these tokens."""
+        import torch
+        from transformers import DynamicCache
+
+        total = ids_bt.shape[1] + (keys_values[0][0].shape[2] if keys_values else 0)
+        device = ids_bt.device
+        positions = torch.arange(total, device=device)[None, :] - torch.tensor(
+            [total - length for length in lengths], device=device
+        ).unsqueeze(1)
+        cache = DynamicCache(keys_values or None)
+        try:
+            with torch.inference_mode():
+                out = self.model(
+                    input_ids=ids_bt,
+                    attention_mask=(positions >= 0).long(),
+                    # Padding has negative positions. It is masked, but a table of positions
+                    # cannot look up a negative one.
+                    position_ids=positions[:, -ids_bt.shape[1] :].clamp(min=0),
+                    past_key_values=cache,
+                    use_cache=True,
+                    # The logits of all positions would be T times as large, and only the last ones are sampled from.
+                    logits_to_keep=1,
+                )
+        except torch.OutOfMemoryError as error:
+            full = EngineUnavailable(
+                f"The transformers engine ran out of memory with {len(lengths)} requests of up to {max(lengths)} "
+                "tokens: lower --openai.num_max_requests_at_once."
+            )
+            full.by_request = True
+            raise full from error
+        # In bfloat16, log-probabilities would have only two or three digits.
+        return out.logits[:, -1].float(), [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def sample(
+    logits: torch.Tensor, sampling: Sequence[Sampling], chances: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `ids[B]` and `logprobs[B]` from `logits[B, V]` and the random numbers `chances[B]` in [0, 1).
+
+    The log-probabilities are the model's own, at temperature 1 and before `top_k` and `top_p`; for requests with
+    `processed_logprobs`, they are those of the distribution that was sampled.
+    """
+    import torch
+
+    device = logits.device
+    own = torch.log_softmax(logits, dim=-1)
+    # A temperature of 0 would divide by zero; the rows that have it take the argmax below.
+    temperatures = torch.tensor([each.temperature or 1.0 for each in sampling], device=device)
+    drawn_from = torch.log_softmax(_cut(logits / temperatures[:, None], sampling), dim=-1)
+    # Double precision, because the sum over a large vocabulary in float32 visibly differs from 1. The random number is
+    # scaled by the actual sum, so that it never lies beyond the last token.
+    heaped = drawn_from.double().exp().cumsum(dim=-1)
+    wanted = torch.tensor(chances, device=device, dtype=torch.float64) * heaped[:, -1]
+    # `right=True` skips tokens of probability 0, which share their sum with the token
+    # before: a chance of exactly 0 must not choose one.
+    ids = torch.searchsorted(heaped, wanted[:, None], right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    greedy = torch.tensor([each.temperature == 0 for each in sampling], device=device)
+    ids = torch.where(greedy, logits.argmax(dim=-1), ids)
+    processed = torch.tensor([each.processed_logprobs for each in sampling], device=device)
+    # The greedy choice has probability 1 in the distribution that was sampled.
+    drawn_from = torch.where(greedy[:, None], torch.zeros_like(drawn_from), drawn_from)
+    chosen = torch.where(processed[:, None], drawn_from, own).gather(1, ids[:, None]).squeeze(1)
+    return ids, chosen
+
+
+def _cut(scaled: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
+    """Return `scaled[B, V]` with the tokens outside `top_k` and `top_p` at minus infinity."""
+    import torch
+
+    if all(each.top_k == 0 and each.top_p >= 1.0 for each in sampling):
+        return scaled
+    ordered, places = scaled.sort(dim=-1, descending=True)
+    ranks = torch.arange(scaled.shape[1], device=scaled.device)[None, :]
+    most = torch.tensor([each.top_k or scaled.shape[1] for each in sampling], device=scaled.device)
+    share = torch.tensor([each.top_p for each in sampling], device=scaled.device)
+    probabilities = ordered.softmax(dim=-1)
+    # The token with which the sum reaches `top_p` belongs to the nucleus, so the sum before each token counts.
+    before = probabilities.cumsum(dim=-1) - probabilities
+    out = (ranks >= most[:, None]) | ((before >= share[:, None]) & (ranks > 0))
+    return torch.full_like(scaled, float("-inf")).scatter(1, places, ordered.masked_fill(out, float("-inf")))
+
+
+def _beside(
+    old: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one layer's keys and values `[B, H, T, D]`, old and new concatenated, the shorter padded on the left."""
+    import torch
+    from torch.nn.functional import pad
+
+    longest = max(old[0].shape[2], new[0].shape[2])
+    padded = [[pad(part, (0, 0, longest - part.shape[2], 0)) for part in (old[i], new[i])] for i in (0, 1)]
+    return torch.cat(padded[0]), torch.cat(padded[1])
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Suppress the progress bars of `transformers`, which would write over Palaestra's output."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""Requests to model servers, their retries, chat completions and streams."""

@@ -1,0 +1,1 @@
+"""One file for each API that the recording endpoint answers."""

@@ -1,0 +1,1 @@
+"""Chat over token ids, in conversations, with sampling and the reading of replies."""

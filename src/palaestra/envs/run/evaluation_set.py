@@ -1,0 +1,343 @@
+"""An evaluation set: `palaestra eval A B C --model M1 --model M2` evaluates every model on every environment.
+
+The set is a folder with one run per environment and model, and `set.json`, which lists them. The runs are played one
+after the other, each as `palaestra eval` plays it alone, so that they share one budget (`--max-cost`). `palaestra
+resume SET` continues what is not finished. All lines are parsed before the first run begins. `set.json` can name code
+and settings of this machine, so only its maker's copy is resumed (`journal/origin.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from palaestra.envs.config.command_line import Answer, flags_of, is_flag, setting_of
+from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
+from palaestra.envs.config.fields import UNSAID
+from palaestra.envs.discovery import load_environment
+from palaestra.envs.form import Form
+from palaestra.envs.run.command import command_line, take_variables
+from palaestra.envs.run.run import run
+from palaestra.envs.run.run_folder import RunLine, run_place
+from palaestra.envs.run.run_table import ABOUT, as_json, as_text, spent, table_row
+from palaestra.rollouts.finished_run import Run, open_run
+from palaestra.rollouts.journal.journal import without_secrets
+from palaestra.rollouts.journal.origin import made_here, mark_origin
+from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, Recording
+from palaestra.rollouts.limits import INTERRUPTED_BY
+from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.schedule import escaped
+from palaestra_slots.core.config import DEFAULT, is_secret
+from palaestra_slots.core.errors import ConfigError, PalaestraError
+from palaestra_slots.core.exits import DONE, TOO_MANY_FAILURES, ended_by_second_interrupt, plural
+from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular, replaced, writing
+from palaestra_slots.core.printable import printable
+from palaestra_slots.core.redaction import HIDDEN, redacted
+from palaestra_slots.core.types import JSON, Blame
+
+SET_NAME, SET_SCHEMA = "set.json", "palaestra.evaluation-set/1"
+
+_POLICY = ("--policy",)
+_MODEL = ("--model", "-m", "--openai.model_name", *_POLICY)
+_ADDRESS = ("--base-url", "--openai.base_url")
+_TASK, _FAILED_OF = ("--task", "--env.only_tasks"), "--failed-of"
+
+
+class Member(msgspec.Struct, omit_defaults=True):
+    """One run of the set: its environment, its settings as words of a command line, and its folder in the set.
+
+    `left_out` names the settings whose flags contained secrets. `set.json` does not have these flags."""
+
+    environment: str
+    words: list[str]
+    folder: str
+    left_out: list[str] = []
+
+
+class EvaluationSet(msgspec.Struct):
+    """What `set.json` has. `place` is the folder in which the set was started."""
+
+    schema: str
+    place: str
+    members: list[Member]
+
+    def facts(self) -> dict[str, JSON]:
+        plain: dict[str, JSON] = msgspec.to_builtins(self)
+        return plain
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A member with its parsed command line."""
+
+    member: Member
+    form: Form
+    parsed: RunLine
+
+    @property
+    def model(self) -> str:
+        return str(self.parsed.server_configs[0].model_name)
+
+
+def split_words(first: str, words: Sequence[str]) -> tuple[list[str], list[list[str]], list[str]]:
+    """Split the words of `palaestra eval` into the environments, the settings of each model (`--model` or `--policy`,
+    with its `--base-url` if each model has one), and the settings of all runs."""
+    environments, rest = [first], list(words)
+    while rest and not is_flag(rest[0]):
+        environments.append(rest.pop(0))
+    flags = flags_of(rest)
+    models = [each for each in flags if _named(each, _MODEL)]
+    addresses = [each for each in flags if _named(each, _ADDRESS)]
+    served = [each for each in models if not _named(each, _POLICY)]
+    if len(models) < 2:
+        return environments, [], rest
+    shared = [word for each in flags if each not in (*models, *addresses) for word in each]
+    if len(addresses) not in (0, 1, len(served)):
+        raise ConfigError(
+            f"{plural(len(served), 'model')} but {len(addresses)} addresses: give one --base-url for all, or one after "
+            "each --model"
+        )
+    places = iter(addresses * len(served) if len(addresses) == 1 else addresses)
+    return environments, [[*each, *(next(places, []) if each in served else [])] for each in models], shared
+
+
+def _without_secrets(line: _Line) -> Member:
+    """Return the member without the flags of settings that the record of a run hides. A resumed set needs them again,
+    in variables or flags."""
+    member, hidden = line.member, _hidden_settings(line.parsed)
+    kept, left_out = [], dict[str, None]()
+    for words in flags_of(member.words):
+        flag = words[0].partition("=")[0]
+        setting, text = setting_of(flag), " ".join(words)
+        if setting in hidden or is_secret(setting) or redacted(text) != text:
+            left_out[setting] = None
+        else:
+            kept += words
+    return Member(member.environment, kept, member.folder, [*left_out])
+
+
+def _hidden_settings(parsed: RunLine) -> set[str]:
+    """Return the settings of which the record of a run hides some text."""
+
+    def hidden(group: str, values: Mapping[str, JSON]) -> set[str]:
+        texts = {name: json.dumps(value) for name, value in without_secrets(values).items()}
+        return {f"{group}.{name}" for name, text in texts.items() if HIDDEN in text or "***" in text}
+
+    servers = [hidden("openai", each.recorded()) for each in parsed.server_configs]
+    return hidden("env", parsed.env_config.recorded()).union(*servers)
+
+
+def _check_given_again(line: _Line) -> None:
+    """Raise `ConfigError` if a setting of the line, which `set.json` does not record, is not given again."""
+    sources = {name.replace("openai[0].", "openai."): source for name, source in line.parsed.sources.items()}
+    named = [each for each in line.member.left_out if each.startswith(("env.", "openai."))]
+    missing = [each for each in named if sources.get(each, DEFAULT) in UNSAID]
+    if missing:
+        group, _, name = missing[0].partition(".")
+        raise ConfigError(
+            f"{SET_NAME} does not record secrets, and {line.form.name} needs {' and '.join(missing)} again: add "
+            f"--{missing[0]} VALUE, or set PALAESTRA_{group.upper()}_{name.upper()}"
+        )
+
+
+def _named(flag: Sequence[str], names: Sequence[str]) -> bool:
+    return flag[0].partition("=")[0] in names
+
+
+def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], words: Sequence[str]) -> int:
+    """Evaluate every model on every environment, and return the exit code. An environment may have settings of its own,
+    in one word: `"my_env.py --env.n 20"`. Raises `ConfigError`."""
+    failed_of, words = _without(words, _FAILED_OF)
+    lines = []
+    for environment in environments:
+        name, *own = shlex.split(environment)
+        for model in models or [[]]:
+            lines.append(_parsed(Member(name, ["evaluate", *words, *own, *model], "")))
+    if failed_of is not None:
+        lines = [*_those_failed(lines, Path(failed_of))]
+    taken: set[str] = set()
+    members = []
+    for line in lines:
+        place = run_place(Path(), line.form.name, line.model).name
+        name = next(name for name in (place, *(f"{place}-{n}" for n in range(2, 10**6))) if name not in taken)
+        taken.add(name)
+        line.member.folder = name
+        members.append(line.member)
+    if len({_budget(line) for line in lines}) > 1:
+        raise ConfigError("--max-cost is the budget of the whole set: give it once, for all environments")
+    folder = RUNS / f"set--{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
+    kept = [_without_secrets(line) for line in lines]
+    found = EvaluationSet(SET_SCHEMA, str(Path.cwd()), kept)
+    with writing(folder):
+        folder.mkdir(parents=True, mode=0o700)
+        with replaced(folder / SET_NAME) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    mark_origin(folder, found.facts())
+    return _play(folder, members, [])
+
+
+def is_set(folder: Path) -> bool:
+    return (folder / SET_NAME).is_file()
+
+
+def resume_set(folder: Path, settings: Sequence[str]) -> int:
+    """Continue the runs of a set that are not finished, or all of them if `settings` change some. Raises
+    `ConfigError`."""
+    folder = folder.resolve()
+    try:
+        found = msgspec.json.decode(read_regular(folder / SET_NAME), type=EvaluationSet)
+    except (OSError, *UNREADABLE) as error:
+        raise ConfigError(f"{folder / SET_NAME} cannot be read: {error}") from None
+    if found.schema != SET_SCHEMA:
+        raise ConfigError(f"{folder / SET_NAME} has the schema {found.schema!r}; this version reads {SET_SCHEMA!r}")
+    if not made_here(folder, found.facts()):
+        raise ConfigError(
+            f"{folder} was not started here by you, or its {SET_NAME} has changed, so its environments are not run; "
+            "resume its runs one by one"
+        )
+    if Path(found.place).is_dir():
+        os.chdir(found.place)
+    return _play(folder, found.members, settings)
+
+
+def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> int:
+    """Play the runs that are not finished, one after the other, and print the table. Returns the first exit code that
+    is not 0."""
+    lines = [_parsed(each, settings) for each in members]
+    for line in lines:
+        if settings or not _is_finished(folder / line.member.folder):
+            _check_given_again(line)
+    code, finished = DONE, False
+    sys.stderr.write(f"evaluation set {folder}: {plural(len(lines), 'run')}\n")
+    try:
+        for number, line in enumerate(lines, 1):
+            place, budget = folder / line.member.folder, _budget(line)
+            if _is_finished(place) and not settings:
+                continue
+            if budget is not None:
+                others = sum(_spent(folder / each.member.folder) for each in lines if each is not line)
+                if budget - others <= _spent(place):
+                    sys.stderr.write(f"the budget of the set is spent: {others + _spent(place):.4f} of {budget:g}\n")
+                    code = code or TOO_MANY_FAILURES
+                    break
+                line = replace(line, parsed=_with_budget(line.parsed, budget - others))
+            sys.stderr.write(f"[{number}/{len(lines)}] {line.form.name} with {line.model}\n")
+            ended = _run(line, place)
+            code = code or ended
+            if _state(place) == INTERRUPTED_BY:
+                break
+        finished = all(_is_finished(folder / each.folder) for each in members)
+    finally:
+        rows = [table_row(place) for each in lines if _begun(place := folder / each.member.folder)]
+        as_data = any(line.parsed.as_json for line in lines)
+        sys.stderr.write("" if as_data or not rows else f"\n{as_text(rows)}{ABOUT}\n")
+        if not finished:
+            sys.stderr.write(f"the set is not finished; continue with palaestra resume {folder}\n")
+    data = {"set": str(folder), "exit_code": code, "runs": [as_json(row) for row in rows]}
+    sys.stdout.write(f"{json.dumps(data) if as_data else folder}\n")
+    return code
+
+
+def _parsed(member: Member, settings: Sequence[str] = ()) -> _Line:
+    """Return the member with its command line, parsed as `palaestra eval` would parse it."""
+    dotenv, words = read_keys(Path.cwd()), [*member.words, *settings]
+    with exported(dotenv):
+        form = load_environment(member.environment, Path.cwd())
+        line = command_line(form, f"palaestra eval {member.environment}", None, argv=words)
+        parsed = line.parse(words, shell_variables(dotenv), dotenv)
+    if isinstance(parsed, Answer) or parsed.dry_run or parsed.resume is not None:
+        raise ConfigError(
+            "--help, --show-config, --dry-run and --resume are for one environment and one model; `palaestra resume` "
+            "continues a set"
+        )
+    return _Line(member, form, parsed)
+
+
+def _run(line: _Line, place: Path) -> int:
+    """Play one run, and return its exit code. If it cannot begin, the error is printed, and the other runs are still
+    played."""
+    dotenv = read_keys(Path.cwd())
+    parsed = replace(line.parsed, resume=place) if _begun(place) else line.parsed
+    with exported(dotenv):
+        take_variables(parsed, dotenv)
+        for notice in parsed.notices:
+            sys.stderr.write(f"note: {notice}\n")
+        try:
+            return asyncio.run(ended_by_second_interrupt(run(line.form, parsed, folder=place))).exit_code
+        except PalaestraError as error:
+            sys.stderr.write(f"error: {printable(f'{line.form.name} with {line.model}: {error}')}\n")
+            return error.exit_code
+
+
+def _those_failed(lines: Sequence[_Line], earlier: Path) -> Iterator[_Line]:
+    """Yield the lines, each with the tasks that failed in the earlier run of the same environment and model, in place
+    of those that it chose. If `earlier` is a set, this is one of its runs. Lines without such tasks are left out."""
+    runs = [path.parent for path in sorted(earlier.glob(f"*/{JOURNAL_NAME}"))] if is_set(earlier) else []
+    known = {(meta.env, meta.model): path for path in runs if (meta := Recording(path / JOURNAL_NAME).meta)}
+    left = 0
+    for line in lines:
+        if is_set(earlier):
+            run = known.get((line.form.name, line.model))
+            if run is None:
+                raise ConfigError(f"{earlier} has no run of {line.form.name} with {line.model} ({_FAILED_OF})")
+            failed = Run(run).failed_tasks()
+            if not failed:
+                sys.stderr.write(f"note: every rollout of {run} earned the full reward, so it is not played again\n")
+                continue
+        else:
+            failed = open_run(earlier).failed_tasks()
+        left += bool(failed)
+        others = [word for each in flags_of(line.member.words) if not _named(each, _TASK) for word in each]
+        chosen = json.dumps([escaped(each) for each in failed])
+        yield _parsed(Member(line.member.environment, [*others, _TASK[1], chosen], ""))
+    if not left:
+        raise ConfigError(f"every rollout of {earlier} earned the full reward, so no task of it has failed")
+
+
+def _without(words: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
+    """Return the value of a flag in the words, or None, and the other words."""
+    rest = list(words)
+    for place, word in enumerate(rest):
+        name, equals, value = word.partition("=")
+        if name == flag and (equals or place + 1 < len(rest)):
+            value = value if equals else rest[place + 1]
+            del rest[place : place + (1 if equals else 2)]
+            return value, rest
+    return None, rest
+
+
+def _budget(line: _Line) -> float | None:
+    return line.parsed.env_config.max_cost
+
+
+def _with_budget(parsed: RunLine, budget: float) -> RunLine:
+    return replace(parsed, env_config=parsed.env_config.model_copy(update={"max_cost": budget}))
+
+
+def _begun(place: Path) -> bool:
+    return (place / JOURNAL_NAME).is_file()
+
+
+def _spent(place: Path) -> float:
+    return spent(place) if _begun(place) else 0.0
+
+
+def _state(place: Path) -> str:
+    return RunReader(place / JOURNAL_NAME).read().state if _begun(place) else ""
+
+
+def _is_finished(place: Path) -> bool:
+    """Return whether the run is done and a resumed run would repeat none of its rollouts."""
+    if not _begun(place):
+        return False
+    status = RunReader(place / JOURNAL_NAME).read()
+    return status.state == "done" and Blame.ENGINE.value not in status.blame

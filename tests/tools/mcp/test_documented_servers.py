@@ -1,0 +1,248 @@
+"""What MCP's specification and its servers' own reports say about lists, calls, notifications and failures, played
+against real processes over stdio and HTTP.
+
+Sources: the specification at modelcontextprotocol.io, revisions 2026-07-28 (cursors, an empty one included, are
+opaque), 2025-11-25, 2025-06-18 (structured results, resource links), 2025-03-26 (audio, progress messages) and
+2024-11-05; reports to servers and clients, by their project and number, newest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palaestra.tools.mcp.mcp_config import MCPServerConfig
+from palaestra.tools.mcp.run_servers import MCPServers
+from palaestra.tools.registry.build import build_tool_registry
+from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots.core.errors import ToolServerUnavailable
+from palaestra_slots.core.types import JSON
+
+pytest.importorskip("mcp", reason="needs the extra 'mcp'")
+
+SERVER = str(Path(__file__).with_name("documented_servers.py"))
+OBJECT: JSON = {"type": "object"}
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
+def tool(name: str, schema: JSON = None, **more: JSON) -> JSON:
+    return {"name": name, "inputSchema": OBJECT if schema is None else schema, **more}
+
+
+GOOD = tool("good", {"type": "object", "properties": {"city": {"type": "string"}}})
+
+
+def page(*names: str, **cursor: JSON) -> JSON:
+    return {"tools": [GOOD if name == "good" else tool(name) for name in names], **cursor}
+
+
+def notice(method: str, **params: JSON) -> JSON:
+    return {"jsonrpc": "2.0", "method": method, "params": params}
+
+
+def asks(method: str, **params: JSON) -> JSON:
+    return {"jsonrpc": "2.0", "id": "from-server", "method": method, "params": params}
+
+
+@contextmanager
+def configured(way: str, how: JSON) -> Iterator[MCPServerConfig]:
+    words = [SERVER, way, json.dumps(how)]
+    if way == "stdio":
+        yield MCPServerConfig(command=sys.executable, args=words, timeout=10)
+        return
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    try:
+        yield MCPServerConfig(url=process.stdout.readline().strip(), timeout=10)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def played(way: str, how: JSON, calls: int = 1) -> tuple[list[str], list[JSON]]:
+    """Return the names of the tools, and the replies to calls of `good`."""
+
+    async def scenario(config: MCPServerConfig) -> tuple[list[str], list[JSON]]:
+        async with MCPServers({"w": config}) as servers:
+            registry = build_tool_registry(servers.toolsets(), installed=servers.installed())
+            runtime = ToolRuntime(registry, None, "task-1")
+            replies = [await runtime.handle("mcp_w_good", {"city": "Elis"}) for _ in range(calls)]
+            return [name.removeprefix("mcp_w_") for name in registry.list_tools()], [
+                json.loads(each) for each in replies
+            ]
+
+    with configured(way, how) as config:
+        return asyncio.run(asyncio.wait_for(scenario(config), 60))
+
+
+LISTS: dict[str, tuple[list[JSON], set[str]]] = {
+    "2026-07-28: an empty cursor is a cursor (fastmcp#5025, MCPJam/inspector#4462)": (
+        [page("good", nextCursor=""), page("second")],
+        {"good", "second"},
+    ),
+    "the same page and cursor again and again (codebase-memory-mcp#1247)": ([page("good", nextCursor="x")], {"good"}),
+    "an empty cursor on every page (java-sdk#628, csharp-sdk#1072)": ([page("good", nextCursor="")], {"good"}),
+    "2024-11-05: three pages": (
+        [page("good", nextCursor="b"), page("second", nextCursor="c"), page("third")],
+        {"good", "second", "third"},
+    ),
+    "a null cursor": ([page("good", nextCursor=None)], {"good"}),
+    "a page without tools in the middle": ([page(nextCursor="b"), page("good")], {"good"}),
+    "one tool on two pages": ([page("good", nextCursor="b"), page("good", "second")], {"good", "second"}),
+    "a tool without a name beside others": ([{"tools": [{"inputSchema": OBJECT}, GOOD]}], {"good"}),
+    "a schema that is not one": ([{"tools": [tool("bad", {"type": "objekt"}), GOOD]}], {"good"}),
+    "2025-11-25: 2020-12 as the default dialect": (
+        [{"tools": [GOOD, tool("other", {"type": "object", "properties": {"x": {"prefixItems": [{}]}}})]}],
+        {"good", "other"},
+    ),
+    "unknown fields of tools": ([{"tools": [{**GOOD, "icons": [], "execution": {"x": 1}, "_meta": {}}]}], {"good"}),
+}
+
+
+@pytest.mark.parametrize("way", ["stdio", "http"])
+@pytest.mark.parametrize("what", LISTS)
+def test_lists(what: str, way: str) -> None:
+    pages, expected = LISTS[what]
+    names, (reply,) = played(way, {"pages": pages})
+    assert (set(names), len(names), reply) == (expected, len(expected), {"output": "sunny"})
+
+
+TEXT = {"type": "text", "text": "sunny"}
+RESULTS: dict[str, tuple[JSON, tuple[str, ...]]] = {
+    "2025-06-18: a structured result beside its text": (
+        {"content": [TEXT], "structuredContent": {"degrees": 3}},
+        ("sunny",),
+    ),
+    "2025-06-18: only a structured result (hermes-agent#101330)": (
+        {"content": [], "structuredContent": {"degrees": 3}},
+        ("degrees", "3"),
+    ),
+    "2025-06-18: a link to a resource": (
+        {"content": [{"type": "resource_link", "uri": "file:///a.txt", "name": "a.txt"}]},
+        ("file:///a.txt",),
+    ),
+    "2024-11-05: an embedded text": (
+        {"content": [{"type": "resource", "resource": {"uri": "x://a", "mimeType": "text/plain", "text": "sunny"}}]},
+        ("sunny",),
+    ),
+    "2024-11-05: embedded bytes": (
+        {"content": [{"type": "resource", "resource": {"uri": "x://a", "blob": "AAAA"}}]},
+        ("x://a",),
+    ),
+    "2024-11-05: an image": ({"content": [TEXT, {"type": "image", "data": PNG, "mimeType": "image/png"}]}, ("sunny",)),
+    "2025-03-26: audio": ({"content": [TEXT, {"type": "audio", "data": "AAAA", "mimeType": "audio/wav"}]}, ("sunny",)),
+    "a kind of content that nobody knows": ({"content": [TEXT, {"type": "hologram", "x": 1}]}, ("sunny",)),
+    "annotations on content": ({"content": [{**TEXT, "annotations": {"priority": 1.5}}]}, ("sunny",)),
+    "several texts": ({"content": [TEXT, {"type": "text", "text": "warm"}]}, ("sunny", "warm")),
+    "2024-11-05: a tool's own error": ({"content": [TEXT], "isError": True}, ("sunny",)),
+    "an error with a structure (repomix#833)": (
+        {"content": [TEXT], "structuredContent": {"code": 7}, "isError": True},
+        ("sunny",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["stdio", "http"])
+@pytest.mark.parametrize("what", RESULTS)
+def test_results(what: str, way: str) -> None:
+    result, expected = RESULTS[what]
+    (reply,) = played(way, {"result": result})[1]
+    assert ("error" in reply) is bool(result.get("isError"))
+    assert all(text in json.dumps(reply) for text in expected), reply
+
+
+BEHAVIOURS: dict[str, tuple[dict[str, Any], str]] = {
+    "2024-11-05: a notification of a log line": (
+        {"before": [notice("notifications/message", level="info", data="working")]},
+        "sunny",
+    ),
+    "2024-11-05: progress of the call": (
+        {"before": [notice("notifications/progress", progressToken="TOKEN", progress=1, total=2)]},
+        "sunny",
+    ),
+    "2025-03-26: progress with a message": (
+        {"before": [notice("notifications/progress", progressToken="TOKEN", progress=0.5, message="half")]},
+        "sunny",
+    ),
+    "progress of a call that nobody made": (
+        {"before": [notice("notifications/progress", progressToken="never", progress=1)]},
+        "sunny",
+    ),
+    "a notification that nobody knows": ({"before": [notice("notifications/weather", x=1)]}, "sunny"),
+    "a notification that the tools changed": ({"before": [notice("notifications/tools/list_changed")]}, "sunny"),
+    "a reply to a request that nobody sent": (
+        {"before": [{"jsonrpc": "2.0", "id": 9999, "result": {"content": []}}]},
+        "sunny",
+    ),
+    "a second reply to the same call": (
+        {"after": [{"jsonrpc": "2.0", "id": "RESULT_ID", "result": {"content": [{"type": "text", "text": "late"}]}}]},
+        "sunny",
+    ),
+    "2024-11-05: a ping of the server": ({"before": [asks("ping")]}, "sunny"),
+    "2024-11-05: a request for a sample": (
+        {"before": [asks("sampling/createMessage", messages=[], maxTokens=5)]},
+        "sunny",
+    ),
+    "2024-11-05: a request for roots": ({"before": [asks("roots/list")]}, "sunny"),
+    "2025-06-18: a request for input of the person": (
+        {"before": [asks("elicitation/create", message="Which?", requestedSchema=OBJECT)]},
+        "sunny",
+    ),
+    "a request that nobody knows": ({"before": [asks("weather/now")]}, "sunny"),
+    "an error of the protocol": ({"error": {"code": -32602, "message": "Unknown tool: good"}}, "Unknown tool"),
+    **{
+        f"an error with the code {code}": ({"error": {"code": code, "message": "broken"}}, "broken")
+        for code in (-32000, -32001, -32002, -32099, -32603, 0, 1, 404)
+    },
+    "an error with data": ({"error": {"code": -32000, "message": "broken", "data": {"why": "x"}}}, "broken"),
+    "2024-11-05 as the version": ({"version": "2024-11-05"}, "sunny"),
+    "2025-03-26 as the version": ({"version": "2025-03-26"}, "sunny"),
+    "2025-06-18 as the version": ({"version": "2025-06-18"}, "sunny"),
+    "2025-11-25 as the version": ({"version": "2025-11-25"}, "sunny"),
+    "no capabilities at all": ({"capabilities": {}}, "sunny"),
+    "capabilities that nobody knows": ({"capabilities": {"tools": {"listChanged": True}, "weather": {}}}, "sunny"),
+}
+
+
+@pytest.mark.parametrize("way", ["stdio", "http"])
+@pytest.mark.parametrize("what", BEHAVIOURS)
+def test_behaviours(what: str, way: str, capfd: pytest.CaptureFixture[str]) -> None:
+    how, expected = BEHAVIOURS[what]
+    if way == "http" and what == "a reply to a request that nobody sent":
+        pytest.skip("the package mcp takes the first reply in the answer to a request for its reply")
+    replies = played(way, how, calls=2)[1]
+    assert all(expected in json.dumps(reply) for reply in replies), replies
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_replies_of_http_servers_need_no_stream() -> None:
+    assert played("http", {"plain": True}) == (["good"], [{"output": "sunny"}])
+
+
+def test_noise_on_the_standard_output_is_no_message(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert played("stdio", {"noise": ["Starting…", "", "{}", "[1]", "null"]})[1] == [{"output": "sunny"}]
+    assert len([record for record in caplog.records if "standard output" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("version", ["1999-01-01", "draft", 7])
+def test_a_version_that_nobody_knows_leaves_the_server_out_with_a_reason(
+    version: JSON,
+) -> None:
+    with pytest.raises(Exception, match=r"(?i)version|mcp_w_good"):
+        played("stdio", {"version": version})
+
+
+def test_a_server_that_ends_in_a_call_is_no_mistake_of_the_model() -> None:
+    with pytest.raises(ToolServerUnavailable, match="ended during a call of good"):
+        played("stdio", {"die": True})
