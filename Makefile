@@ -123,8 +123,8 @@ faces: venv ## run the tests of the trainers' integrations with the trainers' ow
 	    .venv-faces-verl/bin/python $(FACES) $(addprefix extensions/integrations/tests/test_,verl.py areal.py slime.py rllm.py) $(FAULTS)
 
 constraints: venv ## pin the newest allowed versions again (needs uv)
-	@uv pip compile pyproject.toml packages/*/pyproject.toml --no-emit-package palaestra-slots --no-emit-package palaestra-tokens --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
-	    --extra data --group dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/development.txt
+	@uv pip compile packages/*/pyproject.toml --no-emit-package palaestra --no-emit-package palaestra-slots --no-emit-package palaestra-tokens --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
+	    --extra data --group pyproject.toml:dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/development.txt
 	@printf 'torch; python_version < "3"\ntml-renderers; python_version < "3"\n' > .venv/without-torch.txt
 	@printf 'gguf>=0.17\nmatplotlib>=3.10\npeft>=0.18\ntinker>=0.38,<0.40\ntinker-cookbook[math-rl]>=0.6.1,<0.7\ntokenizers>=0.22\ntransformers>=5\ntrl>=1.16,<2\n' | uv pip compile - --universal --python-version 3.11 \
 	    --generate-hashes --upgrade --quiet -c requirements/development.txt --override .venv/without-torch.txt --no-header --no-annotate --no-emit-index-url --no-emit-find-links \

@@ -30,11 +30,9 @@ def palaestra(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     ignored = shutil.ignore_patterns("__pycache__", ".venv")
-    for name in ("src", "packages", "extensions"):
+    for name in ("packages", "extensions"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for package in (source, *source.glob("packages/*"), *source.glob("extensions/*")):
+    for package in (*source.glob("packages/*"), *source.glob("extensions/*")):
         run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder / "dist", cwd=package)
     wheels = sorted((folder / "dist").glob("*.whl"))
     shutil.rmtree(source)

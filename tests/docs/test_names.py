@@ -12,8 +12,7 @@ import click
 from palaestra.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"palaestra": ROOT / "src/palaestra"}
-PACKAGES |= {path.name: path for path in (*ROOT.glob("packages/*/src/*"), *ROOT.glob("extensions/*/src/*"))}
+PACKAGES = {path.name: path for path in (*ROOT.glob("packages/*/src/*"), *ROOT.glob("extensions/*/src/*"))}
 PROJECTS = [ROOT, *ROOT.glob("packages/*"), *ROOT.glob("extensions/*")]
 FOLDERS = [
     *PROJECTS,
