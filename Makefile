@@ -100,7 +100,7 @@ FAULTS = extensions/integrations/tests/test_faults_are_dropped.py
 FACES = -m pytest -q -o filterwarnings=default --disable-warnings
 FACES_CI = test ! -d .venv-faces || .venv-faces/bin/python $(FACES) $(addprefix extensions/integrations/tests/test_,verifiers.py verifiers_tasks.py agent_lightning.py) $(FAULTS)
 agents: venv ## install every agent that --agent knows by name, and let each fix a bug in a slot (minutes, 5 GB)
-	@.venv/bin/python -m pytest -q -m "slow and network" tests/rollouts/test_installed_agents.py
+	@.venv/bin/python -m pytest -q -m "slow and network" packages/palaestra/tests/rollouts/test_installed_agents.py
 
 e2b: venv ## run the E2B SDKs for Python and JavaScript against our server, in an environment of their own
 	@scripts/e2b_env

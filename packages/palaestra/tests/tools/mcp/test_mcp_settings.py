@@ -82,7 +82,7 @@ def test_files_of_other_programs_are_read(tmp_path: Path) -> None:
 
 
 def test_the_printed_file_is_read(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs/tools/mcp.md").read_text()
+    page = (Path(__file__).parents[5] / "docs/tools/mcp.md").read_text()
     path = tmp_path / "mcp.yaml"
     path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
     configs = {name: MCPServerConfig(**each) for name, each in read_servers(path).items()}

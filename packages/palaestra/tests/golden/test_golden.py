@@ -73,6 +73,7 @@ def test_exports_are_byte_identical(case: Case, tmp_path: Path) -> None:
 @pytest.mark.slots
 @pytest.mark.parametrize("case", cases(reports=True, cut_off=False))
 def test_the_html_report_has_each_rollout(case: Case, tmp_path: Path, model: Path) -> None:
+    pytest.importorskip("palaestra_view")
     copy_run(case, tmp_path)
     ended = {
         event["trajectory"]["rollout_id"]: event["trajectory"]

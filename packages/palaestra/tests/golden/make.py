@@ -1,4 +1,4 @@
-"""Record the golden runs again: python tests/golden/make.py OUT [--exports]
+"""Record the golden runs again: python packages/palaestra/tests/golden/make.py OUT [--exports]
 
 The script writes three folders, with the layout of those next to it: `OUT/runs/NAME` has the journal and the tool
 recording of each run, `OUT/exports/NAME` every export and the output of the commands that summarise a

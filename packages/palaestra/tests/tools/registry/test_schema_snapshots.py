@@ -6,11 +6,13 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from palaestra.tools.registry.build import builtin_tools
 
 
 def load_script() -> ModuleType:
-    path = Path(__file__).parents[3] / "scripts" / "tool_snapshots.py"
+    path = Path(__file__).parents[5] / "scripts" / "tool_snapshots.py"
     spec = importlib.util.spec_from_file_location("tool_snapshots", path)
     assert spec is not None
     assert spec.loader is not None
@@ -32,6 +34,7 @@ def test_every_schema_is_that_of_its_snapshot() -> None:
 
 
 def test_no_snapshot_is_of_a_tool_that_is_gone() -> None:
+    pytest.importorskip("palaestra_toolsets")
     assert {path.stem for path in SCRIPT.SCHEMAS.glob("*.json")} == set(SCRIPT.schemas()), RENEW
 
 

@@ -89,6 +89,7 @@ def test_hooks_may_be_plain_functions(script: str, how: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("how", ["def", "async def"])
 def test_evaluate_may_be_a_plain_function(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("palaestra_contract")
     monkeypatch.chdir(tmp_path)
     Path("an_env.py").write_text(COIN.replace("DEF", how))
     assert main(["eval", "an_env.py", "--policy", "oracle"]) == 0

@@ -88,6 +88,7 @@ def test_a_tool_sees_who_it_runs_for_and_the_time_limit_of_its_call() -> None:
 
 
 def test_reading_searching_and_asking_may_run_at_the_same_time_and_nothing_else() -> None:
+    pytest.importorskip("palaestra_toolsets")
     asking = {"web_search", "web_extract", "web_crawl", "vision_analyze", "mixture_of_agents"} | {
         "image_generate",
         "text_to_speech",

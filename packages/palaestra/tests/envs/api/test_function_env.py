@@ -309,6 +309,7 @@ odd.score(lambda task: 1.0)
 def test_a_folder_of_tasks_is_played_by_the_environment_for_such_tasks(
     marker: str, environment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("palaestra_suites")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tb/one").mkdir(parents=True)
     (tmp_path / "tb/one" / marker).touch()
@@ -327,6 +328,7 @@ def test_a_folder_of_tasks_is_played_by_the_environment_for_such_tasks(
 def test_an_environment_of_a_library_that_is_missing_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("palaestra_integrations")
     monkeypatch.setitem(sys.modules, "inspect_ai", None)
     assert main(["run", "inspect:inspect_evals/humaneval"]) == 2
     assert re.search(r"need the extra 'inspect': pip install .*\[inspect\]", capsys.readouterr().err)

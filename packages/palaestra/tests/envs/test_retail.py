@@ -13,7 +13,7 @@ import palaestra
 from palaestra.cli.main import main
 from programs import killed_after, until
 
-EXAMPLE = Path(__file__).parents[2] / "examples/retail.py"
+EXAMPLE = Path(__file__).parents[4] / "examples/retail.py"
 
 pytestmark = pytest.mark.slots
 

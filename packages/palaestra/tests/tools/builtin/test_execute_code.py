@@ -74,7 +74,7 @@ def test_calls_are_checked_as_a_models_are(at_desk: AtDesk) -> None:
 
 
 def test_the_printed_program(at_desk: AtDesk) -> None:
-    page = (Path(__file__).parents[3] / "docs/tools/sub_agents.md").read_text()
+    page = (Path(__file__).parents[5] / "docs/tools/sub_agents.md").read_text()
     program = re.search(r"```python\n(from palaestra_tools.*?)```", page, re.DOTALL)
     assert program is not None
 
