@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -555,16 +556,20 @@ def prompt_checksum(task: Task) -> str:
     return checksum(task.messages())
 
 
-_KINDS = {"network": NetworkPolicy, "limits": Limits, "files": Mapping, "image": str, "setup": str, "recipe": str}
-_MAY_BE_NONE = frozenset({"image", "setup", "recipe"})
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "network": (NetworkPolicy,),
+    "limits": (Limits,),
+    "files": (Mapping,),
+    **dict.fromkeys(("image", "setup", "recipe"), (str, NoneType)),
+}
 
 
 def _checked(task: Task) -> Task:
     """Return the task with complete paths. Raises `TaskError` for invalid fields, such as those from a bad row."""
-    for name, kind in _KINDS.items():
+    for name, kinds in _KINDS.items():
         value = getattr(task, name)
-        if not isinstance(value, kind) and not (value is None and name in _MAY_BE_NONE):
-            raise TaskError(f"task {task.id}: {name} is {value!r:.100}, not a {kind.__name__}")
+        if not isinstance(value, kinds):
+            raise TaskError(f"task {task.id}: {name} is {value!r:.100}, not a {kinds[0].__name__}")
     if task.image:
         try:
             check_image(task.image)
@@ -574,24 +579,25 @@ def _checked(task: Task) -> Task:
         if not isinstance(content, str | bytes):
             raise TaskError(f"task {task.id}: its file {path!r} is {content!r:.100}, neither text nor bytes")
     # A text would pass as a sequence of names of one letter each.
-    if isinstance(task.toolsets, str):
-        raise TaskError(f"task {task.id}: toolsets must be a list, such as [{task.toolsets!r}]")
-    if isinstance(task.solutions, str):
-        raise TaskError(f"task {task.id}: solutions must be a list, such as [{task.solutions[:80]!r}]")
+    for name, names in {"toolsets": task.toolsets, "solutions": task.solutions}.items():
+        if isinstance(names, str):
+            raise TaskError(f"task {task.id}: {name} must be a list, such as [{names[:80]!r}]")
     if task.grading not in ("sealed", "live"):
         raise TaskError(f"task {task.id}: grading must be sealed or live, not {task.grading!r}")
     try:
         paths = [slot_path(path) for path in task.paths]
     except ConfigError as error:
         raise TaskError(f"task {task.id}: its paths: {error}") from None
-    task = task if paths == [*task.paths] else replace(task, paths=paths)
-    if isinstance(task.prompt, str):
-        return task
-    messages: JSON = task.prompt
-    fine = isinstance(messages, Sequence) and all(isinstance(each, Mapping) and each.get("role") for each in messages)
-    if not fine or not messages:
-        raise TaskError(f"task {task.id}: its prompt is {messages!r:.100}, neither text nor messages with roles")
-    return task
+    if not _is_prompt(task.prompt):
+        raise TaskError(f"task {task.id}: its prompt is {task.prompt!r:.100}, neither text nor messages with roles")
+    return task if paths == [*task.paths] else replace(task, paths=paths)
+
+
+def _is_prompt(prompt: JSON) -> bool:
+    """Return whether this is text, or messages with roles."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return isinstance(prompt, str)
+    return bool(prompt) and all(isinstance(each, Mapping) and each.get("role") for each in prompt)
 
 
 def _bytes(content: str | bytes) -> bytes:

@@ -257,7 +257,7 @@ class TurnLog:
         """Write a turn to the journal unless the journal already has it, and count the turn's cost unless it has been
         counted. After the last recorded turn, also write that the rollout continues."""
         turn, recorded = taken.turn, self.recorded
-        of_another_run = recorded is not None and recorded.origin is not None and 0 < turn.number <= recorded.shared
+        of_another_run = recorded is not None and recorded.is_of_another_run(turn.number)
         if not (taken.known and recorded is not None and recorded.journalled):
             event = TurnTaken(
                 at=time.time(),

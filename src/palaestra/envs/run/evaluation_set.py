@@ -216,25 +216,10 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
     for line in lines:
         if settings or not _is_finished(folder / line.member.folder):
             _check_given_again(line)
-    code, finished = DONE, False
+    finished = False
     sys.stderr.write(f"evaluation set {folder}: {plural(len(lines), 'run')}\n")
     try:
-        for number, line in enumerate(lines, 1):
-            place, budget = folder / line.member.folder, _budget(line)
-            if _is_finished(place) and not settings:
-                continue
-            if budget is not None:
-                others = sum(_spent(folder / each.member.folder) for each in lines if each is not line)
-                if budget - others <= _spent(place):
-                    sys.stderr.write(f"the budget of the set is spent: {others + _spent(place):.4f} of {budget:g}\n")
-                    code = code or TOO_MANY_FAILURES
-                    break
-                line = replace(line, parsed=_with_budget(line.parsed, budget - others))
-            sys.stderr.write(f"[{number}/{len(lines)}] {line.form.name} with {line.model}\n")
-            ended = _run(line, place)
-            code = code or ended
-            if _state(place) == INTERRUPTED_BY:
-                break
+        code = _play_in_turn(folder, lines, again=bool(settings))
         finished = all(_is_finished(folder / each.folder) for each in members)
     finally:
         rows = [table_row(place) for each in lines if _begun(place := folder / each.member.folder)]
@@ -244,6 +229,28 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
             sys.stderr.write(f"the set is not finished; continue with palaestra resume {folder}\n")
     data = {"set": str(folder), "exit_code": code, "runs": [as_json(row) for row in rows]}
     sys.stdout.write(f"{json.dumps(data) if as_data else folder}\n")
+    return code
+
+
+def _play_in_turn(folder: Path, lines: Sequence[_Line], *, again: bool) -> int:
+    """Play the runs that are not finished, or all of them `again`, until the budget is spent or one is interrupted."""
+    code = DONE
+    for number, line in enumerate(lines, 1):
+        place, budget = folder / line.member.folder, _budget(line)
+        if _is_finished(place) and not again:
+            continue
+        if budget is not None:
+            # A run that is resumed counts what it has spent itself, so its budget leaves out only the other runs.
+            others = sum(_spent(folder / each.member.folder) for each in lines if each is not line)
+            if budget - others <= _spent(place):
+                sys.stderr.write(f"the budget of the set is spent: {others + _spent(place):.4f} of {budget:g}\n")
+                return code or TOO_MANY_FAILURES
+            line = replace(line, parsed=_with_budget(line.parsed, budget - others))
+        sys.stderr.write(f"[{number}/{len(lines)}] {line.form.name} with {line.model}\n")
+        ended = _run(line, place)
+        code = code or ended
+        if _state(place) == INTERRUPTED_BY:
+            break
     return code
 
 

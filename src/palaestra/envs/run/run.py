@@ -803,32 +803,33 @@ def _print_verdict(
     counts += f" ({outcomes})" if outcomes else ""
     lines = [f"{reason} after {duration(console.elapsed_s)}: {counts}"]
     if rollouts and console.score_name == "reward":  # runs with another kind of score report their own results
-        lines.append(f"  {_mean_reward(figures, scored, planned)}")
-        if "official/mean" in figures:
-            official = f"{figures['official/mean']:.3f}{_interval(figures, 'official/mean')}"
-            lines.append(f"  {official_words(console.official_name)} {official}")
-        if output.labels:
-            lines.append(f"  labels: {labels_line(output.labels)}")
-        lines += [f"  {line}" for line in output.verdict_lines]
-        if criteria := shortened(output.criteria):
-            lines.append(f"  metrics: {criteria}")
-    if evaluated := in_short({name: value for name, value in output.own.items() if name.startswith("eval/")}):
-        lines.append(f"  {evaluated}")
+        lines.append(_mean_reward(figures, scored, planned))
+        lines += _verdict_details(output, figures, console.official_name)
+    evaluated = {name: value for name, value in output.own.items() if name.startswith("eval/")}
     causes = output.failures.causes()
-    lines += [f"  {cause.line()}" for cause in causes[:_SHOWN_CAUSES]]
+    lines += [in_short(evaluated), *(cause.line() for cause in causes[:_SHOWN_CAUSES])]
     if len(causes) > _SHOWN_CAUSES:
-        lines.append(f"  and {plural(len(causes) - _SHOWN_CAUSES, 'further cause')}")
-    lines += [f"  {line}" for line in _suspects(totals)]
+        lines.append(f"and {plural(len(causes) - _SHOWN_CAUSES, 'further cause')}")
+    lines += _suspects(totals)
     if output.resumed:
-        lines.append(f"  resumed {output.resumed}")
+        lines.append(f"resumed {output.resumed}")
     found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
     if found:
-        lines.append(f"  already prepared on this machine: {found} of {plural(prepared, 'workspace')}")
-    lines += [f"  {line}" for line in _slots(figures)]
-    lines += _files(output)
-    if unfinished:
-        lines.append(f"  {unfinished}")
-    stream.write("".join(f"{line}\n" for line in lines))
+        lines.append(f"already prepared on this machine: {found} of {plural(prepared, 'workspace')}")
+    first, *others = [line for line in (*lines, *_slots(figures), *_files(output), unfinished) if line]
+    stream.write("\n  ".join((first, *others)) + "\n")
+
+
+def _verdict_details(output: RunOutput, figures: dict[str, float], official_name: str) -> Iterator[str]:
+    """Yield what the mean reward is made of: official verdicts, labels and metrics."""
+    if "official/mean" in figures:
+        official = f"{figures['official/mean']:.3f}{_interval(figures, 'official/mean')}"
+        yield f"{official_words(official_name)} {official}"
+    if output.labels:
+        yield f"labels: {labels_line(output.labels)}"
+    yield from output.verdict_lines
+    if criteria := shortened(output.criteria):
+        yield f"metrics: {criteria}"
 
 
 def _mean_reward(figures: dict[str, float], scored: int, planned: int) -> str:
@@ -859,8 +860,8 @@ def _files(output: RunOutput) -> list[str]:
     places = {"groups": output.groups.path, "report": output.folder.report}
     if output.copy is not None:
         places["copy"] = output.copy.path
-    lines = [f"  {name:<7} {path}" for name, path in places.items() if path.is_file()]
-    return [*lines, f"  run     {output.folder.path}"]
+    lines = [f"{name:<7} {path}" for name, path in places.items() if path.is_file()]
+    return [*lines, f"run     {output.folder.path}"]
 
 
 def _suspects(totals: Totals) -> Iterator[str]:

@@ -105,6 +105,10 @@ class RecordedTurns:
             if not reply.sampled and (reply.branch or place >= len(cut_off.events)):
                 self._replies[reply.branch, reply.asked].append(reply)
 
+    def is_of_another_run(self, turn: int) -> bool:
+        """Return whether the turn was taken, and counted, in the run whose rollout this one continues."""
+        return self.origin is not None and 0 < turn <= self.shared
+
     @property
     def origin(self) -> Origin | None:
         """The point of another run at which the rollout begins, if it is counterfactual."""

@@ -107,12 +107,7 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         return reply
     bytewise = not _CHARACTERS.search(arguments["pattern"])
     query = SearchQuery(arguments["pattern"], path, arguments.get("file_glob"), timeout_s, bytewise)
-    counted = await count_matches(slot, query)
-    others = await _not_utf8(slot, query)
-    if others:
-        in_bytes = await count_matches(slot, replace(query, bytewise=True))
-        kept = {name: count for name, count in counted.items() if name not in others}
-        counted = dict(sorted((kept | {name: in_bytes[name] for name in others if name in in_bytes}).items()))
+    counted, others = await _counted(slot, query)
     counts = {name: counted[name] for name in await _kept(list(counted), wanted, timeout_s)}
     mode = arguments.get("output_mode", "content")
     if mode == "files_only":
@@ -121,6 +116,18 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         page = _page("counts", list(counts.items()), arguments)
         return {**page, "counts": dict(page["counts"]), "total_matches": sum(counts.values())}
     return await _lines(slot, query, counts, others, arguments)
+
+
+async def _counted(slot: Slot, query: SearchQuery) -> tuple[dict[str, int], Set[str]]:
+    """Return the number of matches in each file, and the files that are not in UTF-8, which are searched by bytes."""
+    counted = await count_matches(slot, query)
+    others = await _not_utf8(slot, query)
+    if not others:
+        return counted, others
+    in_bytes = await count_matches(slot, replace(query, bytewise=True))
+    kept = {name: count for name, count in counted.items() if name not in others}
+    kept |= {name: in_bytes[name] for name in others if name in in_bytes}
+    return dict(sorted(kept.items())), others
 
 
 async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: float) -> list[str]:

@@ -404,8 +404,9 @@ class Glm47(Grammar):
             if meant < 0 and (text.startswith(_GLM_OPEN, after) or after >= output.end):
                 meant = after if mark.text == _VALUE_END else mark.start
             position = mark.end
-        detail = CUT_OFF if output.cut else "a value is not closed"
-        raise Malformed(BrokenReason.UNCLOSED, detail, output.end if output.cut or meant < 0 else meant)
+        if output.cut:
+            raise Malformed(BrokenReason.UNCLOSED, CUT_OFF, output.end)
+        raise Malformed(BrokenReason.UNCLOSED, "a value is not closed", output.end if meant < 0 else meant)
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
         line = self.newline
