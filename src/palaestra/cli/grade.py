@@ -83,12 +83,14 @@ def command(
     async def grade() -> list[Regraded]:
         found = []
         async for regraded in grade_run(opened, environment, network=network, settings=settings):
+            # Each is written when it is known, so that an interrupted command keeps what it has graded.
             found.append(regraded)
             try:
                 write_grade(opened.path, _grade(regraded))
             except (ConfigError, DiskError) as error:  # the run of somebody else, for example
                 unwritten.append(str(error))
             else:
+                # Only now: without the new reward on the disk, another attempt needs this workspace again.
                 if regraded.only_until_scored is not None:
                     await asyncio.to_thread(shutil.rmtree, regraded.only_until_scored, ignore_errors=True)
             if as_json:

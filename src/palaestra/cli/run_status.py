@@ -117,6 +117,7 @@ def runs_command(
     from palaestra.rollouts.observe.status import RunReader
 
     folders = list_runs(root or RUNS)
+    # Only those that are listed: each status reads a whole journal.
     found = [(folder, RunReader(folder / JOURNAL_NAME).read()) for folder in folders[:limit]]
     if as_json:
         click.echo(json.dumps([_fields(*each) for each in found], indent=2))
@@ -185,6 +186,7 @@ def _lines(status: RunStatus, now: float) -> list[str]:
     from palaestra.rollouts.observe.console import duration
     from palaestra.rollouts.observe.status import score_name
 
+    # A killed run has no end in its journal, so its time counts until its last line.
     until = now if status.state == "running" else status.last_at
     failed = f", {status.groups_failed} failed" if status.groups_failed else ""
     flying = ", ".join(f"{stage} {count}" for stage, count in sorted(status.in_flight.items())) or "nothing"

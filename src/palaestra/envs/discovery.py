@@ -136,6 +136,7 @@ def load_environment(reference: str, start: Path) -> Form:
         return tasks_form(start / reference) or _pick(Path(path), name)
     if name and path in (peers := plugins.installed(PEERS)):
         return cast("Callable[[str], Form]", plugins.load_from_extra(peers[path], "environments"))(name)
+    # Installed environments win over files here, so that a name means the same in every folder.
     local, installed = _local(start), plugins.installed(GROUP)
     if path in installed:
         if path in local:

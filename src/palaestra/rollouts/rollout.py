@@ -303,6 +303,7 @@ class Rollout:
         """Return the rollout's record so far."""
         result = self.result or AgentResult(messages=self.opening())
         prices, ledger, spec, recorded = self.settings.prices, self.ledger, self.spec, self.log.recorded
+        # Turns that are shared with another run were counted there, and are trained on only there.
         prompt_tokens, completion_tokens = own_tokens_of(result, recorded.shared if recorded is not None else 0)
         if recorded is not None and recorded.shared_samples and ledger is not None:
             ledger = ledger.forked(recorded.shared_samples)

@@ -106,6 +106,7 @@ def split_words(first: str, words: Sequence[str]) -> tuple[list[str], list[list[
             f"{plural(len(served), 'model')} but {len(addresses)} addresses: give one --base-url for all, or one after "
             "each --model"
         )
+    # A policy needs no server, so it takes no address.
     places = iter(addresses * len(served) if len(addresses) == 1 else addresses)
     return environments, [[*each, *(next(places, []) if each in served else [])] for each in models], shared
 
@@ -168,6 +169,7 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
     members = []
     for line in lines:
         place = run_place(Path(), line.form.name, line.model).name
+        # Two members may have the same environment and model, with different settings.
         name = next(name for name in (place, *(f"{place}-{n}" for n in range(2, 10**6))) if name not in taken)
         taken.add(name)
         line.member.folder = name
@@ -177,6 +179,7 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
     folder = RUNS / f"set--{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
     kept = [_without_secrets(line) for line in lines]
     found = EvaluationSet(SET_SCHEMA, str(Path.cwd()), kept)
+    # Before anything is played, so that a set which is killed can be resumed.
     with writing(folder):
         folder.mkdir(parents=True, mode=0o700)
         with replaced(folder / SET_NAME) as file:

@@ -161,6 +161,7 @@ async def run(
         assembly = Assembly(form, parsed, stream, make_console(stream), stack)
         engine = await assembly.engine(engines)
         pool, prepared = make_pool(parsed.env_config), None
+        # On a cluster, the nodes have the slots, so this process starts none and cannot check how well they isolate.
         if parsed.env_config.on_cluster:
             in_process = bool(engines) and steering.serve_nodes is None
             check_elsewhere(parsed.env_config, in_process=in_process, begins=begins)
@@ -176,6 +177,7 @@ async def run(
         output = assembly.output(engine, environment, folder or root, named=folder is not None, begins=begins)
         if parsed.resume is not None:
             recorded_tools.remember(output.folder.world)
+            # The copy in the folder of this run, because the run that it continues may have been removed since.
             begins = resumed_fork(output.folder.path, output.settings)
         if parsed.env_config.world != "live":
             recorded_tools.keep(output.folder.world)

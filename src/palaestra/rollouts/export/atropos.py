@@ -64,6 +64,8 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
     def column(name: str) -> list[JSON]:
         return [getattr(row, name) for row in rows]
 
+    # A trainer of Atropos waits for `group_size` rows. A rewritten history has several rows, an unscored rollout has
+    # none.
     overrides = dict(_overrides(scored[0]))
     if len(rows) != len(trajectories):
         overrides["group_size"] = len(rows)

@@ -149,6 +149,7 @@ def exported_rows(
             f"{trajectory.origin.run_id}. To train on it, pass counterfactual=True"
         )
     rows = trajectory.rows if made is None else made
+    # A row without trained tokens teaches nothing. A row that the environment made stays as it is.
     if trajectory.row is None or made is not None:
         rows = [row for row in rows if _first_trained(row) < len(row.tokens)]
     elif trajectory.turns:

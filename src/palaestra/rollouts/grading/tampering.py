@@ -243,10 +243,12 @@ class Rule:
     ) -> None:
         self._names, self._workspace, self._text, self._env = names, workspace, text, env or {}
         above = [workspace, *map(str, PurePosixPath(workspace).parents)]
+        # Tasks ask for a time zone in words, and this file is where a system keeps it.
         zone = {"/etc/localtime"} if _ABOUT_TIME_ZONE.search(text) else set[str]()
         self.named = tuple(({*named} | paths_in(text) | zone).difference(above))
         """The paths that the task declares or names."""
         self._repaired = {name for found in _COMMANDS.findall(text) for name in found if name and _BROKEN.search(text)}
+        # What the task asks to install, the agent may put anywhere that its installer chooses.
         words = [word for found in _INSTALLS.findall(text) for word in found.split()]
         self._wanted = frozenset(word.strip("`'\",.()*") for word in words).union(programs)
         self._searched = {

@@ -347,6 +347,8 @@ def _lines(
                     return
                 seen.add(each.rollout_id)
             group = Group(group_id="", number=0, task_id="", trajectories=[ends[each] for each in listed])
+            # The line is made again from the journal, and its messages are compared by checksum: they are not kept in
+            # memory.
             due_line = group_line(group, env="", model="", messages=False)
             if due_line is None:
                 yield f"{place}: T3: none of its rollouts has a score"

@@ -493,6 +493,7 @@ class RunReader:
     def _judge(status: RunStatus, tasks: Sequence[Sequence[_Ended]]) -> None:
         """Average the official verdicts and the environment's metrics, and count the labels."""
         rollouts = [each for task in tasks for each in task]
+        # Only scored rollouts count, as in the mean reward, so that the two can be compared.
         if any(each.official is not None for each in rollouts):
             verdicts = [
                 [each.reward if each.official is None else each.official for each in task if each.reward is not None]
@@ -505,6 +506,7 @@ class RunReader:
         for each in rollouts:
             for name, value in each.metrics.items():
                 values[name].append(value)
+        # fsum, because plain sums depend on the order in which rollouts ended.
         status.metrics = {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
 
     def _by_task(self) -> dict[str, list[str]]:

@@ -262,6 +262,8 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
         if found is not None:
             line = _Line(found[2] == ":", text[found.end() :].removesuffix("\r"), int(found[3]))
             lines.setdefault(_shown(path), {})[int(found[1])] = line
+    # Of a long line, the reply shows the part around the match. A second search finds its place, which may fail: then
+    # the beginning is shown.
     if any(line.is_match and len(line.text) > MAX_LINE_CHARS for each in lines.values() for line in each.values()):
         quick = replace(query, timeout_s=min(query.timeout_s, _MAX_PLACES_S))
         result = await _execute(slot, [*argv, "--only-matching", *options], quick, _MAX_PLACES_BYTES)

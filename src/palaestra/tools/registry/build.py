@@ -228,9 +228,11 @@ def build_tool_registry(
     known = _known_tools(names, others, provided, settings)
     own = [tool for tool in brought if tool.toolset not in disabled]
     chosen = [known[name] for name in names if name in known]
+    # A run without network must not reach out by default; who names such a tool wants it.
     if enabled is None and not conditions.network:
         chosen = [tool for tool in chosen if not tool.touches_world]
     if tool_server_url is not None:
+        # One call for all, so that the server sees every name; it returns as many tools, in the same order.
         served = _tool_server(tool_server_url).served([*chosen, *own])
         chosen, own = served[: len(chosen)], served[len(chosen) :]
     missing = _unusable(own, conditions)

@@ -306,6 +306,7 @@ def follow(
     known = variables(config, arguments)
     if instruction.name == "FROM":
         name = expand(instruction.arguments, known)
+        # These base images set a working directory, which a stage inherits before its first WORKDIR.
         own = next((workdir for start, workdir in _WORKDIRS.items() if name.startswith(start)), None)
         config = replace(config, workdir=own if own and config.workdir == "/" else config.workdir)
     elif instruction.name == "ENV":
@@ -321,6 +322,7 @@ def follow(
     elif instruction.name == "ARG":
         for word in instruction.words():
             name, separator, value = word.partition("=")
+            # An ARG without a default keeps the value from before the first FROM or from --build-arg.
             arguments = {**arguments, name: expand(value, known) if separator else arguments.get(name, "")}
     return config, arguments
 

@@ -138,6 +138,7 @@ class RecordedConversation:
                 len(calls),
             )
         )
+        # Clients send calls back with other spellings of the arguments, so the originals are kept by their ids.
         for choice in completion.choices:
             for call in choice.message.tool_calls or ():
                 self._functions[call.id] = call.function
@@ -320,6 +321,8 @@ class Conversations:
         except ContextExceeded as error:
             raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from None
         except (EngineError, TaskError) as error:
+            # Only an error that this request caused is the agent's. Any other error ends the rollout, so that it is not
+            # scored.
             if not isinstance(error, EngineError) or not error.by_request:
                 self._fail(error)
                 raise Refusal(503, str(error), code="server_error") from None

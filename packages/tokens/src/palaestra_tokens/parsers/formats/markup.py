@@ -363,6 +363,8 @@ class Glm47(Grammar):
         arguments: dict[str, JSON] = {}
         while not text.startswith(_GLM_CLOSE, position):
             if not text.startswith(_KEY, position):
+                # The stop token of some servers ends the reply inside of the closing tag, which then lacks nothing but
+                # its end.
                 if not output.cut and breaks_off(text, position, _GLM_CLOSE):
                     return arguments, output.end
                 if breaks_off(text, position, _KEY, _GLM_CLOSE):
