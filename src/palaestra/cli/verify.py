@@ -62,6 +62,7 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
     violation = verdict.violation or steps.violation
     if as_json:
         trained = {"steps": steps.steps, "trained_groups": steps.groups}
+        # Scripts compare these fields, so a notice is there only if it has a text.
         counted = {name: value for name, value in dataclasses.asdict(verdict).items() if name != "notice" or value}
         click.echo(json.dumps({**counted, **trained, "violation": violation, "ok": not violation}))
     else:

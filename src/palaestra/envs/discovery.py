@@ -229,6 +229,7 @@ def _pick(path: Path, name: str) -> Form:
         return form_of(moved[name], f"{path}:{name}")  # a run recorded a file of ours that this version does not have
     module = _loaded(path)
     found = {key: value for key, value in vars(module).items() if _is_environment(value)}
+    # A script may name one of our files for a class that has moved to another of our files since.
     if name not in found and not {*own_folders()}.isdisjoint(path.resolve().parents):
         found |= _moved(name)
     if name and name not in found:

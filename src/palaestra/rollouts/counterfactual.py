@@ -376,6 +376,7 @@ class _Reader:
                 self.group = group
             case TurnTaken(rollout_id=rollout_id) if self._is_member(rollout_id):
                 self.turns.setdefault(rollout_id, CutOff("")).add(event)
+            # A branch of an old tree: its turns up to the fork point are those of its parent.
             case RolloutResumed(rollout_id=rollout_id, turns=turns, parent=int(parent)):
                 before = self.turns.get(f"{self._group_id}/{parent}")
                 self.turns[rollout_id] = CutOff("", taken_until(before.events if before else [], turns))

@@ -126,6 +126,7 @@ class Rollout:
         self.state: RolloutState | None = None
         """The object that the environment's tools, user and scores share; None if it has none."""
         self.result: AgentResult | None = None
+        # What is recorded if the rollout never gets to an ending of its own.
         self.ending = RolloutEnd(Outcome.CANCELLED, "the run was interrupted", Blame.RUN)
         self.score: Score | None = None
         self.check_is_wrong = False
@@ -447,6 +448,7 @@ class Rollout:
                 )
             if known is None:
                 return said
+        # The work was repeated for its effects. The conversation keeps the message that the record has.
         return next(iter(known), None)
 
     async def continue_agent(

@@ -247,6 +247,7 @@ def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:
         if bool in kinds or Any in kinds:
             return True
         raise ValueError(f"needs a value ({describe(annotation)})")
+    # Nothing tells text from JSON here, so a word that is JSON counts as JSON.
     if Any in kinds:
         return read_json(words[0]) if len(words) == 1 else [read_json(word) for word in words]
     if len(words) > 1:

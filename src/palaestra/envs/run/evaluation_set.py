@@ -307,6 +307,7 @@ def _those_failed(lines: Sequence[_Line], earlier: Path) -> Iterator[_Line]:
             failed = open_run(earlier).failed_tasks()
         left += bool(failed)
         others = [word for each in flags_of(line.member.words) if not _named(each, _TASK) for word in each]
+        # Escaped, because an id with brackets or stars would be read as a pattern.
         chosen = json.dumps([escaped(each) for each in failed])
         yield _parsed(Member(line.member.environment, [*others, _TASK[1], chosen], ""))
     if not left:

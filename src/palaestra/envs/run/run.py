@@ -655,6 +655,7 @@ class CommandRun:
             self.parsed.command,
             self.context,
         )
+        # A counterfactual run plays one task, that of the rollout which it continues.
         limit = task_limit(self.parsed, environment) if context.counterfactual is None else 1
         context.events.announce(GroupsPlanned(limit, config.group_size))
         context.limits.count_slots(lambda: self._slot_usage().get("slots/cost", 0.0))
@@ -671,6 +672,7 @@ class CommandRun:
                 if (evaluations := self._make_evaluations(feed)) is not None:
                     self.evaluations, roll_out = evaluations, partial(evaluations.during, roll_out)
                 totals = await environment.managed(command, roll_out)
+                # A run that was stopped, or that a caller drives, may have no group and is no mistake.
                 if command == "process" and not (totals.groups or context.limits.reason or self.steering.drive):
                     raise ConfigError(f"{environment.name} has no task to roll out")
             self.output.own.update(numbers(await self.reporting.own(environment)))

@@ -197,6 +197,7 @@ def _message(message: ChatMessage, own: bool, model: str, remarks: set[str]) -> 
                     "function": call.name,
                     "arguments": {} if (parsed := call.parsed()) is None else parsed,
                     "type": "function",
+                    # Inspect's arguments are an object, so malformed ones are only in the error.
                     **({"parse_error": f"malformed arguments: {call.arguments}"} if parsed is None else {}),
                 }
                 for call in message.calls

@@ -193,6 +193,7 @@ def _exported(row: TokenRow, trajectory: Trajectory, segments: int) -> ExportedR
     mask = [int(each != UNTRAINED) for each in row.masks[start:]]
     logprobs = None
     if row.logprobs is not None:
+        # Untrained tokens have no log-probability. Trainers multiply by the mask, so the placeholder must be finite.
         logprobs = [each if on else 0.0 for each, on in zip(row.logprobs[start:], mask, strict=True)]
     policies = {version for _, _, version in row.versions}
     return ExportedRow(
@@ -203,6 +204,7 @@ def _exported(row: TokenRow, trajectory: Trajectory, segments: int) -> ExportedR
         reward=trajectory.reward,
         group_id=trajectory.group_id,
         segment=row.segment,
+        # Only a row that one policy has sampled has one version; `versions` has the others.
         policy_version=policies.pop() or None if len(policies) == 1 else None,
         versions=[(begin - start, stop - start, version) for begin, stop, version in row.versions if stop > begin],
         spans=row.spans,

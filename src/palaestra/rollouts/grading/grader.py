@@ -360,6 +360,7 @@ class Grading:
             async with self.prepared() as root:
                 targets = await _targets(root, rule.named)
             found = {path: label for path, label in found.items() if path not in targets}
+        # What the reference solution changes is what the task asks for, so it cannot be held against the agent.
         usual = await solved([path for path, label in found.items() if label]) if solved else ()
         configured = programs_of(usual)
         for path, label in list(found.items()):

@@ -92,6 +92,7 @@ class NamedFiles:
         target = normpath(join(dirname(link), end))
         if is_below(target, _OF_KERNEL) and not is_below(target, SCRATCH):
             return not ((self.has(link) or "log" in link) and self._asks_for(target))
+        # Programs are linked to these files everywhere, and no check writes its result there.
         if is_below(target, ("/usr",)) and kind == "file":
             return False
         link_named, end_named = self.has(link), self.has(end)
@@ -233,6 +234,7 @@ async def detach_links(
         for link, (kind, end, _) in found.items()
         if is_below(normpath(join(dirname(link), end)), private) or named.equates(link, kind, end, with_answers, asked)
     ]
+    # A link to a directory around it would be copied into itself without end.
     leading = [link for link in wrong if found[link][0] == "file" or not is_below(link, (found[link][1],))]
     leading = [link for link in leading if found[link][0] != "none"]
     await commands.over([*late, *{*wrong}.difference(leading)], *_REMOVING, limit_s=LIMIT_S)

@@ -279,6 +279,7 @@ class Rule:
         folder, _, name = path.rpartition("/")
         if path == CACHE:
             return CACHES
+        # Before the rules, because a task may ask for the very file that would be a hack elsewhere.
         if self._is_named(path, name):
             return None
         if _LOADER.fullmatch(path):
@@ -294,6 +295,7 @@ class Rule:
             return await self._of_package(site[1], site[2], path)
         if self._is_brought(path) and await self._has(path):
             return REPLACED
+        # A directory alone runs nothing, and what is removed stands in for nothing.
         if change.kind not in ("file", "symlink"):
             return None
         return SHADOWED if await self._stands_in(path.removeprefix(CARRIED), folder, name, change.kind) else None
@@ -370,10 +372,12 @@ class Rule:
         searched = {place for places in self._searched.values() for place in places} | self._directories
         if path in searched and kind == "symlink":
             return True
+        # In a virtual environment, `python` and `pip` come first because the task asked for one.
         if folder in self._directories and not ("venv" in self._text and _VENV_PROGRAM.fullmatch(name)):
             return await self._comes_first(folder, name) and not await self._has(path)
         if _LIBRARY.fullmatch(name) and await self._shadows_library(folder, name):
             return True
+        # Python takes a package, an extension module or bytecode before a file of the same name, whatever its ending.
         if _STANDARD.fullmatch(folder) and self._is_brought(path):
             stems = {each.partition(".")[0] for each in await self._names(folder)}
             return name.partition(".")[0] in stems

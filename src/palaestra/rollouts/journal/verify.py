@@ -364,6 +364,7 @@ def _lines(
 
 def _compared(found: Mapping[str, JSON], due: Mapping[str, JSON]) -> Iterator[str]:
     """Yield how a line differs from `due`, the line that the journal gives, in what a trainer reads."""
+    # Through JSON and back, because the numbers in the file have gone that way too.
     due = msgspec.json.decode(encode_line({key: due.get(key) for key in TRAINED_KEYS}))
     for key in TRAINED_KEYS:
         given, wanted = found.get(key), due[key]

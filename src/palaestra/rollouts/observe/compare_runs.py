@@ -199,6 +199,7 @@ def compare(first: RunScores, other: RunScores, *, unscored: float | None = None
         raise ValueError(f"no task has a reward in both runs: {counts}")
     bounds = (-1.0, 1.0) if all(0 <= reward <= 1 for reward in (*first.rewards, *other.rewards)) else None
     differences = [pair.difference for pair in pairs]
+    # One cluster per task: the rollouts of a task are not independent of each other.
     low, high = clustered_interval([Cluster(each, 1) for each in differences], 0.0, bounds) or (None, None)
     asked = tuple(each.task for each in pairs if first.tasks[each.task].asks_otherwise(other.tasks[each.task]))
     lacking = tuple(tuple(task for task in a if task not in b) for a, b in (known, known[::-1]))

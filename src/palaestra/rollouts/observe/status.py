@@ -422,6 +422,7 @@ class RunReader:
         status.groups_begun, status.groups_ended = len(self._groups), len(self._group_ends)
         status.groups_failed = sum(self._group_ends.values())
         status.rollouts = len(rollouts)
+        # A group that is being played will have all its rollouts; one that ended well may have had fewer.
         status.planned = sum(
             max(len(group), self._group_size if self._group_ends.get(name, True) else 0)
             for name, group in self._groups.items()
@@ -436,6 +437,7 @@ class RunReader:
             name: Rate.of([[each.blame == name for each in task] for task in tasks]) for name, _ in blamed.most_common()
         }
         status.disk_bytes = sum(_size(path) for path in self.folder.rglob("*"))
+        # f_bavail and not f_bfree, part of which only root may use.
         disk = os.statvfs(self.folder)
         status.disk_free_bytes = disk.f_bavail * disk.f_frsize
         self._count(status)

@@ -105,6 +105,7 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         if not files and (folders := await _kept(await list_folders(slot, path, timeout_s), named, timeout_s)):
             reply["hint"] = f"No file has such a name, but a directory has: list it with path={folders[0]}"
         return reply
+    # A pattern that means the same in bytes is searched in bytes, which is faster and reads files in any encoding.
     bytewise = not _CHARACTERS.search(arguments["pattern"])
     query = SearchQuery(arguments["pattern"], path, arguments.get("file_glob"), timeout_s, bytewise)
     counted, others = await _counted(slot, query)
@@ -243,6 +244,7 @@ async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
         found = _COUNT.fullmatch(text)
         if found is not None and ".git" not in path.split("/"):
             counts[_shown(path)] = int(text)
+    # The status is 2 for a bad pattern, but also if one file among many could not be read.
     if not counts and result.exit_code > 1 and "\0" not in result.output:  # otherwise, only some files were unreadable
         raise ToolMistake(_engine_error(result, query))
     return dict(sorted(counts.items()))

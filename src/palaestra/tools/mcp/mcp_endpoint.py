@@ -65,6 +65,7 @@ class McpTools:
         params = params if isinstance(params, dict) else {}
         meta = params.get("_meta")
         meta = meta if isinstance(meta, dict) else {}
+        # Clients of the stateless protocol send their version with every request, in place of `initialize`.
         if method == "server/discover" or _VERSION_KEY in meta:
             return await self._stateless(number, method, params, meta.get(_VERSION_KEY))
         match method:

@@ -76,6 +76,7 @@ class ImageBuilder:
         for command in [self._wanted] if self._wanted else [[tool] for tool in TOOLS]:
             if shutil.which(command[0]) is None:
                 continue
+            # `info` asks the daemon. The version is known to a client without one.
             answer = await run_process([*command, "info"], timeout_s=_ASK_S)
             if answer.returncode == 0:
                 self._tool = command

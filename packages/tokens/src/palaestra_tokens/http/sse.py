@@ -56,6 +56,7 @@ class EventStreamReader:
         if reply.content_type != "text/event-stream" or reply.status != 200:
             return await reply.read()
         self._tries += 1
+        # Whoever shows the reply as it arrives has shown the pieces of the try that failed.
         if self._tries > 1 and self._hook is not None:
             self._hook(Delta(restarted=True))
         whole = _Completion()

@@ -164,6 +164,7 @@ class _SegmentCheck:
             if span.start != at or span.stop < span.start:
                 yield self._at("T3", f"the span should begin at {at}", span)
             at = span.stop
+            # New weights abort a reply, which is then resumed, so a turn may have several sampled spans.
             follows = before.kind == "sampled" and before.turn == span.turn
             if span.kind == "prompt":
                 if before.kind != "sampled" or before.turn >= span.turn:

@@ -105,6 +105,7 @@ def scan_value(text: str, start: int) -> Scan:
             if not text.startswith('"', at):
                 return Scan(at + text.startswith("\\", at), False)
             at = skip(text, at + 1)
+            # Nothing else can follow a string, so a quotation mark in the text was not escaped.
             if at < len(text) and text[at] not in ",:]}":
                 return Scan(at, False)
         elif token[0] in "{[":

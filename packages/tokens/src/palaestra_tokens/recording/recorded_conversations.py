@@ -157,6 +157,8 @@ class RecordedConversation:
                 arguments = function["arguments"]
                 if known is not None and arguments == known.arguments:
                     continue
+                # Clients parse arguments and write them again, with other spaces or another order of keys. The next
+                # prompt must have the tokens that were sampled.
                 if known is not None and known.name == function["name"] and _equal(arguments, known):
                     function["arguments"] = known.arguments
                 elif not isinstance(arguments, str):
@@ -510,6 +512,8 @@ class Conversations:
         lines = [line for line in self._lines.values() if line.calls]
         trained = [line for line in lines if line.tools]
         if not trained and lines:
+            # An agent may have no tools. Then the longest conversation is its own, and short ones made titles or
+            # summaries.
             trained = [max(lines, key=lambda line: len(line.calls))]
         others = [line for line in lines if line not in trained]
         found = RecordedCalls(

@@ -257,6 +257,7 @@ def content_parts(
         if "images" not in features:
             raise unsupported(f"{param}[{number}]", "The model behind this endpoint does not accept images.")
         texts.append(image)
+    # Most chat templates accept only text and refuse a list of parts.
     if all(each["type"] == "text" for each in texts):
         return "".join(each["text"] for each in texts) if len(texts) < 2 else "\n".join(each["text"] for each in texts)
     return texts

@@ -218,6 +218,7 @@ class Qwen3Coder(Markup):
         after = skip(text, found.end)
         if text.startswith(self.section[1], after):
             found = found._replace(end=after + len(self.section[1]))
+        # The next call is in the same section, whose end is then expected after that call.
         elif wants_end and text.startswith(self.call[0], after):
             output.in_section = True
         elif wants_end and found.problem is None:
@@ -395,6 +396,8 @@ class Glm47(Grammar):
         output. Raises `Malformed`.
         """
         text, position, meant = output.text, start, -1
+        # The end of a key before a value begins the next pair: then this value was not closed, whatever tags it
+        # contains.
         tags = (_VALUE_END, _GLM_CLOSE, f"{_KEY_END}{_VALUE}", f"{_KEY_END}\n{_VALUE}")
         while (mark := find(text, position, *tags)) is not None:
             if mark.text not in (_VALUE_END, _GLM_CLOSE) or (meant >= 0 and mark.text == _GLM_CLOSE):

@@ -56,6 +56,7 @@ class ChatDialect:
         if not messages:
             raise invalid("messages", "messages is empty")
         n = choice_count(body)
+        # The newer name in OpenAI's API, which wins over `max_tokens`.
         limit = body.get("max_completion_tokens")
         request = ModelRequest(
             model=model,

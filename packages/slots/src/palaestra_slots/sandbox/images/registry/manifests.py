@@ -127,6 +127,7 @@ def choose(index: dict[str, JSON], architecture: str, name: str) -> Blob:
             if chosen.media_type not in MANIFESTS:
                 raise ImageError(f"{name}: an entry has the type {one_line(chosen.media_type, 100)}: not a manifest")
             return chosen
+        # Also for the attestations of BuildKit, whose platform is unknown/unknown.
         offered.append(f"{found.get('os') or 'unknown'}/{found.get('architecture') or 'unknown'}")
     kinds = one_line(", ".join(dict.fromkeys(offered)), 200)
     raise ImageError(f"{name} has no image for linux/{architecture}; it has {kinds}")

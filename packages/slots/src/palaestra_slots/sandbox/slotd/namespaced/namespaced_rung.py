@@ -134,6 +134,7 @@ class NamespaceDriver:
                     os.mkdir(f"{upper}/{path}")
                     copy_attributes(entry.status, f"{upper}/{path}")
                 else:
+                    # An empty file is enough, because something is mounted over it.
                     os.close(os.open(f"{upper}/{path}", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
 
     def _make_places(self, directory: str, places: list[str]) -> str:
