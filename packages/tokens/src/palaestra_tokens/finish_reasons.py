@@ -84,6 +84,7 @@ def read_finish_reason(reason: str | None, source: str) -> str | None:
             f"The content filter of the provider withheld a reply (finish reason '{reason:.80}'), so the model did not "
             f"end it. Source: {source}."
         )
+    # The limit, because a server may put a new text into each reply.
     if ending is None and reason not in _reported and len(_reported) < 100:
         _reported.add(reason)
         logger.warning("%s ended a reply with the unknown finish reason %r; it counts as the end", source, reason[:80])

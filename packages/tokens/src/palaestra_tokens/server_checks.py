@@ -99,6 +99,7 @@ async def token_checks(engine: TokenEngine, prompt: Sequence[int]) -> AsyncItera
     try:
         sampled = await engine.generate(prompt, {"max_tokens": _ASKED, "temperature": 1.0})
     except EngineError as error:
+        # The request has failed as a whole, so the message alone says which of the checks it answers.
         about = LOGPROBS if isinstance(error, EngineReplyError) and "log-prob" in str(error) else TOKENS
         for name in SAMPLING:
             yield failed(name, str(error), _UPGRADE) if name == about else not_applicable(name, "see the failed check")

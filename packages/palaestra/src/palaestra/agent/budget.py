@@ -75,6 +75,7 @@ class Budget:
             cost = self.prices.cost(used.prompt_tokens, used.completion_tokens)
             if cost >= self.cost:
                 return f"cost budget of {self.cost:g} used up ({cost:.4g})"
+        # Last, because the other ceilings are reached at the same turn whenever the rollout is played again.
         if self.wall_s is not None and used.elapsed_s >= self.wall_s:
             return f"budget of {self.wall_s:g} seconds used up"
         return ""

@@ -137,6 +137,7 @@ class AgentLoop:
             result.blame = None if cancelled else Blame.RUN
             raise
         finally:
+            # In `finally`, because whoever catches the error reads the result of what was played until then.
             result.finished_naturally = result.outcome is Outcome.NATURAL
             result.managed_state = self._managed_state()
             if (ended := ENDED_LOOPS.get()) is not None:

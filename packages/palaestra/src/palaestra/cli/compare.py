@@ -11,6 +11,8 @@ from palaestra.cli.completion import complete_runs
 from palaestra_slots.core.exits import plural
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores
     from palaestra_slots.core.types import JSON
 
@@ -48,26 +50,17 @@ _SHOWN_SETTINGS = 15
     "--json", "as_json", is_flag=True, help="Print JSON with every task; further comparisons are in `others`."
 )
 def command(run: str, others: tuple[str, ...], by: str, as_json: bool) -> None:
-    from palaestra.rollouts.observe.compare_runs import compare, differing_settings
-    from palaestra_slots.core.errors import ConfigError
+    from palaestra.rollouts.observe.compare_runs import differing_settings
 
     runs = [_scores(each) for each in (run, *others)]
     judged = any(each.judged for each in runs) and by == "reward"
     runs = [each.by_official() for each in runs] if by == "official" else runs
     officials = [each.by_official() for each in runs] if judged else []
-    found: list[tuple[RunComparison, RunComparison]] = []
-    for other in runs[1:]:
-        try:
-            found.append((compare(runs[0], other), compare(runs[0], other, unscored=0.0)))
-        except ValueError as error:
-            raise ConfigError(f"{run} and {other.name} cannot be compared: {error}") from None
+    found = [_compared(runs[0], other) for other in runs[1:]]
     settings = differing_settings(runs)
     if as_json:
-        about = {"runs": [each.to_json() for each in runs], "settings": settings}
-        first, *further = [_plain(*pair) for pair in found]
-        for line, other in zip((first, *further), officials[1:], strict=False):
-            line["official"] = compare(officials[0], other).to_json()
-        click.echo(json.dumps(first | about | ({"others": further} if further else {}), indent=2))
+        about: dict[str, JSON] = {"runs": [each.to_json() for each in runs], "settings": settings}
+        click.echo(json.dumps(_as_json(found, officials, about), indent=2))
         return
     for each in runs:
         click.echo(each.line())
@@ -82,6 +75,17 @@ def command(run: str, others: tuple[str, ...], by: str, as_json: bool) -> None:
         )
 
 
+def _compared(run: RunScores, other: RunScores) -> tuple[RunComparison, RunComparison]:
+    """Compare the scored rollouts of two runs, and all rollouts with 0 for unscored ones."""
+    from palaestra.rollouts.observe.compare_runs import compare
+    from palaestra_slots.core.errors import ConfigError
+
+    try:
+        return compare(run, other), compare(run, other, unscored=0.0)
+    except ValueError as error:
+        raise ConfigError(f"{run.name} and {other.name} cannot be compared: {error}") from None
+
+
 def _scores(run: str) -> RunScores:
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.observe.compare_runs import RunScores
@@ -89,6 +93,18 @@ def _scores(run: str) -> RunScores:
     recording = open_recording(run)
     meta = recording.meta
     return RunScores.of(recording, run, meta.env, meta.model, meta.config, recording.unfinished)
+
+
+def _as_json(
+    found: Sequence[tuple[RunComparison, RunComparison]], officials: Sequence[RunScores], about: dict[str, JSON]
+) -> dict[str, JSON]:
+    from palaestra.rollouts.observe.compare_runs import compare
+
+    first, *further = [_plain(*pair) for pair in found]
+    for line, other in zip((first, *further), officials[1:], strict=False):
+        line["official"] = compare(officials[0], other).to_json()
+    # The first comparison is at the top, because most reports have no other.
+    return first | about | ({"others": further} if further else {})
 
 
 def _plain(scored: RunComparison, whole: RunComparison) -> dict[str, JSON]:

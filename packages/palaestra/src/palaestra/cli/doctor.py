@@ -157,27 +157,15 @@ def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool)
     """Check each backend in turn and print the findings. Returns whether all of them work."""
     from palaestra.envs.config.dotenv import DOTENV, read_keys
     from palaestra.envs.config.fields import HermesAgentEnvConfig
-    from palaestra.envs.config.layers import read_environ, read_words
+    from palaestra.envs.config.layers import read_environ
     from palaestra_slots.core.config import ConfigLayer, merge
     from palaestra_slots.sandbox.backend_check import check_backend
     from palaestra_slots.sandbox.backends.registry import BUILTIN, backend_names
 
-    fields = HermesAgentEnvConfig.model_fields
-    given: dict[str, JSON] = {}
-    for word in settings:
-        path, equals, value = word.partition("=")
-        name, _, key = path.partition(".")
-        if not equals or name not in fields:
-            what = f"unknown setting {name!r}" if equals else "the value is missing"
-            raise ConfigError(f"--set {word}: {what}; write --set FIELD=VALUE")
-        read = read_words(fields[name].annotation, [f"{key}={value}" if key else value])
-        if key and not isinstance(read, dict):
-            raise ConfigError(f"--set {word}: {name} is not a nested setting; write --set FIELD=VALUE")
-        given[name] = {**given.get(name, {}), **read} if key else read
     layers = [
         read_environ(read_keys(Path()), "env", HermesAgentEnvConfig, DOTENV),
         read_environ(os.environ, "env", HermesAgentEnvConfig),
-        ConfigLayer("--set", given),
+        ConfigLayer("--set", _read_settings(settings)),
     ]
     config = merge(HermesAgentEnvConfig, layers).value
     # `all` lists a backend once, even if it has a second name.
@@ -214,6 +202,26 @@ def _show_findings(findings: Sequence[BackendFindings]) -> None:
             click.echo(f"{each.name} does not work: {printable(each.problem)}")
             if each.name in _EXAMPLES:
                 click.echo(f"  example: palaestra doctor --backend {each.name} --set {_EXAMPLES[each.name]}")
+
+
+def _read_settings(words: Sequence[str]) -> dict[str, JSON]:
+    """Return the values of the settings `FIELD=VALUE` or `FIELD.KEY=VALUE`. Raises `ConfigError`."""
+    from palaestra.envs.config.fields import HermesAgentEnvConfig
+    from palaestra.envs.config.layers import read_words
+
+    fields = HermesAgentEnvConfig.model_fields
+    given: dict[str, JSON] = {}
+    for word in words:
+        path, equals, value = word.partition("=")
+        name, _, key = path.partition(".")
+        if not equals or name not in fields:
+            what = f"unknown setting {name!r}" if equals else "the value is missing"
+            raise ConfigError(f"--set {word}: {what}; write --set FIELD=VALUE")
+        read = read_words(fields[name].annotation, [f"{key}={value}" if key else value])
+        if key and not isinstance(read, dict):
+            raise ConfigError(f"--set {word}: {name} is not a nested setting; write --set FIELD=VALUE")
+        given[name] = {**given.get(name, {}), **read} if key else read
+    return given
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -61,7 +61,7 @@ class _Help(click.Command):
       palaestra export RUN --to openai
       palaestra export RUN --to rows --out rows.jsonl     # exact tokens, for a trainer
       palaestra export last --to openai --min-reward 1    # solved tasks only, for fine-tuning
-      palaestra export last --to table --task 'astropy-*' --outcome natural
+      palaestra export last --to atif --task 'astropy-*' --outcome natural
       palaestra export --from sessions --to openai --out chats.jsonl     # conversations of palaestra chat
 
     RUN is a run's folder, an id or `last`, ended or not. The file is written to RUN/exports or --out. An
@@ -143,14 +143,9 @@ def command(
     from palaestra.rollouts.export.formats import FORMATS, exporter_named
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.regraded import read_grades
-    from palaestra_slots.core.config import nearest
     from palaestra_slots.core.errors import ConfigError
-    from palaestra_slots.core.types import Outcome
 
-    known = [outcome.value for outcome in Outcome]
-    for outcome in selection["outcomes"]:
-        if outcome not in known:
-            raise ConfigError(f"unknown outcome {outcome!r}; use one of {', '.join(known)}.{nearest(outcome, known)}")
+    _check_outcomes(selection["outcomes"])
     exporter = exporter_named(name)
     given = {
         "--tokenizer": tokenizer, "--tool-parser": parser, "--chat-template": chat_template,
@@ -183,9 +178,7 @@ def command(
     folder = recording.path.parent / "exports"
     if out is None and folder.is_symlink():  # somebody else may have made the run, and chosen where the link leads
         raise ConfigError(f"{folder} is a link: remove it, or choose a file with --out")
-    path = out or folder
-    if out is None or path.is_dir():
-        path = path / f"{exporter.name}{exporter.ending}"
+    path = _place(out, folder, f"{exporter.name}{exporter.ending}")
 
     def write(file: IO[bytes]) -> ExportReport:
         with _progress(recording) as groups:
@@ -197,6 +190,22 @@ def command(
     if meta.grades and exporter.name != "inspect":
         report.remarks["without the new reward that palaestra grade gave it"] += len(meta.grades)
     _say(exporter, report, target, recording.unfinished, as_json)
+
+
+def _place(out: Path | None, folder: Path, name: str) -> Path:
+    """Return the file that is written: `out`, or a file of this name in the directory `out`, or else in `folder`."""
+    return (out or folder) / name if out is None or out.is_dir() else out
+
+
+def _check_outcomes(outcomes: Iterable[str]) -> None:
+    from palaestra_slots.core.config import nearest
+    from palaestra_slots.core.errors import ConfigError
+    from palaestra_slots.core.types import Outcome
+
+    known = [outcome.value for outcome in Outcome]
+    for outcome in outcomes:
+        if outcome not in known:
+            raise ConfigError(f"unknown outcome {outcome!r}; use one of {', '.join(known)}.{nearest(outcome, known)}")
 
 
 _OF_FORMATS = {"--tokenizer": "rows", "--placeholders": "rows", "--text-content": "openai"}
@@ -232,9 +241,7 @@ def _export_sessions(
 
     stored = cast("StoredGroups", plugins.load(plugins.installed(SOURCES)["sessions"]))
 
-    path = out or Path("exports")
-    if out is None or path.is_dir():
-        path = path / f"sessions-{exporter.name}{exporter.ending}"
+    path = _place(out, Path("exports"), f"sessions-{exporter.name}{exporter.ending}")
     meta = ExportMeta(run_id="sessions", env="chat", everything=True, text_content=text_content)
 
     def write(file: IO[bytes]) -> ExportReport:
@@ -287,6 +294,7 @@ class Filter:
             return f"reward below {self.min_reward:g}, or none"
         if self.max_reward is not None and (rollout.reward is None or rollout.reward > self.max_reward):
             return f"reward above {self.max_reward:g}, or none"
+        # Last, because a rollout that another filter leaves out must not count as the first of its kind.
         if self.duplicates is not None and (rollout.scored or self.discarded) and self.duplicates.repeats(rollout):
             return REPEATED
         return ""

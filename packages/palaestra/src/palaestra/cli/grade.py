@@ -83,12 +83,14 @@ def command(
     async def grade() -> list[Regraded]:
         found = []
         async for regraded in grade_run(opened, environment, network=network, settings=settings):
+            # Each is written when it is known, so that an interrupted command keeps what it has graded.
             found.append(regraded)
             try:
                 write_grade(opened.path, _grade(regraded))
             except (ConfigError, DiskError) as error:  # the run of somebody else, for example
                 unwritten.append(str(error))
             else:
+                # Only now: without the new reward on the disk, another attempt needs this workspace again.
                 if regraded.only_until_scored is not None:
                     await asyncio.to_thread(shutil.rmtree, regraded.only_until_scored, ignore_errors=True)
             if as_json:
@@ -100,15 +102,19 @@ def command(
     found = asyncio.run(grade())
     if not found:
         raise ConfigError(f"{run} has no rollout to grade: no finished group has a rollout whose outcome is scored")
-    if unwritten:
-        click.echo(f"note: the new rewards are not kept: {unwritten[0]}", err=True)
-    for line in _flipped(found):
+    for line in _summary(opened, found, unwritten):
         click.echo(line, err=True)
+    context.exit(1 if any(each.score is None for each in found) else 0)
+
+
+def _summary(run: Run, found: Sequence[Regraded], unwritten: Sequence[str]) -> Iterator[str]:
+    if unwritten:
+        yield f"note: the new rewards are not kept: {unwritten[0]}"
+    yield from _flipped(found)
     if not unwritten:
-        click.echo(_means(opened), err=True)
+        yield _means(run)
     failed, changed = sum(each.score is None for each in found), sum(each.changed for each in found)
-    click.echo(f"{plural(len(found), 'rollout')} graded, {changed} with a different reward, {failed} failed", err=True)
-    context.exit(1 if failed else 0)
+    yield f"{plural(len(found), 'rollout')} graded, {changed} with a different reward, {failed} failed"
 
 
 def _flipped(found: Sequence[Regraded]) -> Iterator[str]:

@@ -114,25 +114,32 @@ def runs_command(
         _print_table(runs, root, form, out, as_json)
         return
     from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, list_runs
-    from palaestra.rollouts.observe.status import RunReader, score_name
-    from palaestra.rollouts.observe.verdicts import official_words
+    from palaestra.rollouts.observe.status import RunReader
 
     folders = list_runs(root or RUNS)
+    # Only those that are listed: each status reads a whole journal.
     found = [(folder, RunReader(folder / JOURNAL_NAME).read()) for folder in folders[:limit]]
     if as_json:
         click.echo(json.dumps([_fields(*each) for each in found], indent=2))
         return
     for folder, status in found:
-        mean = "-" if status.mean_reward is None else f"{status.mean_reward:.3f}"
-        covered = f"{status.scored} of {status.planned} scored"
-        covered += "" if status.official is None else f", {official_words(status.official_name)} {status.official:.3f}"
-        covered += "" if status.graded_mean is None else f", graded {status.graded_mean:.3f}"
-        counts = f"{plural(status.groups_ended, 'group'):>10}  {score_name(status.kind):>6} {mean:<5} ({covered})"
-        click.echo(f"{folder.name:<21}  {status.state:<11} {status.kind:<5} {counts}  {status.env} with {status.model}")
+        click.echo(f"{folder.name:<21}  {_listed(status)}")
     if not folders:
         click.echo(f"there are no runs in {(root or RUNS).resolve()}", err=True)
     elif len(folders) > limit:
         click.echo(f"not listed: {plural(len(folders) - limit, 'older run')} (--limit)", err=True)
+
+
+def _listed(status: RunStatus) -> str:
+    from palaestra.rollouts.observe.status import score_name
+    from palaestra.rollouts.observe.verdicts import official_words
+
+    mean = "-" if status.mean_reward is None else f"{status.mean_reward:.3f}"
+    covered = f"{status.scored} of {status.planned} scored"
+    covered += "" if status.official is None else f", {official_words(status.official_name)} {status.official:.3f}"
+    covered += "" if status.graded_mean is None else f", graded {status.graded_mean:.3f}"
+    counts = f"{plural(status.groups_ended, 'group'):>10}  {score_name(status.kind):>6} {mean:<5} ({covered})"
+    return f"{status.state:<11} {status.kind:<5} {counts}  {status.env} with {status.model}"
 
 
 def _print_table(runs: tuple[str, ...], root: Path | None, form: str, out: Path | None, as_json: bool) -> None:
@@ -179,6 +186,7 @@ def _lines(status: RunStatus, now: float) -> list[str]:
     from palaestra.rollouts.observe.console import duration
     from palaestra.rollouts.observe.status import score_name
 
+    # A killed run has no end in its journal, so its time counts until its last line.
     until = now if status.state == "running" else status.last_at
     failed = f", {status.groups_failed} failed" if status.groups_failed else ""
     flying = ", ".join(f"{stage} {count}" for stage, count in sorted(status.in_flight.items())) or "nothing"

@@ -17,6 +17,7 @@ from palaestra_slots.core.exits import FAILED, report
 from palaestra_slots.core.io import plugins
 
 if TYPE_CHECKING:
+    from palaestra.rollouts.journal.verify import RunVerdict
     from palaestra.rollouts.observe.training_steps import StepsVerdict
 
     ProveSteps = Callable[[Path], StepsVerdict]
@@ -61,19 +62,11 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
     violation = verdict.violation or steps.violation
     if as_json:
         trained = {"steps": steps.steps, "trained_groups": steps.groups}
+        # Scripts compare these fields, so a notice is there only if it has a text.
         counted = {name: value for name, value in dataclasses.asdict(verdict).items() if name != "notice" or value}
         click.echo(json.dumps({**counted, **trained, "violation": violation, "ok": not violation}))
     else:
-        rewritten = ", ".join(f"{count} {reason}" for reason, count in sorted(verdict.reasons.items())) or "none"
-        click.echo(
-            f"rollouts   {verdict.rollouts} ({verdict.without_tokens} without tokens)\n"
-            f"turns      {verdict.turns} in {verdict.segments} segments; further segments: {rewritten}\n"
-            f"tokens     {verdict.tokens}, of which sampled and trained: {verdict.trained}\n"
-            f"own rows   {verdict.own_rows} made by the environment: not provable\n"
-            f"groups     {f'{verdict.rows} rows in {verdict.lines} lines' if lines else 'no file checked'}"
-            f"{f'{chr(10)}rows       {verdict.exported}' if exported else ''}"
-            f"{f'{chr(10)}steps      {steps.steps}, trained on {steps.groups} groups' if steps.steps else ''}"
-        )
+        _show(verdict, steps, lines, exported)
     if violation:
         report(violation)
         context.exit(FAILED)
@@ -81,3 +74,17 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
         click.echo("ok: T1 to T4 hold")
         if verdict.notice:
             click.echo(f"warning: {verdict.notice}", err=True)
+
+
+def _show(verdict: RunVerdict, steps: StepsVerdict, groups: Path | None, exported: Path | None) -> None:
+    rewritten = ", ".join(f"{count} {reason}" for reason, count in sorted(verdict.reasons.items())) or "none"
+    table = {
+        "rollouts": f"{verdict.rollouts} ({verdict.without_tokens} without tokens)",
+        "turns": f"{verdict.turns} in {verdict.segments} segments; further segments: {rewritten}",
+        "tokens": f"{verdict.tokens}, of which sampled and trained: {verdict.trained}",
+        "own rows": f"{verdict.own_rows} made by the environment: not provable",
+        "groups": f"{verdict.rows} rows in {verdict.lines} lines" if groups else "no file checked",
+        "rows": str(verdict.exported) if exported else "",
+        "steps": f"{steps.steps}, trained on {steps.groups} groups" if steps.steps else "",
+    }
+    click.echo("\n".join(f"{name:<10} {text}" for name, text in table.items() if text))

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 from palaestra.envs.api.function_form import FunctionForm
@@ -135,6 +136,7 @@ def load_environment(reference: str, start: Path) -> Form:
         return tasks_form(start / reference) or _pick(Path(path), name)
     if name and path in (peers := plugins.installed(PEERS)):
         return cast("Callable[[str], Form]", plugins.load_from_extra(peers[path], "environments"))(name)
+    # Installed environments win over files here, so that a name means the same in every folder.
     local, installed = _local(start), plugins.installed(GROUP)
     if path in installed:
         if path in local:
@@ -225,8 +227,27 @@ def _pick(path: Path, name: str) -> Form:
     """Return the environment of this name in a file, or the file's only environment."""
     if not path.is_file() and _was_ours(path) and (moved := _moved(name)):
         return form_of(moved[name], f"{path}:{name}")  # a run recorded a file of ours that this version does not have
+    module = _loaded(path)
+    found = {key: value for key, value in vars(module).items() if _is_environment(value)}
+    # A script may name one of our files for a class that has moved to another of our files since.
+    if name not in found and not {*own_folders()}.isdisjoint(path.resolve().parents):
+        found |= _moved(name)
+    if name and name not in found:
+        raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
+    if not name:
+        if len(found) > 1:  # environments that the file imports do not count beside its own
+            found = {key: value for key, value in found.items() if _module_of(value) == module.__name__} or found
+        if len(found) != 1:
+            choose = f"; choose one with {path}:NAME" if found else ""
+            raise ConfigError(f"{path} has {_list(found)}{choose}")
+        name = next(iter(found))
+    return form_of(found[name], f"{path.resolve()}:{name}")
+
+
+def _loaded(path: Path) -> ModuleType:
+    """Load a file. If it needs an import of Atropos or Hermes, the error names the commands that help."""
     try:
-        module = load_file(path)
+        return load_file(path)
     except ConfigError as error:
         missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
         if missing is None or missing.partition(".")[0] not in CONTRACT_ROOTS:
@@ -235,18 +256,6 @@ def _pick(path: Path, name: str) -> Form:
             f"{error}. `palaestra env port {path} --write` rewrites the imports of scripts of Atropos and Hermes, and "
             f"`palaestra run {path} --compat` runs them unchanged"
         ) from error.__cause__
-    found = {key: value for key, value in vars(module).items() if _is_environment(value)}
-    if name not in found and any(folder in path.resolve().parents for folder in own_folders()):
-        found |= _moved(name)
-    if name and name not in found:
-        raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
-    if not name and len(found) > 1:  # environments that the file imports do not count beside its own
-        found = {key: value for key, value in found.items() if _module_of(value) == module.__name__} or found
-    if not name and len(found) != 1:
-        choose = f"; choose one with {path}:NAME" if found else ""
-        raise ConfigError(f"{path} has {_list(found)}{choose}")
-    name = name or next(iter(found))
-    return form_of(found[name], f"{path.resolve()}:{name}")
 
 
 def _was_ours(path: Path) -> bool:

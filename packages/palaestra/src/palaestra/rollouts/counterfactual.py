@@ -32,7 +32,7 @@ from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.journal.reader import find_rollout
 from palaestra.rollouts.records import Group, Origin, Trajectory
 from palaestra.rollouts.resume.observation_diff import classify, first_difference
-from palaestra.rollouts.resume.recorded_turns import HARMLESS, Mismatch, RecordedTurns, exchanged
+from palaestra.rollouts.resume.recorded_turns import HARMLESS, Mismatch, RecordedTurns, Start, exchanged
 from palaestra.rollouts.resume.state import CutOff, taken_until
 from palaestra.rollouts.workspaces import UNTOUCHED
 from palaestra_slots.core.errors import ConfigError, SandboxError
@@ -88,7 +88,7 @@ class Counterfactual(msgspec.Struct, kw_only=True):
         return msgspec.structs.replace(self, turns=[msgspec.structs.replace(turn, sampled=[]) for turn in self.turns])
 
 
-class Continuation:
+class Continuation(Start):
     """What the rollouts of a counterfactual run share: the point at which they begin, and the kept workspace."""
 
     def __init__(self, point: Counterfactual) -> None:
@@ -108,7 +108,6 @@ class Continuation:
         return None
 
     def rebuild(self) -> None:
-        """Use the kept workspace for no further rollout, because set-up would damage it."""
         self._rebuilds = True
 
     async def aclose(self, pool: SlotSource) -> None:
@@ -117,15 +116,24 @@ class Continuation:
         if kept is not None:
             await pool.snapshots.forget(kept)
 
+    def retried(self, recorded: RecordedTurns | None) -> None:
+        return None  # `recorded` gives the shared turns again
+
+    def seed_index(self, index: int) -> int:
+        # All rollouts repeat the turns of one recorded rollout, whose random choices must come out again. Only what
+        # they sample afterwards differs.
+        return self.point.index
+
+    def sampling_seed(self, index: int) -> str:
+        return f"{self.point.seed}:{index}"
+
     def recorded(self) -> ContinuedTurns:
-        """Return the turns for an attempt at a rollout."""
         point = self.point
         turns = [msgspec.structs.replace(event, messages=list(event.messages)) for event in point.turns]
         cut_off = CutOff(point.tools_hash, turns, shared=point.origin.turn)
         return ContinuedTurns(point.origin, cut_off, journalled=False, snapshot=self._snapshot)
 
     def resumed(self, cut_off: CutOff) -> ContinuedTurns | None:
-        """Return the turns of a rollout of the new run that was cut off; None if it had no turn of its own."""
         origin = self.point.origin
         cut_off.shared = origin.turn
         if all(event.turn <= origin.turn for event in cut_off.events):
@@ -278,6 +286,7 @@ def fork_of(journal: Path, rollout: str, turn: int, seed: str) -> Counterfactual
     if cut_off is None or not cut_off.events:
         raise ConfigError(f"{journal} does not have the turns of {reader.rollout_id}")
     last = cut_off.events[-1]
+    # Nothing follows a reply without results, so there is no conversation after it that another model could continue.
     answered = bool(last.messages) and last.messages[-1].get("role") != "assistant"
     most = last.turn if answered else last.turn - 1
     if not 0 <= turn <= most:
@@ -301,6 +310,7 @@ def fork_of(journal: Path, rollout: str, turn: int, seed: str) -> Counterfactual
         task_id=group.task_id,
         tools_hash=group.tools_hash,
         seed=seed,
+        # The earlier run has paid for these turns.
         turns=[msgspec.structs.replace(event, cost=None, model_calls={}) for event in shared],
         model=reader.model,
         workspace=_workspace(journal.parent, ended, cut_off.events, turn),
@@ -366,6 +376,7 @@ class _Reader:
                 self.group = group
             case TurnTaken(rollout_id=rollout_id) if self._is_member(rollout_id):
                 self.turns.setdefault(rollout_id, CutOff("")).add(event)
+            # A branch of an old tree: its turns up to the fork point are those of its parent.
             case RolloutResumed(rollout_id=rollout_id, turns=turns, parent=int(parent)):
                 before = self.turns.get(f"{self._group_id}/{parent}")
                 self.turns[rollout_id] = CutOff("", taken_until(before.events if before else [], turns))

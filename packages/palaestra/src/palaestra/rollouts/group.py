@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -37,7 +38,7 @@ from palaestra.rollouts.events import (
 from palaestra.rollouts.export.atropos import check_own
 from palaestra.rollouts.journal.journal import checksum
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
+from palaestra.rollouts.resume.recorded_turns import FROM_OPENING, Mismatch, RecordedTurns, Start
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.schedule import Places
 from palaestra.rollouts.spec import Phase, RolloutSpec, RunContext, Seeded
@@ -283,14 +284,12 @@ class GroupRun:
         assert self._kit is not None
         event: RolloutEnded | AttemptDiscarded | None = None
         events, recorded, tried = self.run_context.events, self._recorded(index), 0
-        begins = self.run_context.counterfactual
+        start = self._start
         while True:
-            if recorded is None and begins is not None:
-                recorded = begins.recorded()
-            seeded = self._seeded("rollout", index if begins is None else begins.point.index)
-            # All rollouts repeat the turns of one recorded rollout, whose random choices must come out again. Only what
-            # they sample afterwards differs.
-            sampling = None if begins is None else Seeded(f"{begins.point.seed}:{index}")
+            recorded = recorded or start.recorded()
+            # Made anew for each attempt, because a generator that has been used would give a retry other numbers.
+            seeded, seed = self._seeded("rollout", start.seed_index(index)), start.sampling_seed(index)
+            sampling = Seeded(seed) if seed else None
             spec = RolloutSpec(
                 self.group.group_id, index, self.task, seeded, self._kit, self._preparation.snapshot, sampling
             )
@@ -301,30 +300,20 @@ class GroupRun:
                 await rollout.run()
             finally:
                 # In `finally`, because a cancelled attempt leaves a record too.
-                restarts = recorded is not None and recorded.failed is not None
-                if recorded is not None and restarts and not recorded.restarts:
-                    why = f"{recorded.failed}: {recorded.evidence}" if recorded.evidence else str(recorded.failed)
-                    rollout.fail(TaskError(f"the recorded turns cannot be repeated here: {why}"), Blame.TASK)
-                    restarts = False
-                if not restarts:
+                not_repeated = _not_repeated(rollout, recorded)
+                if not_repeated is None:
                     retried = not rollout.check_is_wrong and self._retries(_record_of(rollout), tried)
                     if retried or not recorded_later:
                         event = self._write(AttemptDiscarded if retried else RolloutEnded, rollout)
-            if restarts:
-                assert recorded is not None
-                if begins is not None and recorded.failed is Mismatch.SETUP:
-                    begins.rebuild()
-                if recorded.failed is not Mismatch.SETUP or recorded.continues:  # otherwise, nothing was written yet
-                    self._start_again(index, recorded)
+            if not_repeated is not None:
+                self._start_over(index, not_repeated)
                 recorded = None
                 continue
             if not retried:
                 break
             assert event is not None
             tried += 1
-            if recorded is not None:
-                again = not recorded.caught_up and begins is None
-                recorded = RecordedTurns(recorded.cut_off, journalled=False) if again else None
+            recorded = start.retried(recorded)
             events.announce(event)
             await self._preparation.restore()
         if event is None:
@@ -339,14 +328,11 @@ class GroupRun:
         cut_off = self.run_context.earlier.cut_off.pop(rollout_id, None)
         if cut_off is None:
             return None
-        begins, recorded = self.run_context.counterfactual, RecordedTurns(cut_off)
-        if begins is not None:
-            continued = begins.resumed(cut_off)
-            if continued is None:  # it has only turns of the other run, which are repeated from the beginning
-                anew = RolloutResumed(at=time.time(), rollout_id=rollout_id, turns=0, anew="it had no turn of its own")
-                self.run_context.events.emit(anew)
-                return None
-            recorded = continued
+        recorded = self._start.resumed(cut_off)
+        if recorded is None:  # it has only turns of the other run, which are repeated from the beginning
+            anew = RolloutResumed(at=time.time(), rollout_id=rollout_id, turns=0, anew="it had no turn of its own")
+            self.run_context.events.emit(anew)
+            return None
         for tokens in cut_off.paid() if cut_off.ended is None else ():  # an existing record was already counted
             self.run_context.events.announce(TokensSpent(rollout_id, *tokens))
         if cut_off.tools_hash == self.group.tools_hash:
@@ -354,6 +340,18 @@ class GroupRun:
         recorded.fail(Mismatch.TOOLS)
         self._start_again(index, recorded)
         return None
+
+    @property
+    def _start(self) -> Start:
+        return self.run_context.counterfactual or FROM_OPENING
+
+    def _start_over(self, index: int, recorded: RecordedTurns) -> None:
+        """Prepare the next attempt at a rollout whose recorded turns could not be repeated."""
+        if recorded.failed is Mismatch.SETUP:
+            self._start.rebuild()
+            if not recorded.continues:
+                return  # nothing was written yet
+        self._start_again(index, recorded)
 
     def _start_again(self, index: int, recorded: RecordedTurns) -> None:
         """Record why a rollout cannot continue where it was cut off. Also record the cost of the lost attempt, unless
@@ -365,8 +363,7 @@ class GroupRun:
         turns, replies = recorded.turns, recorded.replies
         events.emit(RolloutResumed(at=time.time(), rollout_id=rollout_id, turns=turns, replies=replies, anew=reason))
         if turns or replies:
-            why = f"{reason}: {recorded.evidence}" if recorded.evidence else reason
-            events.note(f"{rollout_id} starts over and discards {plural(turns, 'turn')}: {why}")
+            events.note(f"{rollout_id} starts over and discards {plural(turns, 'turn')}: {recorded.why}")
 
     def _write(self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout) -> RolloutEnded | AttemptDiscarded:
         """Write the record of an attempt, without any data from the environment that the journal refuses, and return
@@ -536,6 +533,17 @@ class Preparation:
         await self._env.prepare(task, slot)
 
 
+def _not_repeated(rollout: Rollout, recorded: RecordedTurns | None) -> RecordedTurns | None:
+    """Return the recorded turns if the attempt could not repeat them, so that the rollout starts over. Turns of another
+    run cannot be taken again, so then the rollout fails instead."""
+    if recorded is None or recorded.failed is None:
+        return None
+    if recorded.restarts:
+        return recorded
+    rollout.fail(TaskError(f"the recorded turns cannot be repeated here: {recorded.why}"), Blame.TASK)
+    return None
+
+
 def _record_of(rollout: Rollout) -> Trajectory:
     """Return the rollout's record. An environment's own result that makes no record is dropped."""
     try:
@@ -555,16 +563,20 @@ def prompt_checksum(task: Task) -> str:
     return checksum(task.messages())
 
 
-_KINDS = {"network": NetworkPolicy, "limits": Limits, "files": Mapping, "image": str, "setup": str, "recipe": str}
-_MAY_BE_NONE = frozenset({"image", "setup", "recipe"})
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "network": (NetworkPolicy,),
+    "limits": (Limits,),
+    "files": (Mapping,),
+    **dict.fromkeys(("image", "setup", "recipe"), (str, NoneType)),
+}
 
 
 def _checked(task: Task) -> Task:
     """Return the task with complete paths. Raises `TaskError` for invalid fields, such as those from a bad row."""
-    for name, kind in _KINDS.items():
+    for name, kinds in _KINDS.items():
         value = getattr(task, name)
-        if not isinstance(value, kind) and not (value is None and name in _MAY_BE_NONE):
-            raise TaskError(f"task {task.id}: {name} is {value!r:.100}, not a {kind.__name__}")
+        if not isinstance(value, kinds):
+            raise TaskError(f"task {task.id}: {name} is {value!r:.100}, not a {kinds[0].__name__}")
     if task.image:
         try:
             check_image(task.image)
@@ -574,24 +586,25 @@ def _checked(task: Task) -> Task:
         if not isinstance(content, str | bytes):
             raise TaskError(f"task {task.id}: its file {path!r} is {content!r:.100}, neither text nor bytes")
     # A text would pass as a sequence of names of one letter each.
-    if isinstance(task.toolsets, str):
-        raise TaskError(f"task {task.id}: toolsets must be a list, such as [{task.toolsets!r}]")
-    if isinstance(task.solutions, str):
-        raise TaskError(f"task {task.id}: solutions must be a list, such as [{task.solutions[:80]!r}]")
+    for name, names in {"toolsets": task.toolsets, "solutions": task.solutions}.items():
+        if isinstance(names, str):
+            raise TaskError(f"task {task.id}: {name} must be a list, such as [{names[:80]!r}]")
     if task.grading not in ("sealed", "live"):
         raise TaskError(f"task {task.id}: grading must be sealed or live, not {task.grading!r}")
     try:
         paths = [slot_path(path) for path in task.paths]
     except ConfigError as error:
         raise TaskError(f"task {task.id}: its paths: {error}") from None
-    task = task if paths == [*task.paths] else replace(task, paths=paths)
-    if isinstance(task.prompt, str):
-        return task
-    messages: JSON = task.prompt
-    fine = isinstance(messages, Sequence) and all(isinstance(each, Mapping) and each.get("role") for each in messages)
-    if not fine or not messages:
-        raise TaskError(f"task {task.id}: its prompt is {messages!r:.100}, neither text nor messages with roles")
-    return task
+    if not _is_prompt(task.prompt):
+        raise TaskError(f"task {task.id}: its prompt is {task.prompt!r:.100}, neither text nor messages with roles")
+    return task if paths == [*task.paths] else replace(task, paths=paths)
+
+
+def _is_prompt(prompt: JSON) -> bool:
+    """Return whether this is text, or messages with roles."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return isinstance(prompt, str)
+    return bool(prompt) and all(isinstance(each, Mapping) and each.get("role") for each in prompt)
 
 
 def _bytes(content: str | bytes) -> bytes:

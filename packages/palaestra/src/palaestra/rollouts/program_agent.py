@@ -279,6 +279,7 @@ class _Play:
         than are left; it can be retried if only calls under way are the reason. Refused requests count as calls,
         because each is work for the run."""
         rollout, settings = self._rollout, self._rollout.settings
+        # Refused requests count too, or a program that repeats one without end would never reach the limit.
         left = settings.max_turns - self._calls - self._conversations.refused
         if self._limit is None and left <= 0:
             self._limit = Outcome.MAX_TURNS, ""
@@ -311,6 +312,7 @@ class _Play:
             return *self._limit, None
         if never_answered:
             told = without_middle(b"".join(self.log.parts()).decode(errors="replace").strip(), 1500)
+            # 127 is the shell's status for a command that was not found. Source: POSIX, Shell Command Language, 2.8.2.
             missing = exit_code == 127 or "No such file" in told
             if self._conversations.refused:
                 told = f"{told}\nRefused requests: {self._conversations.refused}. The last was refused with: "
@@ -402,6 +404,7 @@ class _OfferedTools:
             self._failed()
             return ToolOutcome.refused(str(error))
         finally:
+            # In `finally`, because a call that was cut off has had its effects too.
             self.output_bytes += len(answer.text.encode(errors="replace"))
             if answer.error:
                 self.errors.append(answer.tool_error(turn))

@@ -126,6 +126,7 @@ class Rollout:
         self.state: RolloutState | None = None
         """The object that the environment's tools, user and scores share; None if it has none."""
         self.result: AgentResult | None = None
+        # What is recorded if the rollout never gets to an ending of its own.
         self.ending = RolloutEnd(Outcome.CANCELLED, "the run was interrupted", Blame.RUN)
         self.score: Score | None = None
         self.check_is_wrong = False
@@ -303,10 +304,11 @@ class Rollout:
         """Return the rollout's record so far."""
         result = self.result or AgentResult(messages=self.opening())
         prices, ledger, spec, recorded = self.settings.prices, self.ledger, self.spec, self.log.recorded
+        # Turns that are shared with another run were counted there, and are trained on only there.
         prompt_tokens, completion_tokens = own_tokens_of(result, recorded.shared if recorded is not None else 0)
         if recorded is not None and recorded.shared_samples and ledger is not None:
             ledger = ledger.forked(recorded.shared_samples)
-        rung, kept = self.workspace.rung, self.workspace.kept
+        score = self.score or _NO_SCORE
         return Trajectory(
             rollout_id=self.rollout_id,
             group_id=spec.group_id,
@@ -317,10 +319,10 @@ class Rollout:
             reward=self.score.reward if self.score else None,
             blame=self.ending.blame,
             error=self.ending.error,
-            official=self.score.official if self.score else None,
-            labels=[*self.score.labels, *_unknown_ends(result)] if self.score else [],
-            metrics={**(self.score.metrics if self.score else {}), **self.log.model_calls},
-            detail=dict(self.score.detail) if self.score else {},
+            official=score.official,
+            labels=[*score.labels, *_unknown_ends(result)] if self.score else [],
+            metrics={**score.metrics, **self.log.model_calls},
+            detail=dict(score.detail),
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             cost=prices.cost(prompt_tokens, completion_tokens) if prices else None,
@@ -335,14 +337,18 @@ class Rollout:
             origin=recorded.origin if recorded is not None else None,
             state=self.state.recorded if self.state is not None else None,
             extra=self.projection.extra,
-            beside=Beside(
-                started_at=self.stages.started_at,
-                duration_s=round(self.stages.duration_s, 6),
-                stages={name: round(seconds, 6) for name, seconds in self.stages.seconds.items()},
-                turn_s=[(round(turn.model_s, 6), round(turn.tool_s, 6)) for turn in result.turns],
-                sandbox=({"rung": rung.label} if rung is not None else {})
-                | ({"workspace": str(kept)} if kept is not None else {}),
-            ),
+            beside=self._beside(result),
+        )
+
+    def _beside(self, result: AgentResult) -> Beside:
+        rung, kept = self.workspace.rung, self.workspace.kept
+        return Beside(
+            started_at=self.stages.started_at,
+            duration_s=round(self.stages.duration_s, 6),
+            stages={name: round(seconds, 6) for name, seconds in self.stages.seconds.items()},
+            turn_s=[(round(turn.model_s, 6), round(turn.tool_s, 6)) for turn in result.turns],
+            sandbox=({"rung": rung.label} if rung is not None else {})
+            | ({"workspace": str(kept)} if kept is not None else {}),
         )
 
     @property
@@ -442,6 +448,7 @@ class Rollout:
                 )
             if known is None:
                 return said
+        # The work was repeated for its effects. The conversation keeps the message that the record has.
         return next(iter(known), None)
 
     async def continue_agent(
@@ -473,6 +480,7 @@ class Rollout:
         self.seat.ended()
 
 
+_NO_SCORE = Score(0.0)  # in place of None; its reward is never read
 _BUGS = (AttributeError, ImportError, LookupError, NameError, NotImplementedError, TypeError, ValueError)
 """Errors of the code of a check that another attempt of the agent does not avoid."""
 

@@ -97,14 +97,8 @@ class TaskChoice:
         """Yield the chosen tasks once each, in their order. Before the first, tasks are read until every word has
         matched one, so that an id that matches nothing is reported before anything is played. With a word such as
         `test[a]`, which may be an id or a pattern, tasks are read until the id is found. Raises `ConfigError`."""
-        choice, missing, found, seen, repeats = self, set(self.words), list[Task](), dict[str, None](), 0
-        async for task in tasks:
-            repeats = repeats + 1 if task.id in seen else 0
-            if len(seen) >= _MOST_READ or repeats > max(_REPEATS, 10 * len(seen)):
-                break
-            if repeats:
-                continue
-            seen[task.id] = None
+        choice, missing, found, seen = self, set(self.words), list[Task](), dict[str, None]()
+        async for task in _distinct(tasks, seen):
             if task.id not in choice:
                 continue
             found.append(task)
@@ -123,6 +117,19 @@ class TaskChoice:
             self.check(seen, environment, refused)
         for each in found:
             yield each
+
+
+async def _distinct(tasks: AsyncIterator[Task], seen: dict[str, None]) -> AsyncIterator[Task]:
+    """Yield each task once and add its id to `seen`, until the environment seems to have no further ones: a source of
+    tasks may begin again from the start and never end."""
+    repeats = 0
+    async for task in tasks:
+        repeats = repeats + 1 if task.id in seen else 0
+        if len(seen) >= _MOST_READ or repeats > max(_REPEATS, 10 * len(seen)):
+            return
+        if not repeats:
+            seen[task.id] = None
+            yield task
 
 
 def groups_ahead(concurrency: int) -> int:

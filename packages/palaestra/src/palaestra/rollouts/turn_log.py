@@ -257,7 +257,7 @@ class TurnLog:
         """Write a turn to the journal unless the journal already has it, and count the turn's cost unless it has been
         counted. After the last recorded turn, also write that the rollout continues."""
         turn, recorded = taken.turn, self.recorded
-        of_another_run = recorded is not None and recorded.origin is not None and 0 < turn.number <= recorded.shared
+        of_another_run = recorded is not None and recorded.is_of_another_run(turn.number)
         if not (taken.known and recorded is not None and recorded.journalled):
             event = TurnTaken(
                 at=time.time(),
@@ -274,6 +274,7 @@ class TurnLog:
                 model_calls=self._new_model_calls(taken),
             )
             self._events.emit(event)
+        # A reply that was recorded before its turn ended has already been counted, as one of a turn with sub-agents.
         if not taken.known and not taken.recalled:
             self._events.announce(TokensSpent(self._seat.name, turn.prompt_tokens, turn.completion_tokens))
         elif taken.known and recorded is not None and recorded.caught_up and recorded.continues:
@@ -323,6 +324,7 @@ class TurnLog:
                 rollout_id=self._seat.name,
                 branch=branch,
                 asked=checksum(said),
+                # Sampled tokens are the message, and the parser makes it from them again.
                 message={} if sampled else read.message(),
                 finish_reason=read.finish_reason,
                 tokens=tokens,

@@ -102,6 +102,7 @@ class ArgumentSchema:
         if _is_deep(arguments):
             raise InvalidArguments("Invalid arguments: nested too deeply. " + self._expected())
         try:
+            # Models write null for what they leave out. It is removed only if the schema refuses it.
             if not self._check.is_valid(arguments):
                 for name in self._unset(arguments):
                     del arguments[name]
@@ -111,6 +112,7 @@ class ArgumentSchema:
         except ValueError as error:  # a value of Python that JSON does not have
             raise InvalidArguments(f"Invalid arguments: not JSON: {error}. {self._expected()}") from None
         for name in self._integers:
+            # JSON Schema counts 3.0 as an integer; Python's functions do not.
             if isinstance(value := arguments.get(name), float):
                 arguments[name] = int(value)
         return arguments

@@ -219,6 +219,7 @@ def declare(
     `of_environment`, a parameter `state` may have the type of the state as its annotation."""
     called = name or str(getattr(function, "__name__", "tool"))
     try:
+        # eval_str, because `from __future__ import annotations` makes every annotation a text.
         parameters = inspect.signature(function, eval_str=True).parameters
     except (NameError, TypeError, ValueError) as error:
         raise ConfigError(f"the annotations of tool {called} cannot be read: {error}") from error

@@ -310,9 +310,11 @@ def _explain(
         if mistake["type"] == "missing":
             what = "a value is required"
         written = spelled.get(name, ".".join(path)) or model_type.__name__
+        # The input of a mistake without a path, or in nested settings, is all of them, secrets included.
         unseen = mistake["type"] == "missing" or not path or _has_settings(mistake["input"])
         given = "" if unseen else f" {_short(name, mistake['input'])}"
         lines.append(f"{written}{given}: {what[:1].lower()}{what[1:]}{where}")
+    # Pydantic reports a mistake once for each member of a union.
     return "\n".join(dict.fromkeys(lines))
 
 

@@ -88,6 +88,7 @@ async def make_root(
         for command in _commands(release, fresh, include, mirror or release.mirror, key if verify else None):
             problem = f"making {name} failed: {command[0]}"
             await check_process(command, problem, timeout_s=_MAKE_S, error=ImageError)
+        # The record first, and the name of the root last, so that whoever finds a root finds it whole and described.
         record = {"schema": SCHEMA, "version": VERSION, "source": name, **asdict(ImageConfig())}
         target.with_suffix(".json").write_text(json.dumps(record), encoding="utf-8")
         fresh.rename(target)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from posixpath import join, normpath
@@ -209,7 +209,6 @@ def check_images(text: str) -> None:
     """Raise `TaskError` if a Dockerfile for a container tool names an image other than by its name: podman and buildah
     also read files of this machine, for example `docker-archive:PATH`.
 
-    Buildah before 1.33 has no here-documents: their lines are instructions, so these are checked for such files, too.
     What tools read in different ways is refused.
     """
     if _UNREADABLE.search(text):
@@ -217,6 +216,7 @@ def check_images(text: str) -> None:
     shared: dict[str, str] | None = None  # those before the first stage; tools differ in whether later ones count too
     arguments: dict[str, str] = {}
     checked = set[tuple[int, str]]()
+    # Buildah before 1.33 has no here-documents and runs their lines as instructions, so these are checked at the end.
     for each in _instructions(text):
         if each.name not in _INSTRUCTIONS:
             raise TaskError(f"Dockerfile, line {each.line}: {each.name!r:.100} is not an instruction")
@@ -236,6 +236,12 @@ def check_images(text: str) -> None:
             if not is_image_name(name):
                 raise _not_an_image(each, name)
         checked.add((each.line, each.arguments))
+    _check_heredocs(text, checked)
+
+
+def _check_heredocs(text: str, checked: Collection[tuple[int, str]]) -> None:
+    """Raise `TaskError` if a line of a here-document would name such an image as an instruction. `checked` are the line
+    and arguments of the real instructions."""
     for each in _instructions(text, heredocs=False):
         if (each.line, each.arguments) not in checked:
             words = list(map(_unquoted, each.arguments.split()))
@@ -300,6 +306,7 @@ def follow(
     known = variables(config, arguments)
     if instruction.name == "FROM":
         name = expand(instruction.arguments, known)
+        # These base images set a working directory, which a stage inherits before its first WORKDIR.
         own = next((workdir for start, workdir in _WORKDIRS.items() if name.startswith(start)), None)
         config = replace(config, workdir=own if own and config.workdir == "/" else config.workdir)
     elif instruction.name == "ENV":
@@ -315,6 +322,7 @@ def follow(
     elif instruction.name == "ARG":
         for word in instruction.words():
             name, separator, value = word.partition("=")
+            # An ARG without a default keeps the value from before the first FROM or from --build-arg.
             arguments = {**arguments, name: expand(value, known) if separator else arguments.get(name, "")}
     return config, arguments
 

@@ -76,6 +76,7 @@ class ImageBuilder:
         for command in [self._wanted] if self._wanted else [[tool] for tool in TOOLS]:
             if shutil.which(command[0]) is None:
                 continue
+            # `info` asks the daemon. The version is known to a client without one.
             answer = await run_process([*command, "info"], timeout_s=_ASK_S)
             if answer.returncode == 0:
                 self._tool = command
@@ -126,12 +127,14 @@ class ImageBuilder:
         check_images(read_text(recipe.dockerfile, "replace"))
         docker = Path(tool[0]).name == "docker"
         inspect = [*tool, "network", "inspect", "bridge"]
+        # A daemon that runs with --bridge=none has no network for builds, and fails unless the build asks for none.
         bridge = not docker or (await run_process(inspect, timeout_s=_ASK_S)).returncode == 0
         network = [] if self._network and bridge else ["--network", "none"]
         tidy = ["--force-rm"] if docker else []  # the other tools leave no failed container
         given = [f"--build-arg={name}={value}" for name, value in recipe.arguments]
         given += [f"--target={recipe.target}"] if recipe.target else []
         command = [*tool, "build", *tidy, *network, *given, "-t", tag, "-f", str(recipe.dockerfile), str(recipe.folder)]
+        # Builds of several processes share layers, and the tool may remove one that another build is about to use.
         for _ in range(_TRIES):
             done = await run_process(command, timeout_s=recipe.build_timeout_s)
             if done.returncode == 0:

@@ -111,6 +111,7 @@ async def _build(
             before = config.workdir
             config, arguments = follow(config, arguments, each)
             if each.name == "WORKDIR" or config.workdir != before:
+                # Docker makes the directory too, even if no later instruction uses it.
                 await _must(slot, ["mkdir", "-p", config.workdir], each)
         elif each.name not in _SKIPPED:
             raise Unsupported(

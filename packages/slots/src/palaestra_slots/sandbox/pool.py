@@ -547,6 +547,7 @@ class SlotPool:
         try:
             await self._queue.take(places, timeout_s)
         except TimeoutError as error:
+            # Errors of ours are TimeoutErrors too, and their message already says why there is no place.
             if isinstance(error, SandboxError):
                 raise
             self._timeouts += 1
@@ -558,6 +559,7 @@ class SlotPool:
             begun = self._clock.monotonic()
             slot = await self.make(wanted, trajectory_id, snapshot)
             self._makes.append(self._clock.monotonic() - begun)
+        # Also for a cancelled caller, who would otherwise keep the places for ever.
         except BaseException:
             self._queue.give(places)
             raise

@@ -111,6 +111,7 @@ class Sandbox:
                 f"memory={memory!r} is {limits.memory_bytes} bytes, too little to start a sandbox: "
                 "use '512MB', for example"
             )
+        # `Network` is a StrEnum and counts as text, so this is a list of hosts.
         if not isinstance(network, str | AllowList):
             network = AllowList(tuple(network))
         if snapshot is not None:

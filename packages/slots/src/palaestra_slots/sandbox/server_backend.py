@@ -226,10 +226,12 @@ class ServerBackend(StartedBackend):
             fields["group"] = [spec.group.group, spec.group.number, spec.group.members]
         server = await self._living()
         made, requests = await server.create(fields)
+        # Only the server knows, because it depends on what the kernel allowed when the slot was made.
         if made["exposed"]:
             shared = "slots with the network on share the network of this machine and reach its loopback and cloud "
             shared += f"metadata addresses ({made['exposed']}): {_NARROWER}"
             if self._request.required is not None:
+                # The slot already exists, and nobody else would end it.
                 await requests.call("destroy", {"slot": made["slot"], "epoch": made["epoch"]})
                 raise IsolationUnavailable(shared)
             _warn_once(shared)

@@ -47,6 +47,7 @@ async def run_slot_tool(
         if name == "write_file":
             await slot.write_text(str(args["path"]), str(args["content"]))
             return tool_result(f"wrote {args['path']}")
+    # First, because such errors are OSErrors too, and a lost slot is not the mistake of the model.
     except InfraError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:

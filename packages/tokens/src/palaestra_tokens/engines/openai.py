@@ -156,6 +156,8 @@ class OpenAIEngine(ServerEngine):
         if tools:
             body["tools"] = tools
         if temperature is not None:
+            # vLLM and SGLang take settings that a request lacks from the model's generation_config.json, which would
+            # change the distribution.
             body.update(self._neutral)
             body["temperature"] = temperature
         if max_tokens is not None:
@@ -167,8 +169,10 @@ class OpenAIEngine(ServerEngine):
         body.update(sampling)
         body.update(extra_body or {})
         if body.get("stream"):
+            # Without it, OpenAI's protocol leaves the usage out of a stream.
             body.setdefault("stream_options", {"include_usage": True})
         if n > 1 and self.config.n_kwarg_is_ignored:
+            # Some servers accept `n` and return one choice.
             return await self._repeated(body, split, n, on_delta)
         return await self._complete(body, split, on_delta)
 

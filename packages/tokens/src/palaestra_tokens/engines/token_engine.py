@@ -398,18 +398,10 @@ class SGLangEngine(TokenServer):
         # request, as after a weight update, until it gives up.
         if reason.type == "abort" and reason.status_code is not None and 400 <= reason.status_code < 500:
             raise self.transport.refusal(url, reason.status_code, reason.message.encode())
-        if info.prompt_tokens is not None and info.prompt_tokens != len(input_ids):
-            raise self._wrong(url, len(input_ids), f"it reports {info.prompt_tokens} prompt tokens")
-        if info.completion_tokens not in (None, len(info.output_token_logprobs)):
-            sampled, given = info.completion_tokens, len(info.output_token_logprobs)
-            raise self._wrong(url, len(input_ids), f"{sampled} tokens but {given} log-probabilities")
-        if any(entry[0] is None for entry in info.output_token_logprobs):
-            raise self._wrong(url, len(input_ids), "a token has no log-probability")
-        ids = [entry[1] for entry in info.output_token_logprobs]
-        if reply.output_ids is not None and reply.output_ids != ids:
-            raise self._wrong(url, len(input_ids), "its log-probabilities are not those of its output_ids")
+        if contradiction := reply.contradiction(len(input_ids)):
+            raise self._wrong(url, len(input_ids), contradiction)
         return Sampled(
-            ids=ids,
+            ids=info.ids,
             # The type checker needs the `or`: None was refused above.
             logprobs=[entry[0] or 0.0 for entry in info.output_token_logprobs],
             finish_reason=reason.type,
@@ -447,10 +439,25 @@ class _SGLangInfo(msgspec.Struct):
     completion_tokens: int | None = None
     weight_version: str | int | None = None
 
+    @property
+    def ids(self) -> list[int]:
+        return [entry[1] for entry in self.output_token_logprobs]
+
 
 class _SGLangReply(msgspec.Struct):
     meta_info: _SGLangInfo
     output_ids: list[int] | None = None
+
+    def contradiction(self, prompt_tokens: int) -> str:
+        """Return what the reply contradicts: the request or itself. Empty if nothing."""
+        info, entries = self.meta_info, self.meta_info.output_token_logprobs
+        if info.prompt_tokens not in (None, prompt_tokens):
+            return f"it reports {info.prompt_tokens} prompt tokens"
+        if info.completion_tokens not in (None, len(entries)):
+            return f"{info.completion_tokens} tokens but {len(entries)} log-probabilities"
+        if any(entry[0] is None for entry in entries):
+            return "a token has no log-probability"
+        return "" if self.output_ids in (None, info.ids) else "its log-probabilities are not those of its output_ids"
 
 
 _SPELLED = "token_id:"
@@ -547,10 +554,9 @@ class VLLMEngine(TokenServer):
             ids = spelled
         elif spelled is not None and spelled != ids:
             raise self._wrong(url, len(input_ids), "its log-probabilities are not those of its token ids")
-        if len(ids) != len(logprobs.token_logprobs) or None in logprobs.token_logprobs:
-            found = sum(value is not None for value in logprobs.token_logprobs)
-            raise self._wrong(url, len(input_ids), f"{len(ids)} tokens but {found} log-probabilities")
         values = [value for value in logprobs.token_logprobs if value is not None]
+        if not len(ids) == len(values) == len(logprobs.token_logprobs):
+            raise self._wrong(url, len(input_ids), f"{len(ids)} tokens but {len(values)} log-probabilities")
         version = choice.weight_versions[-1].version if choice.weight_versions else ""
         return Sampled(ids=ids, logprobs=values, finish_reason=choice.finish_reason, policy_version=version)
 

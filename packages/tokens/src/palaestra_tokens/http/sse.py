@@ -56,6 +56,7 @@ class EventStreamReader:
         if reply.content_type != "text/event-stream" or reply.status != 200:
             return await reply.read()
         self._tries += 1
+        # Whoever shows the reply as it arrives has shown the pieces of the try that failed.
         if self._tries > 1 and self._hook is not None:
             self._hook(Delta(restarted=True))
         whole = _Completion()
@@ -155,7 +156,7 @@ class _ChoiceParts:
         delta = piece.get("delta")
         if not isinstance(delta, dict) and not self.texts and not self.calls:
             delta = piece.get("message")  # from a server that sends the whole reply as one event
-        delta = delta if isinstance(delta, dict) else {}
+        delta = _as_object(delta)
         content, thinking = content_texts(delta.get("content"))
         reasoning = _text(delta.get("reasoning_content")) or thinking
         texts = {name: _text(delta.get(name)) for name in _JOINED}
@@ -163,15 +164,11 @@ class _ChoiceParts:
         for name, text in texts.items():
             if text:
                 self.texts.setdefault(name, []).append(text)
-        details = delta.get("reasoning_details")
-        if isinstance(details, list):
-            self.details += details
-        for call in listed_calls(delta.get("tool_calls")) or ():
+        self.details += _as_list(delta.get("reasoning_details"))
+        for call in _as_list(listed_calls(delta.get("tool_calls"))):
             if isinstance(call, dict):
                 self._call_of(call).take(call)
-        logprobs = piece.get("logprobs")
-        if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
-            self.logprobs += logprobs["content"]
+        self.logprobs += _as_list(_as_object(piece.get("logprobs")).get("content"))
         self.finish_reason = _text(piece.get("finish_reason")) or self.finish_reason
         reasoning = reasoning or texts["reasoning"]
         return Delta(index, texts["content"], reasoning) if content or reasoning else None
@@ -224,8 +221,7 @@ class _Completion:
                 self._named.setdefault(name, chunk[name])
         self._usage = chunk.get("usage") or self._usage
         deltas = []
-        choices = chunk.get("choices")
-        for piece in choices if isinstance(choices, list) else ():
+        for piece in _as_list(chunk.get("choices")):
             if isinstance(piece, dict):
                 number = piece.get("index")
                 index = number if isinstance(number, int) else 0
@@ -239,14 +235,22 @@ class _Completion:
         return {**self._named, "object": "chat.completion", "choices": choices, "usage": self._usage}
 
 
+# Servers send null, or nothing, for parts that they do not have.
 def _text(value: JSON) -> str:
     return value if isinstance(value, str) else ""
 
 
+def _as_object(value: JSON) -> dict[str, JSON]:
+    return value if isinstance(value, dict) else {}
+
+
+def _as_list(value: JSON) -> list[JSON]:
+    return value if isinstance(value, list) else []
+
+
 def _said(call: dict[str, JSON]) -> tuple[str, str]:
     """Return the name and the piece of the arguments in a delta of a call."""
-    function = call.get("function")
-    function = function if isinstance(function, dict) else {}
+    function = _as_object(call.get("function"))
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
     return _text(function.get("name")), text

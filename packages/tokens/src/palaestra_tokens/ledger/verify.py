@@ -32,6 +32,8 @@ from palaestra_tokens.ledger.records import (
 
 _ONE = packed(array("f", [PROMPT_LOGPROB]))
 _FINISHES = ("stop", "length")
+_BEFORE_FIRST = TokenSpan("sampled", 0, 0, -1, "")
+"""Stands before the first span, which follows no other: turns count from 1."""
 
 IMPOSSIBLE = math.log(1e-9)
 """The log-probability below which an event counts as practically excluded."""
@@ -157,25 +159,26 @@ class _SegmentCheck:
 
     def _layout(self) -> Iterator[Violation]:
         """Check that spans cover the segment without gaps, and that a turn is one prompt span and its sampled spans."""
-        at, before = 0, None
+        at, before = 0, _BEFORE_FIRST
         for span in self.segment.spans:
             if span.start != at or span.stop < span.start:
                 yield self._at("T3", f"the span should begin at {at}", span)
             at = span.stop
-            follows = before is not None and before.kind == "sampled" and before.turn == span.turn
+            # New weights abort a reply, which is then resumed, so a turn may have several sampled spans.
+            follows = before.kind == "sampled" and before.turn == span.turn
             if span.kind == "prompt":
-                if before is not None and (before.kind != "sampled" or before.turn >= span.turn):
+                if before.kind != "sampled" or before.turn >= span.turn:
                     yield self._at("T3", "the turns are out of order", span)
                 if span.reason:
                     yield self._at("T2", "a prompt span has a reason", span)
-            elif before is None or before.turn != span.turn:
+            elif before is _BEFORE_FIRST or before.turn != span.turn:
                 yield self._at("T3", "sampled tokens without the prompt of their turn", span)
             elif follows != (span.reason == SegmentReason.ABORT_RESUME):
                 yield self._at("T2", "the declared aborts do not match the pieces in which the turn was sampled", span)
             before = span
         if at != len(self.tokens):
             yield self._at("T3", f"the spans end at {at}, the tokens at {len(self.tokens)}")
-        if before is not None and before.kind == "prompt":
+        if before.kind == "prompt":
             yield self._at("T3", "a prompt without sampled tokens after it", before)
 
     def _values(self, span: TokenSpan) -> Iterator[Violation]:

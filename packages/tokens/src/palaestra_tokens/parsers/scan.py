@@ -105,6 +105,7 @@ def scan_value(text: str, start: int) -> Scan:
             if not text.startswith('"', at):
                 return Scan(at + text.startswith("\\", at), False)
             at = skip(text, at + 1)
+            # Nothing else can follow a string, so a quotation mark in the text was not escaped.
             if at < len(text) and text[at] not in ",:]}":
                 return Scan(at, False)
         elif token[0] in "{[":
@@ -301,8 +302,7 @@ def _types(schema: JSON, root: Mapping[str, JSON], depth: int) -> Iterator[str]:
     if not isinstance(schema, Mapping) or depth == 0:
         return
     declared = schema.get("type")
-    names = [declared] if isinstance(declared, str) else declared if isinstance(declared, Sequence) else ()
-    yield from (_PYTHON_NAMES.get(name, name) for name in names if isinstance(name, str))
+    yield from (_PYTHON_NAMES.get(name, name) for name in (declared, *_list(declared)) if isinstance(name, str))
     if schema.get("nullable") is True:
         yield "null"
     if declared is None:
@@ -317,10 +317,14 @@ def _types(schema: JSON, root: Mapping[str, JSON], depth: int) -> Iterator[str]:
             yield from _types(member, root, depth - 1)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        target: JSON = root
-        for step in reference[2:].split("/"):
-            target = target.get(step) if isinstance(target, Mapping) else None
-        yield from _types(target, root, depth - 1)
+        yield from _types(_referenced(root, reference[2:]), root, depth - 1)
+
+
+def _referenced(root: Mapping[str, JSON], pointer: str) -> JSON:
+    target: JSON = root
+    for step in pointer.split("/"):
+        target = target.get(step) if isinstance(target, Mapping) else None
+    return target
 
 
 def _list(value: JSON) -> Sequence[JSON]:

@@ -138,6 +138,7 @@ class RecordedConversation:
                 len(calls),
             )
         )
+        # Clients send calls back with other spellings of the arguments, so the originals are kept by their ids.
         for choice in completion.choices:
             for call in choice.message.tool_calls or ():
                 self._functions[call.id] = call.function
@@ -156,6 +157,8 @@ class RecordedConversation:
                 arguments = function["arguments"]
                 if known is not None and arguments == known.arguments:
                     continue
+                # Clients parse arguments and write them again, with other spaces or another order of keys. The next
+                # prompt must have the tokens that were sampled.
                 if known is not None and known.name == function["name"] and _equal(arguments, known):
                     function["arguments"] = known.arguments
                 elif not isinstance(arguments, str):
@@ -320,6 +323,8 @@ class Conversations:
         except ContextExceeded as error:
             raise Refusal(400, str(error), param="messages", code="context_length_exceeded") from None
         except (EngineError, TaskError) as error:
+            # Only an error that this request caused is the agent's. Any other error ends the rollout, so that it is not
+            # scored.
             if not isinstance(error, EngineError) or not error.by_request:
                 self._fail(error)
                 raise Refusal(503, str(error), code="server_error") from None
@@ -507,6 +512,8 @@ class Conversations:
         lines = [line for line in self._lines.values() if line.calls]
         trained = [line for line in lines if line.tools]
         if not trained and lines:
+            # An agent may have no tools. Then the longest conversation is its own, and short ones made titles or
+            # summaries.
             trained = [max(lines, key=lambda line: len(line.calls))]
         others = [line for line in lines if line not in trained]
         found = RecordedCalls(

@@ -110,6 +110,29 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 _COUNTS: Mapping[str, int] = {"max_tokens": 1, "min_tokens": 0, "top_k": -1}
 
 
+def _is_number(value: JSON, *kinds: type) -> bool:
+    # In Python, booleans are integers; in JSON, true is not a number.
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _is_text_or_texts(value: JSON) -> bool:
+    texts = [value] if isinstance(value, str) else value
+    # An empty stop string would end every reply before its first token.
+    return isinstance(texts, list) and len(texts) <= 16 and all(isinstance(text, str) and text for text in texts)
+
+
+def _are_ids(value: JSON) -> bool:
+    return isinstance(value, list) and all(_is_number(each, int) for each in value)
+
+
+_OTHER_FORMS: Mapping[str, tuple[Callable[[JSON], bool], str]] = {
+    "seed": (lambda value: _is_number(value, int), "a whole number"),
+    "stop": (_is_text_or_texts, "a string or a list of strings"),
+    "stop_token_ids": (_are_ids, "a list of token ids"),
+    "chat_template_kwargs": (lambda value: isinstance(value, dict), "an object"),
+}
+
+
 def sampling(body: Mapping[str, JSON]) -> dict[str, JSON]:
     """Return the sampling settings that an agent may choose. Raises `Refusal` for invalid values of these and of other
     sampling settings."""
@@ -117,26 +140,19 @@ def sampling(body: Mapping[str, JSON]) -> dict[str, JSON]:
     for name, value in settings.items():
         if name in _RANGES:
             least, most = _RANGES[name]
-            # In Python, booleans are integers; in JSON, true is not a number.
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-                raise invalid(name, f"{name} must be a number from {least:g} to {most:g}")
-        elif name in _COUNTS and (isinstance(value, bool) or not isinstance(value, int) or value < _COUNTS[name]):
-            raise invalid(name, f"{name} must be a whole number of at least {_COUNTS[name]}")
-        elif name == "seed" and (isinstance(value, bool) or not isinstance(value, int)):
-            raise invalid(name, "seed must be a whole number")
-        elif name == "stop" and not _is_text_or_texts(value):
-            raise invalid(name, "stop must be a string or a list of strings")
-        elif name == "stop_token_ids" and not (isinstance(value, list) and all(type(each) is int for each in value)):
-            raise invalid(name, "stop_token_ids must be a list of token ids")
-        elif name == "chat_template_kwargs" and not isinstance(value, dict):
-            raise invalid(name, "chat_template_kwargs must be an object")
+            fits, form = (
+                _is_number(value, int, float) and least <= value <= most,
+                f"a number from {least:g} to {most:g}",
+            )
+        elif name in _COUNTS:
+            fits = _is_number(value, int) and value >= _COUNTS[name]
+            form = f"a whole number of at least {_COUNTS[name]}"
+        else:
+            has_form, form = _OTHER_FORMS[name]
+            fits = has_form(value)
+        if not fits:
+            raise invalid(name, f"{name} must be {form}")
     return {name: value for name, value in settings.items() if name in AGENTS_OWN}
-
-
-def _is_text_or_texts(value: JSON) -> bool:
-    texts = [value] if isinstance(value, str) else value
-    # An empty stop string would end every reply before its first token.
-    return isinstance(texts, list) and len(texts) <= 16 and all(isinstance(text, str) and text for text in texts)
 
 
 def invalid(param: str, message: str) -> Refusal:
@@ -241,6 +257,7 @@ def content_parts(
         if "images" not in features:
             raise unsupported(f"{param}[{number}]", "The model behind this endpoint does not accept images.")
         texts.append(image)
+    # Most chat templates accept only text and refuse a list of parts.
     if all(each["type"] == "text" for each in texts):
         return "".join(each["text"] for each in texts) if len(texts) < 2 else "\n".join(each["text"] for each in texts)
     return texts

@@ -174,6 +174,7 @@ def _parts_of(texts: Collection[str]) -> re.Pattern[str] | None:
             words.setdefault((wrapped[1], wrapped[3]), []).append(re.escape(wrapped[2]))
     found = []
     for (before, after), inner in words.items():
+        # At the edge of a text, the missing part may stand in the text beside it, and the prompt would join them.
         starts = "|".join(re.escape(before[cut:]) for cut in range(1, len(before) + 1))
         ends = "|".join(re.escape(after[: len(after) - cut]) for cut in range(1, len(after) + 1))
         start = rf"(?:{re.escape(before)}|\A(?:{starts}))" if before else r"\A"

@@ -183,6 +183,7 @@ def for_template(messages: Sequence[Message], reasoning_field: str | None, *, jo
             message = assistant_message(message, reasoning_field)
             if joined and reasoning_field in message and message["content"] and "tool_calls" in message:
                 message |= {reasoning_field: f"{message[reasoning_field]}\n\n{message['content']}", "content": ""}
+            # Some templates write the name of the function beside its result, which OpenAI's format does not repeat.
             names.update({call.get("id", ""): call["function"]["name"] for call in message.get("tool_calls", ())})
         elif message.get("role") == "tool" and "name" not in message:
             name = names.get(message.get("tool_call_id", ""))

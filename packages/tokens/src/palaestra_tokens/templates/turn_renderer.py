@@ -243,6 +243,8 @@ class TurnRenderer:
         except ConfigError:  # the template refuses the stand-in, but may accept the conversation
             self._proved[case] = _NEVER
             return self._in_full(history, new)
+        # A proof holds for conversations up to twice as long: templates may depend on the length, but checking each
+        # time would cost what the short way saves.
         if proved_at and len(history.prompt) < 2 * proved_at:
             return short
         full = self._in_full(history, new)

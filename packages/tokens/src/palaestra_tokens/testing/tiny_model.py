@@ -247,6 +247,8 @@ def make_tiny(
     )
     with quiet_loading():
         model.save_pretrained(out)
+    # `save_pretrained` may write it for its owner only, but a server may run as another user.
+    # `save_pretrained` writes it for its owner only, but a server may run as another user.
     (out / "model.safetensors").chmod(0o644)
     save_tokenizer(tokenizer, out)
     parameters = sum(weight.numel() for weight in model.parameters())

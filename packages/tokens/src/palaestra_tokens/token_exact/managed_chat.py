@@ -277,6 +277,7 @@ class ManagedChat(ChatServer):
         for key, value in (("temperature", temperature), ("max_tokens", max_tokens), ("max_tokens", limit)):
             if value is not None:
                 settings.setdefault(key, value)
+        # The engine gets bare token ids and does not know the template, so it would sample beyond the end of the turn.
         stops = settings.get("stop_token_ids") or ()
         settings["stop_token_ids"] = list(dict.fromkeys([*stops, *renderer.stop_ids]))
         if n == 1:

@@ -117,6 +117,7 @@ class ReplyReader:
             options = {name: value for name, value in known.items() if name in self._accepts}
             if "thinking" in options:  # a parser that knows its format's thinking, which may have other tags
                 parsed: JSON = self._parser.parse(text, **options)
+                # Without tools, a call is part of the text, as the model wrote it.
                 reasoning, content = parsed.reasoning, parsed.content if tools else parsed.written(text)
                 calls = (parsed.all_tool_calls or ()) if tools else ()
             else:

@@ -167,19 +167,22 @@ class FunctionEnvironment(HeldOutEnvironment):
             parts = []
             for each in self.form.scores:
                 parts.append((each.hook.name, each.weight, await _score(each.hook, sources)))
-        if len(parts) == 1:
-            return commands.noted(parts[0][2])
-        total = sum(weight for _, weight, _ in parts)
-        reward = sum(weight * part.reward for _, weight, part in parts) / total
-        metrics = {name: value for _, _, part in parts for name, value in part.metrics.items()}
-        metrics |= {name: part.reward for name, _, part in parts}  # last, because each score is recorded under its name
-        official = None
-        if any(part.official is not None for _, _, part in parts):
-            verdicts = [(weight, part.reward if part.official is None else part.official) for _, weight, part in parts]
-            official = sum(weight * verdict for weight, verdict in verdicts) / total
-        detail = {key: value for _, _, part in parts for key, value in part.detail.items()}
-        labels = [label for _, _, part in parts for label in part.labels]
-        return commands.noted(Score(reward, metrics, detail, official, labels))
+        return commands.noted(parts[0][2] if len(parts) == 1 else _weighted_mean(parts))
+
+
+def _weighted_mean(parts: Sequence[tuple[str, float, Score]]) -> Score:
+    """Return one score for the named, weighted scores of a rollout. It has an official verdict if one of them has."""
+    total = sum(weight for _, weight, _ in parts)
+    reward = sum(weight * part.reward for _, weight, part in parts) / total
+    metrics = {name: value for _, _, part in parts for name, value in part.metrics.items()}
+    metrics |= {name: part.reward for name, _, part in parts}  # last, because each score is recorded under its name
+    official = None
+    if any(part.official is not None for _, _, part in parts):
+        verdicts = [(weight, part.reward if part.official is None else part.official) for _, weight, part in parts]
+        official = sum(weight * verdict for weight, verdict in verdicts) / total
+    detail = {key: value for _, _, part in parts for key, value in part.detail.items()}
+    labels = [label for _, _, part in parts for label in part.labels]
+    return Score(reward, metrics, detail, official, labels)
 
 
 async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:

@@ -300,10 +300,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             case "--failed-of":
                 given.choose(_failed_of(self._read(str, written, words)), written)
             case _:
-                if words and is_secret(written.replace("-", "_")):
-                    logger.warning(_ON_COMMAND_LINE, written)
-                    for word in words:
-                        hide(word)
+                if is_secret(written.replace("-", "_")):
+                    _hide_secret(written, words)
                 self._set(given, written, words)
 
     def _set(self, given: _Given, written: str, words: list[str]) -> None:
@@ -386,19 +384,14 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             if file.shared:
                 servers = [[*layers, *file.servers] for layers in servers]
             else:
-                lower = [*servers, *(lowest for _ in file.servers)]
+                lower = [*servers, *[lowest] * len(file.servers)]
                 # The list in the file decides how many servers there are. Further ones begin without the values of a
                 # script.
                 servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=False)]
         flags = ConfigLayer(given.source, given.values["openai"], given.spelled["openai"])
         top = [environ, ConfigLayer(RECORDED, given.recorded[1]), flags]
         if given.policy is not None:
-            clash = {"server_type", "model_name", "base_url"} & flags.values.keys()
-            if clash:
-                policy = "policy" if given.source == ARGUMENT else "--policy"
-                raise ConfigError(f"{policy} and {flags.spelled[min(clash)]} are mutually exclusive")
-            scripted = {"server_type": "scripted", "model_name": _with_run(given.policy)}
-            top.append(ConfigLayer(given.source, scripted, dict.fromkeys(scripted, "--policy")))
+            top.append(_scripted_layer(given.policy, flags))
         if given.policy is not None or any("base_url" in layer.values for layer in top):
             servers = servers[:1]
         return [[*layers, *top] for layers in servers]
@@ -514,6 +507,23 @@ def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
         raise ConfigError(f"{problem} Known: {', '.join(list_parsers())}")
     setattr(config.value, field_name, "hermes")
     yield f"{problem} hermes is used instead"
+
+
+def _hide_secret(written: str, words: Sequence[str]) -> None:
+    """Keep a secret out of the run's record. Other users of this machine see it in the list of processes."""
+    if words:
+        logger.warning(_ON_COMMAND_LINE, written)
+    for word in words:
+        hide(word)
+
+
+def _scripted_layer(policy: str, flags: ConfigLayer) -> ConfigLayer:
+    clash = {"server_type", "model_name", "base_url"} & flags.values.keys()
+    if clash:
+        flag = "policy" if flags.name == ARGUMENT else "--policy"
+        raise ConfigError(f"{flag} and {flags.spelled[min(clash)]} are mutually exclusive")
+    scripted = {"server_type": "scripted", "model_name": _with_run(policy)}
+    return ConfigLayer(flags.name, scripted, dict.fromkeys(scripted, "--policy"))
 
 
 def _with_run(policy: str) -> str:

@@ -644,6 +644,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         """Raise `ConfigError` for a slot backend that this version does not have, and for a flag or an argument that
         the backend does not read. `sources` maps `env.FIELD` to the source of its value."""
         super().check_runnable(sources)
+        # Only if somebody asked for this run: the default, or a line in a shared file, need not fit every level.
         said = (sources or {}).get("env.allow_network") in (COMMAND_LINE, ARGUMENT)
         if said and not self.allow_network and self.isolation == "none":
             raise ConfigError(
@@ -651,6 +652,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
             )
         name = self._slot_setting
         unknown = [each for each in backend_words(self.slot_backend) if each not in BUILTIN]
+        # Entry points are searched only for a name that is not ours, because the search reads every installed package.
         known = backend_names() if unknown else tuple(BUILTIN)
         value = next((each for each in unknown if each not in known), None)
         if value is None:

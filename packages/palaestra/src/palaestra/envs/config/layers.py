@@ -238,14 +238,16 @@ def _with_own_names(path: Path, env: ConfigLayer, content: Mapping[str, JSON]) -
 def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:
     """Parse the value of a field from the `words` after its flag, which may be empty. Raises `ValueError`."""
     kinds = members(annotation)
-    if takes_mapping(annotation) and words and not (len(words) == 1 and words[0].lower() in _NONE):
+    is_none = len(words) == 1 and words[0].lower() in _NONE
+    if takes_mapping(annotation) and words and not is_none:
         return _read_mapping(words, texts=holds_texts(annotation))
-    if takes_sequence(annotation) and not (len(words) == 1 and type(None) in kinds and words[0].lower() in _NONE):
+    if takes_sequence(annotation) and not (is_none and type(None) in kinds):
         return _read_sequence(kinds, words)
     if not words:
         if bool in kinds or Any in kinds:
             return True
         raise ValueError(f"needs a value ({describe(annotation)})")
+    # Nothing tells text from JSON here, so a word that is JSON counts as JSON.
     if Any in kinds:
         return read_json(words[0]) if len(words) == 1 else [read_json(word) for word in words]
     if len(words) > 1:
@@ -342,8 +344,8 @@ def _read_scalar(kinds: Sequence[Annotation], word: str) -> JSON:
         return lowered in _YES
     if str in kinds and (int in kinds or float in kinds):
         number = read_json(word)
-        return number if isinstance(number, (int, float)) and not isinstance(number, bool) else word
-    if bool in kinds and len([kind for kind in kinds if kind is not type(None)]) == 1:
+        return number if type(number) in (int, float) else word
+    if {bool} == {*kinds} - {type(None)}:
         raise ValueError(f"{word!r} is neither true nor false")
     return word  # numbers, unknown enum values and other text: the field's validation reads or rejects them
 

@@ -83,6 +83,7 @@ async def plan_run(form: Form, parsed: RunLine) -> RunPlan:
             if tasks is not None and found is not None:
                 async for task in found:
                     tasks.append(task.id)
+                    # Characters, because a dry run loads no tokenizer; the cost is an estimate.
                     prompt_chars += len(task.prompt if isinstance(task.prompt, str) else json.dumps(task.prompt))
             cost = _cost(config, environment, len(tasks or ()), prompt_chars)
         folder, kept = run_place(RUNS, form.name, engine.name), 0

@@ -106,6 +106,7 @@ def split_words(first: str, words: Sequence[str]) -> tuple[list[str], list[list[
             f"{plural(len(served), 'model')} but {len(addresses)} addresses: give one --base-url for all, or one after "
             "each --model"
         )
+    # A policy needs no server, so it takes no address.
     places = iter(addresses * len(served) if len(addresses) == 1 else addresses)
     return environments, [[*each, *(next(places, []) if each in served else [])] for each in models], shared
 
@@ -168,6 +169,7 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
     members = []
     for line in lines:
         place = run_place(Path(), line.form.name, line.model).name
+        # Two members may have the same environment and model, with different settings.
         name = next(name for name in (place, *(f"{place}-{n}" for n in range(2, 10**6))) if name not in taken)
         taken.add(name)
         line.member.folder = name
@@ -177,6 +179,7 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
     folder = RUNS / f"set--{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
     kept = [_without_secrets(line) for line in lines]
     found = EvaluationSet(SET_SCHEMA, str(Path.cwd()), kept)
+    # Before anything is played, so that a set which is killed can be resumed.
     with writing(folder):
         folder.mkdir(parents=True, mode=0o700)
         with replaced(folder / SET_NAME) as file:
@@ -216,25 +219,10 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
     for line in lines:
         if settings or not _is_finished(folder / line.member.folder):
             _check_given_again(line)
-    code, finished = DONE, False
+    finished = False
     sys.stderr.write(f"evaluation set {folder}: {plural(len(lines), 'run')}\n")
     try:
-        for number, line in enumerate(lines, 1):
-            place, budget = folder / line.member.folder, _budget(line)
-            if _is_finished(place) and not settings:
-                continue
-            if budget is not None:
-                others = sum(_spent(folder / each.member.folder) for each in lines if each is not line)
-                if budget - others <= _spent(place):
-                    sys.stderr.write(f"the budget of the set is spent: {others + _spent(place):.4f} of {budget:g}\n")
-                    code = code or TOO_MANY_FAILURES
-                    break
-                line = replace(line, parsed=_with_budget(line.parsed, budget - others))
-            sys.stderr.write(f"[{number}/{len(lines)}] {line.form.name} with {line.model}\n")
-            ended = _run(line, place)
-            code = code or ended
-            if _state(place) == INTERRUPTED_BY:
-                break
+        code = _play_in_turn(folder, lines, again=bool(settings))
         finished = all(_is_finished(folder / each.folder) for each in members)
     finally:
         rows = [table_row(place) for each in lines if _begun(place := folder / each.member.folder)]
@@ -244,6 +232,28 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
             sys.stderr.write(f"the set is not finished; continue with palaestra resume {folder}\n")
     data = {"set": str(folder), "exit_code": code, "runs": [as_json(row) for row in rows]}
     sys.stdout.write(f"{json.dumps(data) if as_data else folder}\n")
+    return code
+
+
+def _play_in_turn(folder: Path, lines: Sequence[_Line], *, again: bool) -> int:
+    """Play the runs that are not finished, or all of them `again`, until the budget is spent or one is interrupted."""
+    code = DONE
+    for number, line in enumerate(lines, 1):
+        place, budget = folder / line.member.folder, _budget(line)
+        if _is_finished(place) and not again:
+            continue
+        if budget is not None:
+            # A run that is resumed counts what it has spent itself, so its budget leaves out only the other runs.
+            others = sum(_spent(folder / each.member.folder) for each in lines if each is not line)
+            if budget - others <= _spent(place):
+                sys.stderr.write(f"the budget of the set is spent: {others + _spent(place):.4f} of {budget:g}\n")
+                return code or TOO_MANY_FAILURES
+            line = replace(line, parsed=_with_budget(line.parsed, budget - others))
+        sys.stderr.write(f"[{number}/{len(lines)}] {line.form.name} with {line.model}\n")
+        ended = _run(line, place)
+        code = code or ended
+        if _state(place) == INTERRUPTED_BY:
+            break
     return code
 
 
@@ -297,6 +307,7 @@ def _those_failed(lines: Sequence[_Line], earlier: Path) -> Iterator[_Line]:
             failed = open_run(earlier).failed_tasks()
         left += bool(failed)
         others = [word for each in flags_of(line.member.words) if not _named(each, _TASK) for word in each]
+        # Escaped, because an id with brackets or stars would be read as a pattern.
         chosen = json.dumps([escaped(each) for each in failed])
         yield _parsed(Member(line.member.environment, [*others, _TASK[1], chosen], ""))
     if not left:

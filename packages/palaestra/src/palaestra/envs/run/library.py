@@ -213,5 +213,6 @@ def assembled(
     take_variables(parsed, dotenv)
     for notice in parsed.notices:
         logger.warning("%s", notice)
+    # A library prints nothing unless its caller asks for it.
     shown = sys.stderr if progress else StringIO()
     return partial(run_line, form, parsed, root=Path(folder), stream=shown, engines=engines)

@@ -4,7 +4,7 @@ Unscored rollouts are counted, but neither as passed nor as failed. The interval
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from palaestra.rollouts.observe.metrics import PASSED, pass_metrics
 from palaestra.rollouts.observe.verdicts import OFFICIAL
@@ -40,13 +40,17 @@ def figures(
     found |= {f"labels/{name}": count for name, count in sorted(signs.items())}
     blames = Counter(trajectory.blame.value for trajectory in done if trajectory.blame and not trajectory.scored)
     found |= {f"unscored/{blame}": count for blame, count in sorted(blames.items())}
-    known = labels or {}
-    for label in sorted({label for name in by_task for label in known.get(name, ())}):
-        chosen = [group for name, group in by_task.items() if label in known.get(name, ())]
-        tasks_with = sum(label in each for each in known.values())
-        own = {"tasks": tasks_with, **pass_metrics(_rewards(chosen), attempts)}
-        found |= {f"{label}/{name}": value for name, value in own.items()}
-    return found
+    return found | dict(_by_label(by_task, labels or {}, attempts))
+
+
+def _by_label(
+    by_task: Mapping[str, Sequence[Trajectory]], labels: Mapping[str, Collection[str]], attempts: int
+) -> Iterator[tuple[str, JSON]]:
+    for label in sorted({label for name in by_task for label in labels.get(name, ())}):
+        chosen = [group for name, group in by_task.items() if label in labels.get(name, ())]
+        tasks = sum(label in each for each in labels.values())  # those that did not run, too
+        for name, value in {"tasks": tasks, **pass_metrics(_rewards(chosen), attempts)}.items():
+            yield f"{label}/{name}", value
 
 
 def _rewards(groups: Iterable[Sequence[Trajectory]], *, official: bool = False) -> list[list[float]]:

@@ -274,29 +274,31 @@ def recorded_form(recording: Recording, given: str | None) -> Form:
     only the record names, unless this user recorded the run here."""
     if recording.meta.config.get("compat") is True:
         allow_old_imports()
-    recorded = str(recording.meta.config.get("environment") or "")
-    if given is None and not recorded:
+    reference = given or str(recording.meta.config.get("environment") or "")
+    form = load_environment(given, Path.cwd()) if given is not None else _by_record(recording, reference)
+    if form.name != recording.meta.env:
+        raise ConfigError(f"the run used the environment '{recording.meta.env}', but {reference} is '{form.name}'")
+    return form
+
+
+def _by_record(recording: Recording, recorded: str) -> Form:
+    if not recorded:
         raise ConfigError(
             f"{recording.path} does not record the file of its environment '{recording.meta.env}'; specify it with "
             "--environment FILE.py:NAME"
         )
-    if given is None and (".py" in recorded or "/" in recorded) and not is_ours(recording):
+    if (".py" in recorded or "/" in recorded) and not is_ours(recording):
         raise ConfigError(
             f"the environment of this run was the file {recorded}. The run was not recorded here by you, so "
             f"its code is not run by default; specify the file with --environment {shlex.quote(recorded)}"
         )
-    with where_it_ran(recording) if given is None else contextlib.nullcontext():
+    with where_it_ran(recording):
         path = Path(recorded.partition(":")[0])
-        if given is None and path.suffix == ".py" and not path.is_file():
+        if path.suffix == ".py" and not path.is_file():
             raise ConfigError(
                 f"the environment of this run, {path}, no longer exists; specify the file with --environment"
             )
-        form = load_environment(given or recorded, Path.cwd())
-    if form.name != recording.meta.env:
-        raise ConfigError(
-            f"the run used the environment '{recording.meta.env}', but {given or recorded} is '{form.name}'"
-        )
-    return form
+        return load_environment(recorded, Path.cwd())
 
 
 def _playable(environment: EvaluatedEnvironment) -> EvaluatedEnvironment:

@@ -206,6 +206,7 @@ async def make_reporting(
     services = asked_for(config, parsed.sources)
     if not services:
         return reporting
+    # The trainer may have opened a run of its own at the tracker, which this one joins.
     told: dict[str, str] = {}
     if parsed.command == "serve":
         from palaestra.envs.run.feed import trainers_tracking  # most runs feed no trainer

@@ -161,6 +161,7 @@ async def run(
         assembly = Assembly(form, parsed, stream, make_console(stream), stack)
         engine = await assembly.engine(engines)
         pool, prepared = make_pool(parsed.env_config), None
+        # On a cluster, the nodes have the slots, so this process starts none and cannot check how well they isolate.
         if parsed.env_config.on_cluster:
             in_process = bool(engines) and steering.serve_nodes is None
             check_elsewhere(parsed.env_config, in_process=in_process, begins=begins)
@@ -176,6 +177,7 @@ async def run(
         output = assembly.output(engine, environment, folder or root, named=folder is not None, begins=begins)
         if parsed.resume is not None:
             recorded_tools.remember(output.folder.world)
+            # The copy in the folder of this run, because the run that it continues may have been removed since.
             begins = resumed_fork(output.folder.path, output.settings)
         if parsed.env_config.world != "live":
             recorded_tools.keep(output.folder.world)
@@ -653,6 +655,7 @@ class CommandRun:
             self.parsed.command,
             self.context,
         )
+        # A counterfactual run plays one task, that of the rollout which it continues.
         limit = task_limit(self.parsed, environment) if context.counterfactual is None else 1
         context.events.announce(GroupsPlanned(limit, config.group_size))
         context.limits.count_slots(lambda: self._slot_usage().get("slots/cost", 0.0))
@@ -669,6 +672,7 @@ class CommandRun:
                 if (evaluations := self._make_evaluations(feed)) is not None:
                     self.evaluations, roll_out = evaluations, partial(evaluations.during, roll_out)
                 totals = await environment.managed(command, roll_out)
+                # A run that was stopped, or that a caller drives, may have no group and is no mistake.
                 if command == "process" and not (totals.groups or context.limits.reason or self.steering.drive):
                     raise ConfigError(f"{environment.name} has no task to roll out")
             self.output.own.update(numbers(await self.reporting.own(environment)))
@@ -803,32 +807,33 @@ def _print_verdict(
     counts += f" ({outcomes})" if outcomes else ""
     lines = [f"{reason} after {duration(console.elapsed_s)}: {counts}"]
     if rollouts and console.score_name == "reward":  # runs with another kind of score report their own results
-        lines.append(f"  {_mean_reward(figures, scored, planned)}")
-        if "official/mean" in figures:
-            official = f"{figures['official/mean']:.3f}{_interval(figures, 'official/mean')}"
-            lines.append(f"  {official_words(console.official_name)} {official}")
-        if output.labels:
-            lines.append(f"  labels: {labels_line(output.labels)}")
-        lines += [f"  {line}" for line in output.verdict_lines]
-        if criteria := shortened(output.criteria):
-            lines.append(f"  metrics: {criteria}")
-    if evaluated := in_short({name: value for name, value in output.own.items() if name.startswith("eval/")}):
-        lines.append(f"  {evaluated}")
+        lines.append(_mean_reward(figures, scored, planned))
+        lines += _verdict_details(output, figures, console.official_name)
+    evaluated = {name: value for name, value in output.own.items() if name.startswith("eval/")}
     causes = output.failures.causes()
-    lines += [f"  {cause.line()}" for cause in causes[:_SHOWN_CAUSES]]
+    lines += [in_short(evaluated), *(cause.line() for cause in causes[:_SHOWN_CAUSES])]
     if len(causes) > _SHOWN_CAUSES:
-        lines.append(f"  and {plural(len(causes) - _SHOWN_CAUSES, 'further cause')}")
-    lines += [f"  {line}" for line in _suspects(totals)]
+        lines.append(f"and {plural(len(causes) - _SHOWN_CAUSES, 'further cause')}")
+    lines += _suspects(totals)
     if output.resumed:
-        lines.append(f"  resumed {output.resumed}")
+        lines.append(f"resumed {output.resumed}")
     found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
     if found:
-        lines.append(f"  already prepared on this machine: {found} of {plural(prepared, 'workspace')}")
-    lines += [f"  {line}" for line in _slots(figures)]
-    lines += _files(output)
-    if unfinished:
-        lines.append(f"  {unfinished}")
-    stream.write("".join(f"{line}\n" for line in lines))
+        lines.append(f"already prepared on this machine: {found} of {plural(prepared, 'workspace')}")
+    first, *others = [line for line in (*lines, *_slots(figures), *_files(output), unfinished) if line]
+    stream.write("\n  ".join((first, *others)) + "\n")
+
+
+def _verdict_details(output: RunOutput, figures: dict[str, float], official_name: str) -> Iterator[str]:
+    """Yield what the mean reward is made of: official verdicts, labels and metrics."""
+    if "official/mean" in figures:
+        official = f"{figures['official/mean']:.3f}{_interval(figures, 'official/mean')}"
+        yield f"{official_words(official_name)} {official}"
+    if output.labels:
+        yield f"labels: {labels_line(output.labels)}"
+    yield from output.verdict_lines
+    if criteria := shortened(output.criteria):
+        yield f"metrics: {criteria}"
 
 
 def _mean_reward(figures: dict[str, float], scored: int, planned: int) -> str:
@@ -859,8 +864,8 @@ def _files(output: RunOutput) -> list[str]:
     places = {"groups": output.groups.path, "report": output.folder.report}
     if output.copy is not None:
         places["copy"] = output.copy.path
-    lines = [f"  {name:<7} {path}" for name, path in places.items() if path.is_file()]
-    return [*lines, f"  run     {output.folder.path}"]
+    lines = [f"{name:<7} {path}" for name, path in places.items() if path.is_file()]
+    return [*lines, f"run     {output.folder.path}"]
 
 
 def _suspects(totals: Totals) -> Iterator[str]:

@@ -267,6 +267,7 @@ class _Steps:
 
     def _result(self, message: ChatMessage) -> None:
         """Add a tool's result to the agent's step before it, or to a step of its own."""
+        # ATIF keeps results only in the step that called. A history that was rewritten may have lost that step.
         if not self.steps or self.steps[-1].source != "agent":
             own = AtifStep(
                 step_id=len(self.steps) + 1, source="system", message="", extra=_ours({"only_results": True})

@@ -55,23 +55,32 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
     scored = [trajectory for trajectory in trajectories if trajectory.scored]
     if not scored:
         return None
-    pairs = [(trajectory, row) for trajectory in scored for row in _checked_rows(trajectory)]
-    owners, rows = [owner for owner, _ in pairs], [row for _, row in pairs]
+    owners, rows = list[Trajectory](), list[TokenRow]()
+    for trajectory in scored:
+        checked = _checked_rows(trajectory)
+        owners += [trajectory] * len(checked)
+        rows += checked
+
+    def column(name: str) -> list[JSON]:
+        return [getattr(row, name) for row in rows]
+
+    # A trainer of Atropos waits for `group_size` rows. A rewritten history has several rows, an unscored rollout has
+    # none.
+    overrides = dict(_overrides(scored[0]))
+    if len(rows) != len(trajectories):
+        overrides["group_size"] = len(rows)
     line: dict[str, JSON] = {
-        "tokens": [row.tokens for row in rows],
-        "masks": [row.masks for row in rows],
+        "tokens": column("tokens"),
+        "masks": column("masks"),
         "scores": [_checked_score(trajectory) for trajectory in owners],
         "messages": [line_messages(trajectory) for trajectory in owners] if messages else [],
         **{key: _from_extra(owners, key) for key in _ROW_KEYS},
-        "group_overrides": {
-            **_overrides(scored[0]),
-            **({} if len(rows) == len(trajectories) else {"group_size": len(rows)}),
-        },
+        "group_overrides": overrides,
         "generation_params": scored[0].extra.get("generation_params"),
         **{key: _from_extra(owners, key) or None for key in _DISTILLED},
     }
-    if all(row.logprobs is not None for row in rows):
-        line["inference_logprobs"] = [row.logprobs for row in rows]
+    if None not in (logprobs := column("logprobs")):
+        line["inference_logprobs"] = logprobs
     return line | {
         "schema": GROUP_LINE_SCHEMA,
         "env": env,
@@ -81,8 +90,8 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
         "toolsets": list(group.toolsets),
         "tools_hash": group.tools_hash,
         "token_source": _token_source(rows),
-        "spans": [row.spans for row in rows],
-        **({"versions": [row.versions for row in rows]} if any(row.versions for row in rows) else {}),
+        "spans": column("spans"),
+        **({"versions": versions} if any(versions := column("versions")) else {}),
         "rollouts": [line_rollout(trajectory) for trajectory in trajectories],
     }
 

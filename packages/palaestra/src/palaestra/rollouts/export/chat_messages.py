@@ -69,6 +69,7 @@ def chat_message(message: Message) -> ChatMessage:
     thought = next((key for key in _REASONING_KEYS if isinstance(message.get(key), str) and message[key]), "")
     rest = {key: value for key, value in message.items() if key not in _TAKEN and key != thought and value}
     calls = message.get("tool_calls") or ()
+    # Not readable as calls, but nothing of a message may be lost in an export.
     if not isinstance(calls, (list, tuple)):
         calls, rest["tool_calls"] = (), calls
     if role in _ROLES:

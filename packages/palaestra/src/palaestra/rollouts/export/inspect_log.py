@@ -87,6 +87,7 @@ def inspect_sample(trajectory: Trajectory, epoch: int, meta: ExportMeta) -> tupl
         for message, turn in zip(conversation, turns, strict=True)
     ]
     replies = [each for each in messages if each["role"] == "assistant"]
+    # Inspect shows this as the sample's input; system messages are the same for all tasks.
     asked = next((message.text for message in conversation if message.role == "user"), "")
     beside = trajectory.beside
     usage = {"input_tokens": trajectory.prompt_tokens, "output_tokens": trajectory.completion_tokens}
@@ -113,6 +114,7 @@ def inspect_sample(trajectory: Trajectory, epoch: int, meta: ExportMeta) -> tupl
     if trajectory.outcome in _LIMITS:
         reached = {"type": _LIMITS[trajectory.outcome], "limit": float(len(trajectory.turns))}
         sample["limit"] = {**reached, "reason": trajectory.error or trajectory.outcome.value}
+    # Inspect's log has one form of error, with a traceback in plain text and in ANSI colours.
     elif trajectory.outcome is not Outcome.NATURAL:
         message = trajectory.error or trajectory.outcome.value
         sample["error"] = {"message": message, "traceback": message, "traceback_ansi": message}
@@ -195,6 +197,7 @@ def _message(message: ChatMessage, own: bool, model: str, remarks: set[str]) -> 
                     "function": call.name,
                     "arguments": {} if (parsed := call.parsed()) is None else parsed,
                     "type": "function",
+                    # Inspect's arguments are an object, so malformed ones are only in the error.
                     **({"parse_error": f"malformed arguments: {call.arguments}"} if parsed is None else {}),
                 }
                 for call in message.calls

@@ -149,6 +149,7 @@ def exported_rows(
             f"{trajectory.origin.run_id}. To train on it, pass counterfactual=True"
         )
     rows = trajectory.rows if made is None else made
+    # A row without trained tokens teaches nothing. A row that the environment made stays as it is.
     if trajectory.row is None or made is not None:
         rows = [row for row in rows if _first_trained(row) < len(row.tokens)]
     elif trajectory.turns:
@@ -192,6 +193,7 @@ def _exported(row: TokenRow, trajectory: Trajectory, segments: int) -> ExportedR
     mask = [int(each != UNTRAINED) for each in row.masks[start:]]
     logprobs = None
     if row.logprobs is not None:
+        # Untrained tokens have no log-probability. Trainers multiply by the mask, so the placeholder must be finite.
         logprobs = [each if on else 0.0 for each, on in zip(row.logprobs[start:], mask, strict=True)]
     policies = {version for _, _, version in row.versions}
     return ExportedRow(
@@ -202,6 +204,7 @@ def _exported(row: TokenRow, trajectory: Trajectory, segments: int) -> ExportedR
         reward=trajectory.reward,
         group_id=trajectory.group_id,
         segment=row.segment,
+        # Only a row that one policy has sampled has one version; `versions` has the others.
         policy_version=policies.pop() or None if len(policies) == 1 else None,
         versions=[(begin - start, stop - start, version) for begin, stop, version in row.versions if stop > begin],
         spans=row.spans,

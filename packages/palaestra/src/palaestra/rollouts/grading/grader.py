@@ -360,6 +360,7 @@ class Grading:
             async with self.prepared() as root:
                 targets = await _targets(root, rule.named)
             found = {path: label for path, label in found.items() if path not in targets}
+        # What the reference solution changes is what the task asks for, so it cannot be held against the agent.
         usual = await solved([path for path, label in found.items() if label]) if solved else ()
         configured = programs_of(usual)
         for path, label in list(found.items()):
@@ -435,19 +436,7 @@ class Grading:
             await slot.execute(["rm", "-rf", "--", *some], cwd="/", timeout_s=_COPY_S, spill=False)
         if gone:
             changes = [each for each in changes if not is_below(each.path, gone)]
-        files = [each for each in changes if each.kind in ("file", "symlink") and _PTH.fullmatch(each.path)]
-        starting = [each.path for each in files[:_MOST_PTH] if await _has_code(slot, each)]
-        places = await _editable(slot, starting) if starting else {}
-        for path, text in places.items():
-            await slot.write_text(path, text)
-        starting = [path for path in starting if path not in places]
-        unseen = tuple(each.path for each in files[_MOST_PTH:])
-        for path in starting:
-            await slot.remove(path)
-        for some in batches(unseen):  # a call for each would take as long as the agent likes
-            from palaestra_slots.images.slot_commands import check_execute
-
-            await check_execute(slot, ["rm", "-f", "--", *some], "`.pth` files cannot be removed", error=GraderError)
+        starting, unseen = await _disarm_pth(slot, changes)
         self.note(SHADOWED, starting)
         links: tuple[str, ...] = ()
         # most work has no links, and then the module is not imported
@@ -534,6 +523,25 @@ async def _has_no_scratch(slot: Slot) -> bool:
         if found is None or found.kind != "dir" or found.size != _EMPTY_BYTES:
             return False
     return await slot.stat(CARRIED) is None
+
+
+async def _disarm_pth(slot: Slot, changes: Sequence[Change]) -> tuple[list[str], tuple[str, ...]]:
+    """Replace the code in `.pth` files by the directories that it adds, or remove the files. Returns those that were
+    removed because of their code, and those that were too many to be examined."""
+    files = [each for each in changes if each.kind in ("file", "symlink") and _PTH.fullmatch(each.path)]
+    starting = [each.path for each in files[:_MOST_PTH] if await _has_code(slot, each)]
+    places = await _editable(slot, starting) if starting else {}
+    for path, text in places.items():
+        await slot.write_text(path, text)
+    starting = [path for path in starting if path not in places]
+    for path in starting:
+        await slot.remove(path)
+    unseen = tuple(each.path for each in files[_MOST_PTH:])
+    for some in batches(unseen):  # a call for each would take as long as the agent likes
+        from palaestra_slots.images.slot_commands import check_execute
+
+        await check_execute(slot, ["rm", "-f", "--", *some], "`.pth` files cannot be removed", error=GraderError)
+    return starting, unseen
 
 
 _PTH = re.compile(r"(?:/usr|.*/\.local)/(?:.*/)?(?:site-packages|dist-packages)/[^/]+\.pth")

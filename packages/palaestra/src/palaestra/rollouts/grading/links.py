@@ -92,6 +92,7 @@ class NamedFiles:
         target = normpath(join(dirname(link), end))
         if is_below(target, _OF_KERNEL) and not is_below(target, SCRATCH):
             return not ((self.has(link) or "log" in link) and self._asks_for(target))
+        # Programs are linked to these files everywhere, and no check writes its result there.
         if is_below(target, ("/usr",)) and kind == "file":
             return False
         link_named, end_named = self.has(link), self.has(end)
@@ -141,6 +142,15 @@ class NamedFiles:
         return found
 
 
+def _is_of_kernel(path: str) -> bool:
+    return is_below(path, _OF_KERNEL) and not is_below(path, SCRATCH)
+
+
+def _parts(path: str) -> list[str]:
+    """Return the names in a path, the last one first."""
+    return [name for name in path.split("/") if name not in ("", ".")][::-1]
+
+
 class _Places:
     """Looks up where links lead, with one call per directory and no process."""
 
@@ -160,20 +170,29 @@ class _Places:
             self._known[folder] = {each.path.rpartition("/")[2]: each for each in listed}
         return self._known[folder].get(name)
 
+    async def look_until(self, end_s: float, links: Sequence[str]) -> dict[str, tuple[str, str, str]]:
+        """Return what `look` returns for as many of the first links as time permits."""
+        found: dict[str, tuple[str, str, str]] = {}
+        for link in links:
+            if time.monotonic() > end_s:
+                break
+            found[link] = await self.look(link)
+        return found
+
     async def look(self, link: str) -> tuple[str, str, str]:
         """Return the kind of a link's target (file, dir or none), where the link ends, and where it leads first. A path
         of the kernel is not looked up, because it may differ in each process."""
         own = await self._entry(link)
         first = own.target if own is not None else ""
-        here, ahead, hops, kind = "/", link.split("/")[::-1], 0, "dir"
+        here, ahead, hops, kind = "/", _parts(link), 0, "dir"
         while ahead:
             part = ahead.pop()
-            if part in ("", ".."):
-                here = dirname(here) if part else here
+            if part == "..":
+                here = dirname(here)
                 continue
             path = join(here, part)
             whole = normpath(join(path, *ahead[::-1]))
-            if is_below(whole, _OF_KERNEL) and not is_below(whole, SCRATCH):
+            if _is_of_kernel(whole):
                 return "none", whole, first
             entry = await self._entry(path)
             # without namespaces, the workspace is a link that each process sees differently, or is not listed
@@ -184,12 +203,12 @@ class _Places:
                 return "none", first, first
             if entry.kind == "symlink":
                 hops += 1
-                ahead += [each for each in entry.target.split("/") if each != "."][::-1]
+                ahead += _parts(entry.target)
                 here = "/" if entry.target.startswith("/") else here
                 continue
             here, kind = path, entry.kind
             if kind != "dir":
-                return ("none", first, first) if any(ahead) or kind != "file" else (kind, here, first)
+                return ("none", first, first) if ahead or kind != "file" else (kind, here, first)
         return kind, here, first
 
 
@@ -202,48 +221,57 @@ async def detach_links(
     `changes` are the changes that the grading slot shows, without paths that are too long to open. `private` are
     directories of the check, to which no link may lead.
     """
-    end_s = time.monotonic() + LIMIT_S
-
-    async def over(paths: Iterable[str], *argv: str, limit_s: float = 0.0) -> bool:
-        """Run a command with these paths as its last arguments, and return whether it ended in time."""
-        told = b"".join(path.encode("utf-8", "surrogateescape") + b"\0" for path in paths)
-        limit_s = limit_s or max(1.0, end_s - time.monotonic())
-        done = await slot.execute(["xargs", "-0", *argv], cwd="/", stdin=told, timeout_s=limit_s, spill=False)
-        return not done.metadata.get("timeout")
-
-    named = NamedFiles(task)
-    late: list[str] = []
-    files = [each.path for each in changes if each.kind == "file"]
-    # A task about hard links may have a check that counts them, so copies would make honest work fail.
-    if _ABOUT_HARD_LINKS.search(named.text):
-        listed = "\n".join(path for path in files if "\n" not in path).encode("utf-8", "surrogateescape")
-        await slot.execute(["/bin/sh", "-c", _RELINK], cwd="/", stdin=listed + b"\n", timeout_s=LIMIT_S, spill=False)
-        files = []
-    files = [path for path in files if named.has(path)]
-    if files and not await over(files, "/bin/sh", "-c", _HARD.format('/bin/sh -c "$0" sh'), _DETACH):
-        await over(files, "/bin/sh", "-c", _HARD.format("rm -f --"), "sh", limit_s=LIMIT_S)
-        late += files
+    commands, named = _Commands(slot), NamedFiles(task)
+    late = await _detach_hard_links(commands, named, [each.path for each in changes if each.kind == "file"])
     links = [each.path for each in changes if each.kind == "symlink"]
     with_answers = named.directories(each.path for each in changes if each.kind in ("file", "symlink"))
-    found: dict[str, tuple[str, str, str]] = {}
-    places = _Places(slot)
-    for link in sorted(links, key=lambda path: not named.has(path)):  # the least wanted links come last
-        if time.monotonic() > end_s:
-            late.append(link)
-        else:
-            found[link] = await places.look(link)
+    links.sort(key=lambda path: not named.has(path))  # the least wanted links come last
+    found = await _Places(slot).look_until(commands.end_s, links)
+    late += links[len(found) :]
     asked = named.passed({link: next_ for link, (_, _, next_) in found.items()})
     wrong = [
         link
         for link, (kind, end, _) in found.items()
         if is_below(normpath(join(dirname(link), end)), private) or named.equates(link, kind, end, with_answers, asked)
     ]
+    # A link to a directory around it would be copied into itself without end.
     leading = [link for link in wrong if found[link][0] == "file" or not is_below(link, (found[link][1],))]
     leading = [link for link in leading if found[link][0] != "none"]
-    await over([*late, *{*wrong}.difference(leading)], *_REMOVING, limit_s=LIMIT_S)
-    if leading and not await over(leading, *_DETACHING):
-        await over({f"{dirname(link)}/.palaestra-copy" for link in leading}, "rm", "-rf", "--", limit_s=LIMIT_S)
-        await over(leading, *_REMOVING, limit_s=LIMIT_S)
+    await commands.over([*late, *{*wrong}.difference(leading)], *_REMOVING, limit_s=LIMIT_S)
+    if leading and not await commands.over(leading, *_DETACHING):
+        copies = {f"{dirname(link)}/.palaestra-copy" for link in leading}
+        await commands.over(copies, "rm", "-rf", "--", limit_s=LIMIT_S)
+        await commands.over(leading, *_REMOVING, limit_s=LIMIT_S)
         late += leading
     unseen = {*late}
     return tuple(link for link in wrong if link not in unseen), tuple(late)
+
+
+class _Commands:
+    """Runs commands over the agent's files until the time limit of the examination, which begins now."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.end_s = time.monotonic() + LIMIT_S
+
+    async def over(self, paths: Iterable[str], *argv: str, limit_s: float = 0.0) -> bool:
+        """Run a command with these paths as its last arguments, and return whether it ended in time."""
+        told = b"".join(path.encode("utf-8", "surrogateescape") + b"\0" for path in paths)
+        limit_s = limit_s or max(1.0, self.end_s - time.monotonic())
+        done = await self.slot.execute(["xargs", "-0", *argv], cwd="/", stdin=told, timeout_s=limit_s, spill=False)
+        return not done.metadata.get("timeout")
+
+
+async def _detach_hard_links(commands: _Commands, named: NamedFiles, files: Sequence[str]) -> list[str]:
+    """Replace named files with hard links by copies. Returns the files that were removed because of the time limit."""
+    # A task about hard links may have a check that counts them, so copies would make honest work fail.
+    if _ABOUT_HARD_LINKS.search(named.text):
+        listed = "\n".join(path for path in files if "\n" not in path).encode("utf-8", "surrogateescape") + b"\n"
+        relink = ["/bin/sh", "-c", _RELINK]
+        await commands.slot.execute(relink, cwd="/", stdin=listed, timeout_s=LIMIT_S, spill=False)
+        return []
+    files = [path for path in files if named.has(path)]
+    if not files or await commands.over(files, "/bin/sh", "-c", _HARD.format('/bin/sh -c "$0" sh'), _DETACH):
+        return []
+    await commands.over(files, "/bin/sh", "-c", _HARD.format("rm -f --"), "sh", limit_s=LIMIT_S)
+    return files

@@ -113,6 +113,7 @@ def _cause(score: Score, against: Sequence[Label], strict: Collection[str], reme
     """Return the cause of a difference, its evidence and the remedy. A label that forbids the reward is the cause;
     otherwise a label that can change a verdict or, if there is none, what the check does not see."""
     if against:
+        # A certain label comes first, because no setting accepts it.
         first = next((label for label in against if label.certain), against[0])
         if not first.certain:
             names = " ".join(dict.fromkeys(label.name for label in against))

@@ -243,10 +243,12 @@ class Rule:
     ) -> None:
         self._names, self._workspace, self._text, self._env = names, workspace, text, env or {}
         above = [workspace, *map(str, PurePosixPath(workspace).parents)]
+        # Tasks ask for a time zone in words, and this file is where a system keeps it.
         zone = {"/etc/localtime"} if _ABOUT_TIME_ZONE.search(text) else set[str]()
         self.named = tuple(({*named} | paths_in(text) | zone).difference(above))
         """The paths that the task declares or names."""
         self._repaired = {name for found in _COMMANDS.findall(text) for name in found if name and _BROKEN.search(text)}
+        # What the task asks to install, the agent may put anywhere that its installer chooses.
         words = [word for found in _INSTALLS.findall(text) for word in found.split()]
         self._wanted = frozenset(word.strip("`'\",.()*") for word in words).union(programs)
         self._searched = {
@@ -277,28 +279,38 @@ class Rule:
         folder, _, name = path.rpartition("/")
         if path == CACHE:
             return CACHES
+        # Before the rules, because a task may ask for the very file that would be a hack elsewhere.
         if self._is_named(path, name):
             return None
         if _LOADER.fullmatch(path):
             return REPLACED
-        settings = _HOME.fullmatch(path)
-        if settings and change.kind in ("file", "symlink", "deleted") and not self._is_configured(*settings.groups("")):
+        if change.kind in ("file", "symlink", "deleted") and self._is_home_setting(path):
             return HOME_SETTINGS
-        inside = self._is_work(path)
-        if "/__pycache__/" in path and not inside and self._is_brought(path):
+        if "/__pycache__/" in path and self._is_brought(path):
             return CACHES
         site = SITE.fullmatch(path)
-        if _STARTS.fullmatch(path) and (not inside or "PYTHONPATH" in self._env or ".local" in path.split("/")):
-            if site and self._is_inside_package(path, site[2]) and not await self._has(path):
-                return STARTUP
-            return SHADOWED if change.kind != "deleted" else REPLACED
-        if site and not inside:
+        if self._runs_at_start(path):
+            return await self._of_start(path, change.kind)
+        if site and not self._is_work(path):
             return await self._of_package(site[1], site[2], path)
         if self._is_brought(path) and await self._has(path):
             return REPLACED
+        # A directory alone runs nothing, and what is removed stands in for nothing.
         if change.kind not in ("file", "symlink"):
             return None
         return SHADOWED if await self._stands_in(path.removeprefix(CARRIED), folder, name, change.kind) else None
+
+    def _is_home_setting(self, path: str) -> bool:
+        """Return whether the path is for settings of a program that the messages do not ask to configure."""
+        settings = _HOME.fullmatch(path)
+        return settings is not None and not self._is_configured(*settings.groups(""))
+
+    def _runs_at_start(self, path: str) -> bool:
+        """Return whether every Python of the check would run this file when it starts."""
+        if not _STARTS.fullmatch(path):
+            return False
+        # Python searches the workspace only for a program in it, but PYTHONPATH and the site of the user always.
+        return not self._is_work(path) or "PYTHONPATH" in self._env or ".local" in path.split("/")
 
     def _is_inside_package(self, path: str, entry: str) -> bool:
         """Return whether a module for Python's start-up is inside of a package `entry`, where Python does not look."""
@@ -340,6 +352,12 @@ class Rule:
         folder, _, name = path.rpartition("/")
         return name in await self._names(folder or "/")
 
+    async def _of_start(self, path: str, kind: str) -> str:
+        site = SITE.fullmatch(path)
+        if site and self._is_inside_package(path, site[2]) and not await self._has(path):
+            return STARTUP
+        return SHADOWED if kind != "deleted" else REPLACED
+
     async def _of_package(self, site: str, entry: str, path: str) -> str | None:
         """Return the label of a change to a package that the image has, in this or another site directory of its
         interpreters. The whole package stays as prepared, since a mixture of two versions would not work."""
@@ -354,13 +372,20 @@ class Rule:
         searched = {place for places in self._searched.values() for place in places} | self._directories
         if path in searched and kind == "symlink":
             return True
+        # In a virtual environment, `python` and `pip` come first because the task asked for one.
         if folder in self._directories and not ("venv" in self._text and _VENV_PROGRAM.fullmatch(name)):
             return await self._comes_first(folder, name) and not await self._has(path)
         if _LIBRARY.fullmatch(name) and await self._shadows_library(folder, name):
             return True
+        # Python takes a package, an extension module or bytecode before a file of the same name, whatever its ending.
         if _STANDARD.fullmatch(folder) and self._is_brought(path):
             stems = {each.partition(".")[0] for each in await self._names(folder)}
             return name.partition(".")[0] in stems
+        return await self._hides_module(path, kind)
+
+    async def _hides_module(self, path: str, kind: str) -> bool:
+        """Return whether a new module of the work, which the messages do not name, is imported in place of a module of
+        Python or of a package of the image."""
         module = self._module(path, kind)
         if not module or f"{module}.py" in self._text or await self._has(path):
             return False

@@ -73,14 +73,13 @@ def plain(value: T, depth: int = 0) -> T:
         case _ if depth > _DEEPEST:
             copied = "…"
         case msgspec.Struct():
-            fields = {name: plain(getattr(value, name), depth + 1) for name in value.__struct_fields__}
-            copied = msgspec.structs.replace(value, **fields)
+            copied = msgspec.structs.replace(value, **plain(msgspec.structs.asdict(value), depth))
         case Label():
             copied = Label(plain(value.name), plain(value.evidence), value.certain)
         case Mapping():
             copied = {plain(str(key)): plain(each, depth + 1) for key, each in value.items()}
         case tuple():
-            copied = tuple(plain(each, depth + 1) for each in value)
+            copied = tuple(plain([*value], depth))
         case list() | set() | frozenset():
             copied = [plain(each, depth + 1) for each in value]
         case _:

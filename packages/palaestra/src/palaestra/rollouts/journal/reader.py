@@ -255,6 +255,7 @@ def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
     Raises `ConfigError` if no run matches, if several do, or if `run` is the path of a folder that contains FIFOs or
     devices."""
     text = str(run)
+    # A path first, so that a folder called `last`, or like another run's id, can be named.
     if Path(text).exists():
         return _of_files(Path(text))
     folders = list_runs(root)

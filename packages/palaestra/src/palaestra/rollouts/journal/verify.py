@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from palaestra.rollouts.events import (
+    AnyJournalEvent,
     AttemptDiscarded,
     GroupEnded,
     GroupStarted,
@@ -81,48 +82,12 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
     tokens.
     """
     verdict = RunVerdict()
-    ends: dict[str, Trajectory] = {}
-    written: dict[str, _Written] = {}
-    results: dict[str, dict[str, set[str]]] = {}
-    sampled: dict[str, dict[int, SampledTurn]] = {}
-    ended_groups: set[str] = set()
-    config: Mapping[str, JSON] = {}
-    first_replies = RepeatedReplies()
-    over = False
+    run = _JournalledRun()
     for event in read_journal(journal):
-        over = isinstance(event, RunEnded)
-        if isinstance(event, RunStarted | RunResumed):
-            config = event.config or config
-        if isinstance(event, GroupEnded):
-            ended_groups.add(event.group_id)
-        if isinstance(event, GroupStarted):  # the resumed group gets its line when it ends again
-            ended_groups.discard(event.group.group_id)
-        if isinstance(event, TurnTaken):
-            _keep_results(event, results.setdefault(event.rollout_id, {}))
-            if event.sampled and config.get("fork"):
-                sampled.setdefault(event.rollout_id, {})[event.turn] = event.sampled[-1]
-        if not isinstance(event, RolloutEnded | AttemptDiscarded):
-            continue
-        trajectory = event.trajectory
-        verdict.violation = (
-            _rollout(trajectory, verdict)
-            or _shared(trajectory, ends)
-            or _continued(trajectory, sampled.pop(trajectory.rollout_id, {}))
-            or _changed_result(trajectory, results.pop(trajectory.rollout_id, {}))
-        )
-        if isinstance(event, RolloutEnded):
-            before = ends.get(trajectory.rollout_id)
-            if before is not None and before.blame not in CUT_OFF:  # a resumed run rolls these out again
-                verdict.violation = f"{trajectory.rollout_id}: T3: it ends twice in the journal"
-            # the conversations of a long run would not fit in memory
-            ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
-            written[trajectory.rollout_id] = _Written.of(trajectory)
-            # At other temperatures, the log-probabilities do not say how likely equal first replies are.
-            if trajectory.ledger is not None and not trajectory.is_forked and _temperature(config) == 1.0:
-                first_replies.add(trajectory.ledger)
+        run.take(event, verdict)
         if not verdict.ok:
             return verdict
-    verdict.notice = first_replies.notice
+    verdict.notice = run.first_replies.notice
     if not verdict.rollouts:
         raise ConfigError(f"{journal} has no finished rollout, so there is nothing to prove")
     if verdict.rollouts == verdict.without_tokens:
@@ -132,30 +97,86 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
         )
     if groups is not None:
         # a killed run has not written all of its lines
-        due = _due([one for one in ends.values() if one.group_id in ended_groups], config) if over else set()
-        verdict.violation = next(_lines(groups, ends, written, due, verdict), "")
+        verdict.violation = next(_lines(groups, run.ends, run.written, run.due() if run.over else set(), verdict), "")
     if exported is not None and verdict.ok:
-        verdict.violation = next(_exported(exported, ends, verdict), "")
+        verdict.violation = next(_exported(exported, run.ends, verdict), "")
     return verdict
+
+
+@dataclass(slots=True)
+class _JournalledRun:
+    """What the journal of a run has recorded so far: `ends` are the records of its rollouts without conversations, and
+    `written` what must be in the lines of the groups file. `results` and `sampled` are those of unfinished rollouts."""
+
+    ends: dict[str, Trajectory] = field(default_factory=dict)
+    written: dict[str, _Written] = field(default_factory=dict)
+    results: dict[str, dict[str, set[str]]] = field(default_factory=dict)
+    sampled: dict[str, dict[int, SampledTurn]] = field(default_factory=dict)
+    ended_groups: set[str] = field(default_factory=set)
+    config: Mapping[str, JSON] = field(default_factory=dict)
+    first_replies: RepeatedReplies = field(default_factory=RepeatedReplies)
+    over: bool = False
+
+    def take(self, event: AnyJournalEvent, verdict: RunVerdict) -> None:
+        self.over = isinstance(event, RunEnded)
+        match event:
+            case RunStarted() | RunResumed():
+                self.config = event.config or self.config
+            case GroupStarted():  # the resumed group gets its line when it ends again
+                self.ended_groups.discard(event.group.group_id)
+            case GroupEnded():
+                self.ended_groups.add(event.group_id)
+            case TurnTaken():
+                self._take_turn(event)
+            case AttemptDiscarded():
+                verdict.violation = self._violation(event.trajectory, verdict)
+            case RolloutEnded():
+                violation = self._violation(event.trajectory, verdict)
+                verdict.violation = self._take_end(event.trajectory) or violation
+
+    def _take_turn(self, event: TurnTaken) -> None:
+        _keep_results(event, self.results.setdefault(event.rollout_id, {}))
+        if event.sampled and self.config.get("fork"):
+            self.sampled.setdefault(event.rollout_id, {})[event.turn] = event.sampled[-1]
+
+    def _violation(self, trajectory: Trajectory, verdict: RunVerdict) -> str:
+        return (
+            _rollout(trajectory, verdict)
+            or _shared(trajectory, self.ends)
+            or _continued(trajectory, self.sampled.pop(trajectory.rollout_id, {}))
+            or _changed_result(trajectory, self.results.pop(trajectory.rollout_id, {}))
+        )
+
+    def _take_end(self, trajectory: Trajectory) -> str:
+        """Keep what later checks need, and return the violation of a rollout that ends a second time."""
+        before = self.ends.get(trajectory.rollout_id)
+        # The conversations of a long run would not fit in memory.
+        self.ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
+        self.written[trajectory.rollout_id] = _Written.of(trajectory)
+        # At other temperatures, the log-probabilities do not say how likely equal first replies are.
+        if trajectory.ledger is not None and not trajectory.is_forked and _temperature(self.config) == 1.0:
+            self.first_replies.add(trajectory.ledger)
+        # A resumed run rolls those out again that were cut off.
+        twice = before is not None and before.blame not in CUT_OFF
+        return f"{trajectory.rollout_id}: T3: it ends twice in the journal" if twice else ""
+
+    def due(self) -> set[str]:
+        """Return the ids of the rollouts that must be in the groups file: the scored rollouts of ended groups, except
+        those of groups that the settings leave out."""
+        by_group: dict[str, list[Trajectory]] = {}
+        for one in self.ends.values():
+            if one.scored and one.origin is None and one.group_id in self.ended_groups:
+                by_group.setdefault(one.group_id, []).append(one)
+        settings = self.config.get("env")
+        if isinstance(settings, Mapping) and settings.get("ensure_scores_are_not_same"):
+            by_group = {name: all_ for name, all_ in by_group.items() if not have_same_scores(all_)}
+        return {one.rollout_id for group in by_group.values() for one in group}
 
 
 def _temperature(config: Mapping[str, JSON]) -> float | None:
     settings = config.get("env")
     found = settings.get("agent_temperature") if isinstance(settings, Mapping) else None
     return found if isinstance(found, int | float) else None
-
-
-def _due(ended: Iterable[Trajectory], config: Mapping[str, JSON]) -> set[str]:
-    """Return the ids of the rollouts that must be in the groups file: the scored rollouts, except those of groups that
-    the settings leave out."""
-    by_group: dict[str, list[Trajectory]] = {}
-    for one in ended:
-        if one.scored and one.origin is None:
-            by_group.setdefault(one.group_id, []).append(one)
-    settings = config.get("env")
-    if isinstance(settings, Mapping) and settings.get("ensure_scores_are_not_same"):
-        by_group = {name: all_ for name, all_ in by_group.items() if not have_same_scores(all_)}
-    return {one.rollout_id for group in by_group.values() for one in group}
 
 
 def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
@@ -326,6 +347,8 @@ def _lines(
                     return
                 seen.add(each.rollout_id)
             group = Group(group_id="", number=0, task_id="", trajectories=[ends[each] for each in listed])
+            # The line is made again from the journal, and its messages are compared by checksum: they are not kept in
+            # memory.
             due_line = group_line(group, env="", model="", messages=False)
             if due_line is None:
                 yield f"{place}: T3: none of its rollouts has a score"
@@ -341,6 +364,7 @@ def _lines(
 
 def _compared(found: Mapping[str, JSON], due: Mapping[str, JSON]) -> Iterator[str]:
     """Yield how a line differs from `due`, the line that the journal gives, in what a trainer reads."""
+    # Through JSON and back, because the numbers in the file have gone that way too.
     due = msgspec.json.decode(encode_line({key: due.get(key) for key in TRAINED_KEYS}))
     for key in TRAINED_KEYS:
         given, wanted = found.get(key), due[key]

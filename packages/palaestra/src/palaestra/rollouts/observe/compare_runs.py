@@ -104,10 +104,19 @@ class RunScores:
         return mean_interval([task.rewards for task in self.tasks.values()])
 
     @property
+    def rewards(self) -> list[float]:
+        return [reward for task in self.tasks.values() for reward in task.rewards]
+
+    @property
     def mean(self) -> float | None:
         """The mean reward of the scored rollouts; None if there are none."""
-        rewards = [reward for task in self.tasks.values() for reward in task.rewards]
-        return statistics.fmean(rewards) if rewards else None
+        return statistics.fmean(self.rewards) if self.scored else None
+
+    def means(self, unscored: float | None) -> dict[str, float]:
+        """Return the mean of each task that has one, by its id. A rollout without a reward counts as `unscored`, or is
+        left out if `unscored` is None."""
+        found = {name: task.mean(unscored) for name, task in self.tasks.items()}
+        return {name: mean for name, mean in found.items() if mean is not None}
 
     def line(self) -> str:
         """Return a one-line summary of the run: its model, its mean reward, and the numbers of rollouts and tasks."""
@@ -183,15 +192,14 @@ def compare(first: RunScores, other: RunScores, *, unscored: float | None = None
 
     Raises `ValueError` if no task has a reward in both runs.
     """
-    one, two = ({name: task.mean(unscored) for name, task in run.tasks.items()} for run in (first, other))
-    known = [{name: mean for name, mean in run.items() if mean is not None} for run in (one, two)]
+    known = [first.means(unscored), other.means(unscored)]
     pairs = tuple(Pair(task, mean, known[1][task]) for task, mean in known[0].items() if task in known[1])
     if not pairs:
         counts = f"{len(known[0])} have one in the first run, {len(known[1])} in the other"
         raise ValueError(f"no task has a reward in both runs: {counts}")
-    rewards = [reward for run in (first, other) for task in run.tasks.values() for reward in task.rewards]
-    bounds = (-1.0, 1.0) if all(0 <= reward <= 1 for reward in rewards) else None
+    bounds = (-1.0, 1.0) if all(0 <= reward <= 1 for reward in (*first.rewards, *other.rewards)) else None
     differences = [pair.difference for pair in pairs]
+    # One cluster per task: the rollouts of a task are not independent of each other.
     low, high = clustered_interval([Cluster(each, 1) for each in differences], 0.0, bounds) or (None, None)
     asked = tuple(each.task for each in pairs if first.tasks[each.task].asks_otherwise(other.tasks[each.task]))
     lacking = tuple(tuple(task for task in a if task not in b) for a, b in (known, known[::-1]))

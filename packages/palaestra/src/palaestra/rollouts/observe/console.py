@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from palaestra.rollouts.events import (
@@ -279,6 +279,10 @@ def make_console(stream: TextIO | None = None, enabled: bool | None = None, *, c
     return PlainConsole(stream, clock)
 
 
+def _listed(rewards: Iterable[float | None]) -> str:
+    return " ".join("–" if reward is None else f"{reward:g}" for reward in rewards)
+
+
 def describe(
     group: Group,
     causes: Mapping[str, Cause] | None = None,
@@ -298,10 +302,10 @@ def describe(
     if not group.trajectories:
         first = causes[group.group_id].first == group.group_id
         return f"{one_line(group.task_id, SHOWN_CHARS)}: not run: {one_line(group.error, SHOWN_CHARS)}" if first else ""
-    rewards = " ".join("–" if t.reward is None else f"{t.reward:g}" for t in group.trajectories)
+    rewards = _listed(t.reward for t in group.trajectories)
     if any(t.official_reward != t.reward for t in group.trajectories):
-        official = ("–" if t.official_reward is None else f"{t.official_reward:g}" for t in group.trajectories)
-        rewards += f", {official_words(official_name)} {' '.join(official)}"
+        official = _listed(t.official_reward for t in group.trajectories)
+        rewards += f", {official_words(official_name)} {official}"
     seconds = max(trajectory.beside.duration_s for trajectory in group.trajectories)
     unscored = [t for t in group.trajectories if not t.scored]
     why = [f"no further rollouts: {error(group.group_id, group.error)}"] if group.error else []

@@ -97,6 +97,7 @@ class Figures:
         self._turns += len(trajectory.turns)
         if trajectory.blame:
             self._blames[trajectory.blame.value] += 1
+            # Hashes in place of ids, because a run that feeds a trainer may have millions of tasks.
             self._blamed[trajectory.blame.value][hash(trajectory.task_id)] += 1
         if trajectory.cost is not None:
             self._costs.append(trajectory.cost)

@@ -76,6 +76,7 @@ def _metrics(status: RunStatus, now: float) -> Iterator[Metric]:
     nodes = {f"{each.host}/{each.node[:8]}": each for each in status.nodes if not each.lost}
     slots = {name: each.slots for name, each in nodes.items()}
     busy = {name: each.in_flight for name, each in nodes.items()}
+    # A run that uses no cluster has no such metric, rather than one that is always 0.
     lost = sum(each.losses for each in status.nodes) if status.nodes else None
     yield "node_slots", "gauge", "Slots of a node of the cluster.", by("node", slots)
     yield "node_busy_slots", "gauge", "Slots of a node that have a rollout.", by("node", busy)

@@ -6,6 +6,7 @@ takes no lock and writes nothing. Each later read processes only the lines added
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from palaestra.rollouts.journal.journal import check_schema
-from palaestra.rollouts.journal.views import LineView, RolloutView
+from palaestra.rollouts.journal.views import GroupView, LineView, RolloutView
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval
 from palaestra.rollouts.observe.metrics import quantile, stage_seconds
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
@@ -337,16 +338,7 @@ class RunReader:
                 self._nodes.clear()
                 self._placed.clear()
             case "group" if line.group is not None:
-                self._task_ids[line.group.group_id] = sys.intern(line.group.task_id)
-                rollouts = self._groups.setdefault(line.group.group_id, {})
-                # A resumed run plays rollouts again that were cut off.
-                for rollout_id in [name for name, each in rollouts.items() if each.blame in CUT_OFF]:
-                    del rollouts[rollout_id]
-                if line.group.prepare_s:
-                    status.prepared += 1
-                    status.from_store += line.group.from_store
-                    self._seconds["prepare"].append(line.group.prepare_s)
-                self._group_ends.pop(line.group.group_id, None)
+                self._group(line.group)
             case "taken_up" if line.turns or line.replies:
                 self._taken_up(line)
             case "messages" | "reply":
@@ -367,6 +359,18 @@ class RunReader:
                 self._placed.pop(line.group_id, None)
             case "end":
                 self._ended = line.reason
+
+    def _group(self, group: GroupView) -> None:
+        self._task_ids[group.group_id] = sys.intern(group.task_id)
+        rollouts = self._groups.setdefault(group.group_id, {})
+        # A resumed run plays rollouts again that were cut off.
+        for rollout_id in [name for name, each in rollouts.items() if each.blame in CUT_OFF]:
+            del rollouts[rollout_id]
+        if group.prepare_s:
+            self._status.prepared += 1
+            self._status.from_store += group.from_store
+            self._seconds["prepare"].append(group.prepare_s)
+        self._group_ends.pop(group.group_id, None)
 
     def _rollout(self, rollout: RolloutView, *, kept: bool) -> None:
         status = self._status
@@ -414,26 +418,17 @@ class RunReader:
         status = self._status
         by_task = self._by_task()
         tasks = [[each for name in groups for each in self._groups[name].values()] for groups in by_task.values()]
-        rollouts = [each for task in tasks for each in task]
-        scored = [[each.reward for each in task if each.reward is not None] for task in tasks]
-        rewards = [reward for task in scored for reward in task]
+        rollouts = list(itertools.chain.from_iterable(tasks))
         status.groups_begun, status.groups_ended = len(self._groups), len(self._group_ends)
         status.groups_failed = sum(self._group_ends.values())
-        status.rollouts, status.scored = len(rollouts), len(rewards)
+        status.rollouts = len(rollouts)
+        # A group that is being played will have all its rollouts; one that ended well may have had fewer.
         status.planned = sum(
             max(len(group), self._group_size if self._group_ends.get(name, True) else 0)
             for name, group in self._groups.items()
         )
-        status.mean_reward = sum(rewards) / len(rewards) if rewards else None
-        status.mean_interval = mean_interval(scored)
+        self._average(status, tasks, [self._lacking(groups) for groups in by_task.values()])
         self._graded(status, by_task)
-        everyone = [
-            [*(each.reward or 0.0 for each in task), *[0.0] * self._lacking(groups)]
-            for task, groups in zip(tasks, by_task.values(), strict=True)
-        ]
-        status.mean_with_unscored = sum(rewards) / sum(map(len, everyone)) if any(everyone) else None
-        status.mean_with_unscored_interval = mean_interval(everyone)
-        status.full = Rate.of([[reward >= 1 for reward in task] for task in scored]) if rewards else None
         self._judge(status, tasks)
         status.stages = {stage: Latency.of(self._seconds[stage]) for stage in sorted(self._seconds)}
         status.outcomes = dict(Counter(each.outcome for each in rollouts).most_common())
@@ -442,12 +437,29 @@ class RunReader:
             name: Rate.of([[each.blame == name for each in task] for task in tasks]) for name, _ in blamed.most_common()
         }
         status.disk_bytes = sum(_size(path) for path in self.folder.rglob("*"))
+        # f_bavail and not f_bfree, part of which only root may use.
         disk = os.statvfs(self.folder)
         status.disk_free_bytes = disk.f_bavail * disk.f_frsize
         self._count(status)
         self._in_flight(status)
         self._place(status)
         return status
+
+    @staticmethod
+    def _average(status: RunStatus, tasks: Sequence[Sequence[_Ended]], lacking: Sequence[int]) -> None:
+        """Average the rewards: those that there are, and with 0 for rollouts that have none, or that are `lacking`
+        because their group failed."""
+        scored = [[each.reward for each in task if each.reward is not None] for task in tasks]
+        rewards = [reward for task in scored for reward in task]
+        status.scored = len(rewards)
+        status.mean_reward = sum(rewards) / len(rewards) if rewards else None
+        status.mean_interval = mean_interval(scored)
+        everyone = [
+            [*(each.reward or 0.0 for each in task), *[0.0] * more] for task, more in zip(tasks, lacking, strict=True)
+        ]
+        status.mean_with_unscored = sum(rewards) / sum(map(len, everyone)) if any(everyone) else None
+        status.mean_with_unscored_interval = mean_interval(everyone)
+        status.full = Rate.of([[reward >= 1 for reward in task] for task in scored]) if rewards else None
 
     def _graded(self, status: RunStatus, by_task: Mapping[str, Sequence[str]]) -> None:
         """Average the rewards again, with those that `palaestra grade` gave."""
@@ -456,14 +468,12 @@ class RunReader:
         from palaestra.rollouts.regraded import read_grades  # imported here, because most runs have no new scores
 
         new = {name: each.reward for name, each in read_grades(self.folder).items() if each.reward is not None}
-        tasks = [
-            {name: each for group in groups for name, each in self._groups[group].items()}
-            for groups in by_task.values()
+        tasks = [[item for group in groups for item in self._groups[group].items()] for groups in by_task.values()]
+        scored = [
+            [reward for name, each in task if (reward := new.get(name, each.reward)) is not None] for task in tasks
         ]
-        rewards = [[new.get(name, each.reward) for name, each in task.items()] for task in tasks]
-        scored = [[reward for reward in task if reward is not None] for task in rewards]
         known = [reward for task in scored for reward in task]
-        status.graded = sum(name in new and new[name] != each.reward for task in tasks for name, each in task.items())
+        status.graded = sum(new.get(name, each.reward) != each.reward for task in tasks for name, each in task)
         status.graded_mean = math.fsum(known) / len(known) if known and new else None
         status.graded_interval = mean_interval(scored)
 
@@ -485,6 +495,7 @@ class RunReader:
     def _judge(status: RunStatus, tasks: Sequence[Sequence[_Ended]]) -> None:
         """Average the official verdicts and the environment's metrics, and count the labels."""
         rollouts = [each for task in tasks for each in task]
+        # Only scored rollouts count, as in the mean reward, so that the two can be compared.
         if any(each.official is not None for each in rollouts):
             verdicts = [
                 [each.reward if each.official is None else each.official for each in task if each.reward is not None]
@@ -497,6 +508,7 @@ class RunReader:
         for each in rollouts:
             for name, value in each.metrics.items():
                 values[name].append(value)
+        # fsum, because plain sums depend on the order in which rollouts ended.
         status.metrics = {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
 
     def _by_task(self) -> dict[str, list[str]]:

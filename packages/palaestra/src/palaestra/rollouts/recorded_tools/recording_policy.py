@@ -175,6 +175,7 @@ def open_world(mode: str, recording: str | Path | None = None, *, strict: bool =
         reader = Reader(recording_at(path))
         return RunWorld(replaying(reader, reader.path, strict=strict), reader=reader, replayed=True)
     added = Writer(recording_in(path))
+    # Now, so that a file that cannot be written ends the run before it begins.
     added.open()
     if mode == "record":
         return RunWorld(kept=added)

@@ -105,6 +105,10 @@ class RecordedTurns:
             if not reply.sampled and (reply.branch or place >= len(cut_off.events)):
                 self._replies[reply.branch, reply.asked].append(reply)
 
+    def is_of_another_run(self, turn: int) -> bool:
+        """Return whether the turn was taken, and counted, in the run whose rollout this one continues."""
+        return self.origin is not None and 0 < turn <= self.shared
+
     @property
     def origin(self) -> Origin | None:
         """The point of another run at which the rollout begins, if it is counterfactual."""
@@ -165,7 +169,12 @@ class RecordedTurns:
         """Give up on resuming; only the first reason is kept. Returns the error to raise."""
         if self.failed is None:
             self.failed, self.evidence = reason, evidence
-        return CannotResume(f"{self.failed}: {self.evidence}" if self.evidence else str(self.failed))
+        return CannotResume(self.why)
+
+    @property
+    def why(self) -> str:
+        """The reason why the turns cannot be repeated, with its evidence."""
+        return f"{self.failed}: {self.evidence}" if self.evidence else str(self.failed)
 
     def pieces(self, sent: int) -> list[Piece] | None:
         """Return the tokens sampled after the prompt with this checksum, or None once every turn has been used.
@@ -338,3 +347,36 @@ def _decoded(text: str | bytes) -> JSON:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return None
+
+
+class Start:
+    """How the rollouts of a run begin: with their opening messages."""
+
+    def recorded(self) -> RecordedTurns | None:
+        """Return the turns that every attempt at a rollout repeats first."""
+        return None
+
+    def resumed(self, cut_off: CutOff) -> RecordedTurns | None:
+        """Return the turns of a rollout of this run that was cut off; None if it had no turn of its own."""
+        return RecordedTurns(cut_off)
+
+    def retried(self, recorded: RecordedTurns | None) -> RecordedTurns | None:
+        """Return the turns that a retry repeats, in place of those of the failed attempt."""
+        # Turns that the failed attempt did not reach are not lost. After them, a retry begins like any other.
+        if recorded is None or recorded.caught_up:
+            return None
+        return RecordedTurns(recorded.cut_off, journalled=False)
+
+    def seed_index(self, index: int) -> int:
+        """Return the index in the group whose random choices a rollout repeats."""
+        return index
+
+    def sampling_seed(self, index: int) -> str:
+        """Return the seed of what the model samples; empty if it is that of the other choices."""
+        return ""
+
+    def rebuild(self) -> None:
+        """Use no kept workspace for further rollouts, because set-up would damage it."""
+
+
+FROM_OPENING = Start()

@@ -212,19 +212,9 @@ class _Reader:
                     cut_off.clear()  # turns in the older format lack fields
                 self._schema = schema
             case GroupStarted(group=group):
-                self._begun[group.group_id] = group
-                if group.tools_hash:  # it is empty in a group that failed before it had tools
-                    group.tools = self._tools.setdefault(group.tools_hash, group.tools)
-                work.asked[group.group_id] = group.asked
-                work.tasks[group.number] = group.task_id
-                work.rollouts.setdefault(group.group_id, FinishedRollouts(self._path))
-                work.ended.pop(group.number, None)
-            case TurnTaken(rollout_id=rollout_id, turn=turn):
-                begun = self._begun.get(rollout_id.rpartition("/")[0])
-                if rollout_id not in cut_off and turn == 0 and begun is not None:
-                    cut_off[rollout_id] = CutOff(begun.tools_hash)
-                if rollout_id in cut_off:
-                    cut_off[rollout_id].add(event)
+                self._take_group(group)
+            case TurnTaken():
+                self._take_turn(event)
             case ReplyReceived(rollout_id=rollout_id) if rollout_id in cut_off:
                 cut_off[rollout_id].replies.append((len(cut_off[rollout_id].events), event))
             case RolloutResumed(rollout_id=rollout_id, anew=anew):
@@ -235,23 +225,43 @@ class _Reader:
             case AttemptDiscarded(trajectory=trajectory):
                 cut_off.pop(trajectory.rollout_id, None)
             case RolloutEnded(trajectory=trajectory):
-                rollouts = work.rollouts[trajectory.group_id]
-                missing = self._missing.setdefault(trajectory.group_id, set())
-                if trajectory.blame not in CUT_OFF:
-                    rollouts.put(trajectory, place)
-                    missing.discard(trajectory.index)
-                    cut_off.pop(trajectory.rollout_id, None)
-                else:
-                    rollouts.remove(trajectory.index)
-                    missing.add(trajectory.index)
-                    if trajectory.rollout_id in cut_off:
-                        cut_off[trajectory.rollout_id].ended = trajectory
+                self._take_end(trajectory, place)
             case GroupEnded(group_id=group_id, number=number):
                 group = self._begun[group_id]
                 group.error, group.blame = event.error, event.blame or group.blame
                 work.ended[number] = group
-            case _:
-                pass
+
+    def _take_group(self, group: Group) -> None:
+        work = self._work
+        self._begun[group.group_id] = group
+        if group.tools_hash:  # it is empty in a group that failed before it had tools
+            group.tools = self._tools.setdefault(group.tools_hash, group.tools)
+        work.asked[group.group_id] = group.asked
+        work.tasks[group.number] = group.task_id
+        work.rollouts.setdefault(group.group_id, FinishedRollouts(self._path))
+        work.ended.pop(group.number, None)
+
+    def _take_turn(self, event: TurnTaken) -> None:
+        cut_off, name = self._work.cut_off, event.rollout_id
+        begun = self._begun.get(name.rpartition("/")[0])
+        # The opening messages have number 0. Without them, as after an older format, no turn can continue the rollout.
+        if name not in cut_off and event.turn == 0 and begun is not None:
+            cut_off[name] = CutOff(begun.tools_hash)
+        if name in cut_off:
+            cut_off[name].add(event)
+
+    def _take_end(self, trajectory: Trajectory, place: int | None) -> None:
+        cut_off, rollouts = self._work.cut_off, self._work.rollouts[trajectory.group_id]
+        missing = self._missing.setdefault(trajectory.group_id, set())
+        if trajectory.blame not in CUT_OFF:
+            rollouts.put(trajectory, place)
+            missing.discard(trajectory.index)
+            cut_off.pop(trajectory.rollout_id, None)
+            return
+        rollouts.remove(trajectory.index)
+        missing.add(trajectory.index)
+        if trajectory.rollout_id in cut_off:
+            cut_off[trajectory.rollout_id].ended = trajectory
 
     def settled(self) -> EarlierWork:
         """Return the work. A rollout that was cut off counts as missing, and its group as unfinished."""

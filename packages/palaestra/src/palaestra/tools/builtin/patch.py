@@ -126,12 +126,15 @@ async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
             )
             for change in await _computed(len(patch), lambda: parse_patch(patch))
         ]
+        # All files are read and the whole patch is applied in memory first, so that a patch which does not fit changes
+        # nothing.
         before = {path: await _content(slot, path) for path in _paths(changes)}
         texts = {path: None if file is None else file.text for path, file in before.items()}
         size = len(patch) + sum(len(text or "") for text in texts.values())
         results = await _computed(size, lambda: apply_patch(changes, texts))
     except PatchError as mistake:
         raise ToolMistake(f"{mistake}. Nothing was changed.") from None
+    # A moved file keeps the encoding and line ends of the file that it was.
     sources = {change.target or change.path: change.path for change in changes}
     edits = [
         FileEdit(

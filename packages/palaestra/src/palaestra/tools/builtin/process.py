@@ -72,6 +72,7 @@ async def run_process(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
             return await registry.kill_process(session_id, task_id=task_id)
         case "submit":
             return await registry.submit_stdin(session_id, data, end=end, task_id=task_id)
+    # An empty text may be meant, for example to only end the input, so a missing one is a mistake.
     if "data" not in arguments and not end:
         raise ToolMistake("data is needed for write: the text to send")
     return await registry.write_stdin(session_id, data, end=end, task_id=task_id)

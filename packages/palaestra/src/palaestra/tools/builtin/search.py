@@ -105,14 +105,10 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         if not files and (folders := await _kept(await list_folders(slot, path, timeout_s), named, timeout_s)):
             reply["hint"] = f"No file has such a name, but a directory has: list it with path={folders[0]}"
         return reply
+    # A pattern that means the same in bytes is searched in bytes, which is faster and reads files in any encoding.
     bytewise = not _CHARACTERS.search(arguments["pattern"])
     query = SearchQuery(arguments["pattern"], path, arguments.get("file_glob"), timeout_s, bytewise)
-    counted = await count_matches(slot, query)
-    others = await _not_utf8(slot, query)
-    if others:
-        in_bytes = await count_matches(slot, replace(query, bytewise=True))
-        kept = {name: count for name, count in counted.items() if name not in others}
-        counted = dict(sorted((kept | {name: in_bytes[name] for name in others if name in in_bytes}).items()))
+    counted, others = await _counted(slot, query)
     counts = {name: counted[name] for name in await _kept(list(counted), wanted, timeout_s)}
     mode = arguments.get("output_mode", "content")
     if mode == "files_only":
@@ -121,6 +117,18 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
         page = _page("counts", list(counts.items()), arguments)
         return {**page, "counts": dict(page["counts"]), "total_matches": sum(counts.values())}
     return await _lines(slot, query, counts, others, arguments)
+
+
+async def _counted(slot: Slot, query: SearchQuery) -> tuple[dict[str, int], Set[str]]:
+    """Return the number of matches in each file, and the files that are not in UTF-8, which are searched by bytes."""
+    counted = await count_matches(slot, query)
+    others = await _not_utf8(slot, query)
+    if not others:
+        return counted, others
+    in_bytes = await count_matches(slot, replace(query, bytewise=True))
+    kept = {name: count for name, count in counted.items() if name not in others}
+    kept |= {name: in_bytes[name] for name in others if name in in_bytes}
+    return dict(sorted(kept.items())), others
 
 
 async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: float) -> list[str]:
@@ -236,6 +244,7 @@ async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
         found = _COUNT.fullmatch(text)
         if found is not None and ".git" not in path.split("/"):
             counts[_shown(path)] = int(text)
+    # The status is 2 for a bad pattern, but also if one file among many could not be read.
     if not counts and result.exit_code > 1 and "\0" not in result.output:  # otherwise, only some files were unreadable
         raise ToolMistake(_engine_error(result, query))
     return dict(sorted(counts.items()))
@@ -255,6 +264,8 @@ async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], c
         if found is not None:
             line = _Line(found[2] == ":", text[found.end() :].removesuffix("\r"), int(found[3]))
             lines.setdefault(_shown(path), {})[int(found[1])] = line
+    # Of a long line, the reply shows the part around the match. A second search finds its place, which may fail: then
+    # the beginning is shown.
     if any(line.is_match and len(line.text) > MAX_LINE_CHARS for each in lines.values() for line in each.values()):
         quick = replace(query, timeout_s=min(query.timeout_s, _MAX_PLACES_S))
         result = await _execute(slot, [*argv, "--only-matching", *options], quick, _MAX_PLACES_BYTES)

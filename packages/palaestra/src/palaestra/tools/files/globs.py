@@ -37,6 +37,7 @@ def name_filter(glob: str | None, root: str, is_dir: bool, *, loose: bool = Fals
     if not glob:
         return lambda path: True
     glob = literal = glob.removeprefix("./")
+    # Models often give a part of a name where a glob is asked for.
     if loose and not any(mark in glob for mark in "*?[{"):
         folder, slash, name = glob.rpartition("/")
         part = f"*{name}*" if glob.startswith("/") else f"*{glob}*"

@@ -64,9 +64,10 @@ class McpTools:
         params = message.get("params")
         params = params if isinstance(params, dict) else {}
         meta = params.get("_meta")
-        if method == "server/discover" or (isinstance(meta, dict) and _VERSION_KEY in meta):
-            asked = meta.get(_VERSION_KEY) if isinstance(meta, dict) else None
-            return await self._stateless(number, method, params, asked)
+        meta = meta if isinstance(meta, dict) else {}
+        # Clients of the stateless protocol send their version with every request, in place of `initialize`.
+        if method == "server/discover" or _VERSION_KEY in meta:
+            return await self._stateless(number, method, params, meta.get(_VERSION_KEY))
         match method:
             case "initialize":
                 return 200, _result(number, _initialized(params.get("protocolVersion")))

@@ -141,6 +141,7 @@ class HostPolicy:
             return None
         if not AddressPolicy().covers(address):
             return f"{_as(host, address)} belongs to this machine or to a private network, and is not allowed"
+        # An address is no name, so a rule for names says nothing about it.
         if allowlist.literal(host) is not None and not any(
             rule.name == "*" and rule.covers("x", port) for rule in self._allowed
         ):

@@ -47,6 +47,7 @@ class Rewrite:
 def _rewritten(old: str, new: str, real: str, reindent: Reindent) -> str:
     """Return `new` with the words and the white space of `real` wherever they correspond to those of `old`."""
     quoted, wanted, known = (_TOKEN.findall(text) for text in (old, new, real))
+    # Then the words of the file and of the quotation do not correspond one to one, so none can be kept.
     if len(quoted) != len(known):
         quoted = known = []
     pairs = dict(_pairs([word for _, word in quoted], [word for _, word in wanted]))
@@ -55,6 +56,7 @@ def _rewritten(old: str, new: str, real: str, reindent: Reindent) -> str:
         twin = pairs.get(index)
         if twin is not None and quoted[twin][0] == space:
             space = known[twin][0]
+        # Only the first word of a line has the indent, which is moved to that of the file.
         elif word != "\n" and (index == 0 or wanted[index - 1][1] == "\n"):
             space = indent_of(reindent.apply(f"{space}{word}")) if word else space
         parts += [space, known[twin][1] if twin is not None and quoted[twin][1] == word else word]

@@ -51,11 +51,13 @@ def nearest(text: str, old: str) -> str:
     lines = text.split("\n")[:_MAX_LINES]
     if not first or not any(lines):
         return "The file is empty." if not text.strip() else "Read the file and copy the text exactly."
+    # difflib takes quadratic time in the length of a line.
     stripped = [line.strip()[:_COMPARED_CHARS] for line in lines]
     close = difflib.get_close_matches(first, _sharing_words(first, set(stripped)), n=1, cutoff=0.6)
     if not close:
         return "The file contains nothing similar: read it again and copy the text exactly."
     starts = [at for at, line in enumerate(stripped) if line == close[0]][:_COMPARED_LINES]
+    # A line such as `return` occurs often; the lines that follow decide which one was meant.
     at = max(starts, key=lambda start: sum(map(_same_words, wanted[:_COMPARED_LINES], lines[start:])))
     pairs = [
         (number, theirs, ours)

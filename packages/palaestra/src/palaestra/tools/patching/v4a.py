@@ -128,6 +128,7 @@ def _take_header(changes: list[FileChange], line: str) -> None:
 
 def _take_hunk_line(hunks: list[PatchHunk], line: str) -> None:
     if line.startswith("@@"):
+        # Several @@ lines in a row narrow one place down: a class, then one of its methods.
         if not hunks or hunks[-1].lines:
             hunks.append(PatchHunk())
         anchor = _anchor(line)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from itertools import chain
 from typing import Protocol, cast
 
 from palaestra.tools.registry.registry import ToolRegistry
@@ -221,32 +222,61 @@ def build_tool_registry(
     """
     if strict and enabled_toolsets is None:
         raise ConfigError("strict needs named toolsets, or a distribution: the tools that work differ between machines")
-    enabled = enabled_toolsets if enabled_toolsets is None or isinstance(enabled_toolsets, str) else [*enabled_toolsets]
-    brought, disabled = list(extra), list(disabled_toolsets or ())
+    enabled, disabled, brought = _listed(enabled_toolsets), _listed(disabled_toolsets) or [], list(extra)
     others = usable_packages(installed)
     names = resolve_toolsets(enabled, disabled, {**_toolsets_of(brought, others), **TOOLSETS})
-    here = builtin_tools(settings, {BUILTIN_NAMES[name] for name in names if name in BUILTIN_NAMES})
-    known = {tool.name: tool for tool in (*(tool for each in others for tool in each.tools), *here)}
-    known |= {tool.name: tool for tool in provided if tool.name in known}
+    known = _known_tools(names, others, provided, settings)
     own = [tool for tool in brought if tool.toolset not in disabled]
-    unasked = enabled is None and not conditions.network
-    chosen = [known[name] for name in names if name in known and not (unasked and known[name].touches_world)]
+    chosen = [known[name] for name in names if name in known]
+    # A run without network must not reach out by default; who names such a tool wants it.
+    if enabled is None and not conditions.network:
+        chosen = [tool for tool in chosen if not tool.touches_world]
     if tool_server_url is not None:
-        if isinstance(tool_server_url, str):
-            client = plugins.load_named(SERVERS_GROUP, "http", "the client of tool servers")
-            tool_server_url = cast("Callable[[str], ToolServer]", client)(tool_server_url)
-        served = tool_server_url.served([*chosen, *own])
+        # One call for all, so that the server sees every name; it returns as many tools, in the same order.
+        served = _tool_server(tool_server_url).served([*chosen, *own])
         chosen, own = served[: len(chosen)], served[len(chosen) :]
-    reasons = {tool.name: tool.missing_in(replayed=conditions.replayed) for tool in (*own, *chosen)}
-    requested = own if enabled is None else [*own, *chosen]
-    missing = {tool.name: reason for tool in requested if (reason := reasons[tool.name]) is not None}
-    missing |= {name: NOT_INSTALLED for name in names if name not in known and enabled is not None}
-    missing |= {each.toolset: each.problem for each in others if each.problem and each.toolset in (enabled or ())}
+    missing = _unusable(own, conditions)
+    unusable = missing | _unusable(chosen, conditions)
+    if enabled is not None:  # without names, whatever works here is requested
+        missing = unusable | _not_offered(enabled, names, known, others)
     if strict and missing:
-        text = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-        raise ConfigError(f"Requested tools are missing: {text}")
-    usable = (tool for tool in (*chosen, *own) if reasons[tool.name] is None)
+        raise ConfigError(f"Requested tools are missing: {'; '.join(map(': '.join, missing.items()))}")
+    usable = [tool for tool in (*chosen, *own) if tool.name not in unusable]
     return ToolRegistry(usable, missing, settings, conditions.shared, conditions.replayed)
+
+
+def _listed(names: Iterable[str] | None) -> Collection[str] | None:
+    # A text stays one, because `resolve_toolsets` reports it. As a list, it would be names of one letter each.
+    return names if names is None or isinstance(names, str) else [*names]
+
+
+def _known_tools(
+    names: Collection[str], packages: Iterable[Installed], provided: Iterable[Tool], settings: ToolSettings | None
+) -> dict[str, Tool]:
+    """Return the tools of other packages and the built-in tools of these names, by name."""
+    here = builtin_tools(settings, {BUILTIN_NAMES[name] for name in names if name in BUILTIN_NAMES})
+    known = {tool.name: tool for tool in (*chain.from_iterable(each.tools for each in packages), *here)}
+    return known | {tool.name: tool for tool in provided if tool.name in known}
+
+
+def _unusable(tools: Iterable[Tool], conditions: RunConditions) -> dict[str, str]:
+    reasons = {tool.name: tool.missing_in(replayed=conditions.replayed) for tool in tools}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _not_offered(
+    enabled: Collection[str], names: Iterable[str], known: Mapping[str, Tool], packages: Iterable[Installed]
+) -> dict[str, str]:
+    """Return why requested tools, or toolsets of packages that cannot be used, are not among the known tools."""
+    missing = {name: NOT_INSTALLED for name in names if name not in known}
+    return missing | {each.toolset: each.problem for each in packages if each.problem and each.toolset in enabled}
+
+
+def _tool_server(given: str | ToolServer) -> ToolServer:
+    if not isinstance(given, str):
+        return given
+    client = plugins.load_named(SERVERS_GROUP, "http", "the client of tool servers")
+    return cast("Callable[[str], ToolServer]", client)(given)
 
 
 def get_tool_definitions(

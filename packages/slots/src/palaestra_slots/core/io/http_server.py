@@ -95,16 +95,19 @@ def guard(
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         headers: Mapping[str, str] = request.headers
         if key_header is not None and key_header in headers:
+            # As a bearer token, so that `refusal` has one place that compares tokens.
             headers = {**headers, "Authorization": f"Bearer {headers[key_header]}"}
         refused = refusal(token, headers)
         if refused is None:
             if request.can_read_body:
                 await invite_body(request)
                 try:
+                    # Here, because a body that breaks off raises an error that a handler would report as its own.
                     await request.read()
                 except web.RequestPayloadError:
                     raise web.HTTPBadRequest(text=_BROKEN) from None
             return await handler(request)
+        # A body from a stranger would be read into memory, however long it is.
         if request.path in open_paths and not request.can_read_body:
             answer = await handler(request)
             answer.force_close()
@@ -114,6 +117,7 @@ def guard(
             response = web.json_response({"detail": reason, "error": "Refusal", "field": None}, status=status)
         else:
             response = error(status, reason)
+        # RFC 9110, section 11.6.1: a 401 response must name the scheme, and clients ask for a token only then.
         if status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
         response.force_close()

@@ -168,6 +168,7 @@ class SpreadBackend(StartedBackend):
         while True:
             part = self._choose(tried)
             if part is None:
+                # The first error is that of the backend which had most room, so it says why the usual place failed.
                 raise errors[0] if errors else SandboxError("no backend has room for a slot")
             try:
                 return await self._make(part, spec, trajectory_id, None)

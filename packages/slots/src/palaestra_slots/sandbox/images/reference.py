@@ -65,6 +65,7 @@ def image_name(text: str) -> ImageName:
 
     Raises `ImageError` for a text that names no image in a registry. Source: the Go module `distribution/reference`.
     """
+    # The length first, since a regular expression over a long text of a stranger takes long.
     found = _PULLED.fullmatch(text) if len(text) <= _LONGEST else None
     if found is None or len(found["repository"]) > _LONGEST_REPOSITORY:
         raise ImageError(

@@ -109,6 +109,7 @@ class LocalSlot(Slot):
         fields = self.lease()
         _add_command(fields, command)
         _add_bounds(fields, timeout_s, max_output_bytes, stdin)
+        # Only what differs from the defaults goes into the frame, which is encoded and read for every command.
         if cwd != WORKSPACE:
             fields["cwd"] = cwd
         if env:

@@ -51,6 +51,8 @@ def running_servers() -> list[RunningServer]:
             below = _below(server.pid, children)
             slots = sum(table[pid].name == "slot-init" and table[pid].first for pid in below)
             reaper = table.get(server.parent)
+            # Start times count from boot and go on while a machine sleeps, unlike CLOCK_MONOTONIC. Source:
+            # proc_pid_stat(5).
             age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - server.started / _TICK
             client = 0 if reaper is None else reaper.parent
             found.append(RunningServer(server.pid, server.uid, client, slots, len(below), round(age_s, 1)))

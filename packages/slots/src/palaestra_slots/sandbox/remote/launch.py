@@ -51,46 +51,62 @@ def receive_line() -> bytes:
     return line[:-1]
 
 
+class Direction:
+    """The bytes on their way from one descriptor to another."""
+
+    def __init__(self, source: int, target: int) -> None:
+        self.source, self.target = source, target
+        self.waiting = bytearray()
+
+    def read(self) -> bool:
+        """Read what there is, and return whether more can come."""
+        try:
+            piece = os.read(self.source, PIECE)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.waiting.extend(piece)
+        return bool(piece)
+
+    def write(self) -> bool:
+        """Write what fits, and return whether the target takes more."""
+        try:
+            del self.waiting[: os.write(self.target, self.waiting)]
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
+
+
 def relay(server: socket.socket, silence_s: float | None = None) -> None:
     """Forward bytes in both directions until one side ends, or nothing has come from the client for `silence_s`
     seconds."""
-    server_fd = server.fileno()
-    to_server, to_client = bytearray(), bytearray()
+    to_server, to_client = Direction(0, server.fileno()), Direction(server.fileno(), 1)
     heard_at = time.monotonic()
     # A full pipe in one direction must not stop the other one.
-    for fd in (0, 1, server_fd):
+    for fd in (0, 1, server.fileno()):
         os.set_blocking(fd, False)
     while True:
-        readable = [fd for fd, waiting in ((0, to_server), (server_fd, to_client)) if len(waiting) < 4 * PIECE]
-        writable = [fd for fd, waiting in ((server_fd, to_server), (1, to_client)) if waiting]
-        readable, writable, _ = select.select(readable, writable, [], silence_s)
+        sources = {each.source: each for each in (to_server, to_client) if len(each.waiting) < 4 * PIECE}
+        targets = {each.target: each for each in (to_server, to_client) if each.waiting}
+        readable, writable, _ = select.select(list(sources), list(targets), [], silence_s)
         if 0 in readable:
             heard_at = time.monotonic()
         elif silence_s is not None and time.monotonic() > heard_at + silence_s:
             return
         for fd in readable:
-            try:
-                piece = os.read(fd, PIECE)
-            except BlockingIOError:
+            if sources[fd].read():
                 continue
-            except OSError:
-                piece = b""
-            if not piece:
-                if fd == server_fd:
-                    # The last frames may say why the server has ended, so they are written even if the client reads
-                    # slowly.
-                    os.set_blocking(1, True)
-                    while to_client:
-                        del to_client[: os.write(1, to_client)]
-                return
-            (to_server if fd == 0 else to_client).extend(piece)
+            if sources[fd] is to_client:
+                # The last frames may say why the server has ended, so they are written even if the client reads slowly.
+                os.set_blocking(1, True)
+                while to_client.waiting and to_client.write():
+                    pass
+            return
         for fd in writable:
-            waiting = to_server if fd == server_fd else to_client
-            try:
-                del waiting[: os.write(fd, waiting)]
-            except BlockingIOError:
-                continue
-            except OSError:
+            if not targets[fd].write():
                 return
 
 

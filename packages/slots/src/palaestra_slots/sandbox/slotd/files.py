@@ -262,6 +262,7 @@ def _remove(parent: int, name: str) -> Iterator[None]:
         return
     except FileNotFoundError:
         return
+    # For a directory, Linux answers EISDIR and POSIX EPERM. Source: unlink(2).
     except (IsADirectoryError, PermissionError):
         trail: list[tuple[str, int, list[str]]] = []
         yield from _enter(parent, name, trail)

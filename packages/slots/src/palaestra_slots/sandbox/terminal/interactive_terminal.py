@@ -178,6 +178,7 @@ def key_code(key: str, *, application_cursor: bool = False) -> bytes | None:
     `application_cursor` is the mode that full-screen programs request, in which cursor keys send different codes.
     """
     if key in _CURSOR:
+        # SS3 in application mode, CSI otherwise. Source: "PC-Style Function Keys" in XTerm Control Sequences.
         return ("\x1bO" if application_cursor else "\x1b[").encode() + _CURSOR[key].encode()
     if key in _PLAIN:
         return _PLAIN[key].encode()
@@ -187,6 +188,7 @@ def key_code(key: str, *, application_cursor: bool = False) -> bytes | None:
         rest = key_code(key[2:], application_cursor=application_cursor)
         if rest is None and len(key) == 3:
             rest = key[2:].encode()
+        # Alt is sent as an Escape before the key: xterm's metaSendsEscape, which terminal programs expect.
         return None if rest is None else b"\x1b" + rest
     return None
 

@@ -218,6 +218,7 @@ class Qwen3Coder(Markup):
         after = skip(text, found.end)
         if text.startswith(self.section[1], after):
             found = found._replace(end=after + len(self.section[1]))
+        # The next call is in the same section, whose end is then expected after that call.
         elif wants_end and text.startswith(self.call[0], after):
             output.in_section = True
         elif wants_end and found.problem is None:
@@ -363,6 +364,8 @@ class Glm47(Grammar):
         arguments: dict[str, JSON] = {}
         while not text.startswith(_GLM_CLOSE, position):
             if not text.startswith(_KEY, position):
+                # The stop token of some servers ends the reply inside of the closing tag, which then lacks nothing but
+                # its end.
                 if not output.cut and breaks_off(text, position, _GLM_CLOSE):
                     return arguments, output.end
                 if breaks_off(text, position, _KEY, _GLM_CLOSE):
@@ -393,6 +396,8 @@ class Glm47(Grammar):
         output. Raises `Malformed`.
         """
         text, position, meant = output.text, start, -1
+        # The end of a key before a value begins the next pair: then this value was not closed, whatever tags it
+        # contains.
         tags = (_VALUE_END, _GLM_CLOSE, f"{_KEY_END}{_VALUE}", f"{_KEY_END}\n{_VALUE}")
         while (mark := find(text, position, *tags)) is not None:
             if mark.text not in (_VALUE_END, _GLM_CLOSE) or (meant >= 0 and mark.text == _GLM_CLOSE):
@@ -404,8 +409,9 @@ class Glm47(Grammar):
             if meant < 0 and (text.startswith(_GLM_OPEN, after) or after >= output.end):
                 meant = after if mark.text == _VALUE_END else mark.start
             position = mark.end
-        detail = CUT_OFF if output.cut else "a value is not closed"
-        raise Malformed(BrokenReason.UNCLOSED, detail, output.end if output.cut or meant < 0 else meant)
+        if output.cut:
+            raise Malformed(BrokenReason.UNCLOSED, CUT_OFF, output.end)
+        raise Malformed(BrokenReason.UNCLOSED, "a value is not closed", output.end if meant < 0 else meant)
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
         line = self.newline

@@ -56,6 +56,7 @@ class ChatDialect:
         if not messages:
             raise invalid("messages", "messages is empty")
         n = choice_count(body)
+        # The newer name in OpenAI's API, which wins over `max_tokens`.
         limit = body.get("max_completion_tokens")
         request = ModelRequest(
             model=model,
@@ -206,6 +207,7 @@ def _message(message: Mapping[str, JSON], number: int, features: Collection[str]
         content = content_parts(content, f"{param}.content", features, image_part)
     if role == "tool":
         return {"role": "tool", "tool_call_id": text_field(message, "tool_call_id", param), "content": content}
+    # OpenAI's newer name for the role. Chat templates know only `system`.
     if role in ("system", "developer"):
         return {"role": "system", "content": content}
     if role == "user":
@@ -213,6 +215,7 @@ def _message(message: Mapping[str, JSON], number: int, features: Collection[str]
     if role != "assistant":
         raise invalid(f"{param}.role", f"{param}.role {role!r} is not a role of this API")
     said: Message = {"role": "assistant", "content": content or message.get("refusal") or ""}
+    # vLLM renamed the field, and clients send back what they got.
     for thought in (message.get("reasoning_content"), message.get("reasoning")):
         if thought and isinstance(thought, str):
             said["reasoning_content"] = thought

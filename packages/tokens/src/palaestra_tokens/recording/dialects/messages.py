@@ -71,6 +71,8 @@ class MessagesDialect:
         named = {name: body.get(name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
         request.settings = sampling({**named, "stop": body.get("stop_sequences") or None})
         for number, tool in enumerate(items_of(body.get("tools") or [], "tools")):
+            # Other types have no schema in the request: Anthropic's servers run them, or only its models know them.
+            # Tools with other types run on Anthropic's servers, such as web_search; no other server has them.
             if tool.get("type") not in (None, "custom"):
                 request.ignored.append(f"tools[{number}].{tool['type']}")
                 continue
@@ -79,6 +81,7 @@ class MessagesDialect:
             )
         choose_tools(request, _choice(body.get("tool_choice")), features)
         config = body.get("output_config")
+        # `output_format` is the older name, from the beta of structured outputs.
         wanted = body.get("output_format") or (config.get("format") if isinstance(config, dict) else None)
         if isinstance(wanted, dict):
             if wanted.get("type") != "json_schema":

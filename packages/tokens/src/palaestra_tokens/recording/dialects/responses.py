@@ -69,6 +69,7 @@ class ResponsesDialect:
         self._take_tools(request, body)
         choice = body.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") == "function":
+            # In this API, the name is next to the type; chat completions have it one level below.
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         choose_tools(request, choice, features)
         text = body.get("text")
@@ -89,6 +90,7 @@ class ResponsesDialect:
             for place, member in enumerate(items_of(tool.get("tools") or [], f"{param}.tools")):
                 name = member.get("name")
                 if isinstance(name, str) and name:
+                    # Chat completions have no namespaces, so the name carries it, and the reply is taken apart again.
                     request.namespaces[_flat(space, name)] = space, name
                     member = {**member, "name": _flat(space, name)}
                 self._take_tool(request, member, f"{param}.tools[{place}]", freeform)
@@ -257,6 +259,7 @@ def _response(
         prompt, sampled = (used.prompt_tokens, used.completion_tokens) if used else (0, 0)
         usage = {
             "input_tokens": prompt,
+            # OpenAI's client refuses a usage without both details.
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},

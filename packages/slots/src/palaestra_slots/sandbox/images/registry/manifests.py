@@ -127,6 +127,7 @@ def choose(index: dict[str, JSON], architecture: str, name: str) -> Blob:
             if chosen.media_type not in MANIFESTS:
                 raise ImageError(f"{name}: an entry has the type {one_line(chosen.media_type, 100)}: not a manifest")
             return chosen
+        # Also for the attestations of BuildKit, whose platform is unknown/unknown.
         offered.append(f"{found.get('os') or 'unknown'}/{found.get('architecture') or 'unknown'}")
     kinds = one_line(", ".join(dict.fromkeys(offered)), 200)
     raise ImageError(f"{name} has no image for linux/{architecture}; it has {kinds}")
@@ -143,6 +144,7 @@ def image_manifest(found: dict[str, JSON], blob: Blob, name: str, max_bytes: int
         raise ImageError(f"{name} is not an image: its configuration has the type {one_line(config.media_type, 100)}")
     layers = tuple(_blob(each, name, max_bytes) for each in listed)
     for layer in layers:
+        # Before the check of the type, because these types are valid and their error has a reason of its own.
         if any(word in layer.media_type for word in _FOREIGN):
             raise ImageError(
                 f"{name} has a foreign layer, which its registry does not have: its type is "
@@ -152,6 +154,7 @@ def image_manifest(found: dict[str, JSON], blob: Blob, name: str, max_bytes: int
             raise ImageError(f"{name} is not an image: it has a layer of type {one_line(layer.media_type, 100)}")
     sizes: dict[str, int] = {}
     for each in (blob, config, *layers):
+        # A second size would let a blob pass the limit of bytes under one name and be read under the other.
         if sizes.setdefault(each.digest, each.size) != each.size:
             raise ImageError(f"{name} is not valid: it states two sizes for {each.digest}")
     manifest = ImageManifest(blob, config, layers)

@@ -172,6 +172,8 @@ class DirectSlot(Requests):
                 try:
                     command(received(FrameKind.REQUEST, pending.number, fields, data))
                 except OSError as error:
+                    # This process is out of file descriptors. The server is a process of its own and may still have
+                    # some.
                     if op != "exec" or error.errno not in (errno.EMFILE, errno.ENFILE):
                         raise
                 else:

@@ -282,21 +282,21 @@ class Execution:
             end.cpu_s,
             end.max_rss_bytes,
         )
-        fields = None
+        fields: frames.Fields = {}
         if self._spill is not None:
             self._spill.close()
-            fields = self._spill.fields()
+            fields |= self._spill.fields()
         errors = b""
         if self._errors is not None:
             self.errors_leftover = self._errors.drain()
             capture = self._errors.capture
             sizes = [len(part) for part in capture.parts()]
-            fields = {**(fields or {}), "stderr": [*sizes, capture.total]}
+            fields["stderr"] = [*sizes, capture.total]
             errors = b"".join(capture.parts())
         if self._opened is not None:
-            fields = {**(fields or {}), "opened": self._opened.counts()}
+            fields["opened"] = self._opened.counts()
         if end.value < 0:
-            fields = {**(fields or {}), "signal": -end.value}
+            fields["signal"] = -end.value
         verdict = b"" if self._verdict is None else self._verdict.data
         self._send(FrameKind.RESULT, self.number, fields, b"".join((result, head, tail, errors, verdict)))
         self.over = True

@@ -142,25 +142,23 @@ def tree(
     living = [process for process in table if not process.zombie]
     members = {command.pid}
     foreign = set(mains)
-    begin = (command.started, command.pid) if after == ALWAYS else after
+    # A session says nothing about when a process of it has started, so it counts only without `after`.
+    begin, session = ((command.started, command.pid), command.pid) if after == ALWAYS else (after, -1)
     for process in living:
         # Start times count in clock ticks (10 ms), in which many processes can start, so the pid decides within a tick.
         age = (process.started, process.pid)
         if process.pid != command.pid and age <= after:
             foreign.add(process.pid)
-        elif process.session == command.pid and after == ALWAYS:
+        elif process.session == session:
             members.add(process.pid)
         elif process.session in mains:
             foreign.add(process.pid)
         elif process.parent == init and process.pid not in mains:
             (members if age > begin else foreign).add(process.pid)
     parents = {process.pid: process.parent for process in living}
-    changed = True
-    while changed:
-        grown = {pid for pid, parent in parents.items() if parent in members and pid not in members | foreign}
+    while grown := {pid for pid, parent in parents.items() if parent in members} - members - foreign:
         members |= grown
-        changed = bool(grown)
-    return {process.pid for process in living if process.pid in members}
+    return members & parents.keys()
 
 
 def processes() -> list[ProcessStat]:

@@ -135,6 +135,7 @@ class Supervisor:
             pipes.close(*output, verdict, errors, -1 if opened is None else opened.fd)
             raise
         finally:
+            # The init has copies. If these stayed open, the pipes would never end.
             pipes.close(child_verdict, child_errors, stdin)
         kill = functools.partial(self._kill_command, number)
         ends = CommandPipes(*output, verdict, errors)

@@ -192,10 +192,12 @@ def _walk(
     entries of `base`, so that one without an entry of the same name here is deleted."""
     children = dict((yield from scan(directory)))
     yield None
+    # An opaque directory has no whiteouts for the entries that it hides, so these are compared by name.
     gone = below.names(path) - children.keys() if hidden and base is not None else set()
     for name in sorted(children.keys() | gone):
         child = f"{path}/{name}" if path else name
         old = below.step(base.directories, name) if base is not None else None
+        # `old` is None if no layer below has the name: then a whiteout deletes nothing, and an entry is new.
         status = children.get(name)
         if status is None or OverlayMarks.is_whiteout(status):
             if old is not None:

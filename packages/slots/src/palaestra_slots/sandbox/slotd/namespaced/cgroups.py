@@ -46,10 +46,12 @@ def find(prefix: str = "") -> list[Hierarchy]:
             available = _read(f"{point}/cgroup.controllers").split()
             if {"memory", "pids"} <= set(available):
                 found.append(Hierarchy(2, ("memory", "pids", "cpu"), f"{point}/{PARENT}"))
+            # Without controllers, a group can still freeze and end all of its processes.
             elif os.access(point, os.W_OK):
                 found.append(Hierarchy(2, (), f"{point}/{PARENT}"))
         elif wanted := tuple(name for name in ("memory", "pids", "cpu") if name in options):
             group = f"{point}{own.get(wanted[0], '/')}".rstrip("/")
+            # In a container, the mount may begin at its own group, while /proc/self/cgroup has the path on the host.
             base = group if os.path.isdir(group) else point
             found.append(Hierarchy(1, wanted, f"{base}/{PARENT}"))
     covered = {name for hierarchy in found for name in hierarchy.controllers}

@@ -134,6 +134,7 @@ class NamespaceDriver:
                     os.mkdir(f"{upper}/{path}")
                     copy_attributes(entry.status, f"{upper}/{path}")
                 else:
+                    # An empty file is enough, because something is mounted over it.
                     os.close(os.open(f"{upper}/{path}", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
 
     def _make_places(self, directory: str, places: list[str]) -> str:
@@ -377,6 +378,8 @@ class NamespaceInit:
                 yield BuildStep(Do.OPEN_GROUP, (own,), _OWN_GROUPS + number)
         if self.user_namespaces is None:  # opened here, because the slot's own /proc/sys is read-only
             yield BuildStep(Do.OPEN, ("/proc/sys",), _SETTINGS)
+        # After the groups have been joined: a new cgroup namespace has its root where the process is at that moment.
+        # Source: cgroup_namespaces(7).
         flags = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
         if makes_network and not self.shared_network:
             flags |= syscalls.CLONE_NEWNET
@@ -387,10 +390,12 @@ class NamespaceInit:
         if not makes_network:
             yield BuildStep(Do.ENTER, (), _NETWORK, syscalls.CLONE_NEWNET)
         elif not self.shared_network:
+            # In a new network namespace, the loopback interface is down. Source: network_namespaces(7).
             yield BuildStep(Do.LOOPBACK)
             for name, value in namespaces.OPEN_PORTS:
                 yield BuildStep(Do.WRITE, (f"/proc/sys/net/ipv4/{name}", value), 1)  # may fail: only a convenience
         yield BuildStep(Do.HOST_NAME, ("slot",))
+        # So that the modes of the root's files and directories are exactly those that `rootfs` gives.
         yield BuildStep(Do.UMASK, (), 0)
         yield from rootfs.build(self.root, _FREE)
         yield BuildStep(Do.UMASK, (), 0o022)

@@ -161,12 +161,11 @@ def program(
         # The x32 ABI has the architecture of x86-64, and this bit in its numbers.
         lines += _when((_AT_LEAST, _X32), _ENOSYS)
     # The answer is that of a kernel without these calls, for which programs are prepared.
-    for number in (*_ABSENT[machine].values(), *_ABSENT_EVERYWHERE):
-        lines += _when((_EQUAL, number), _ENOSYS)
-    for number in (*_DENIED[machine].values(), *_DENIED_EVERYWHERE):
-        lines += _when((_EQUAL, number), _EPERM)
-    for number in () if ipc else _IPC[machine].values():
-        lines += _when((_EQUAL, number), _ENOSYS)
+    answers = dict.fromkeys((*_ABSENT[machine].values(), *_ABSENT_EVERYWHERE), _ENOSYS)
+    answers |= dict.fromkeys((*_DENIED[machine].values(), *_DENIED_EVERYWHERE), _EPERM)
+    answers |= {} if ipc else dict.fromkeys(_IPC[machine].values(), _ENOSYS)
+    for number, answer in answers.items():
+        lines += _when((_EQUAL, number), answer)
     calls = _CALLS[machine]
     lines += _clause(calls["clone"], _ARGUMENT_0, _when((_ANY_BIT, _NAMESPACE_FLAGS), _EPERM))
     # Both put text into a terminal's input as if its user had typed it.
@@ -183,18 +182,18 @@ def program(
     of_sockets = [*_unless((_SOL_SOCKET,), _ALLOW), (_LOAD, 0, 0, _ARGUMENT_2), *filters]
     lines += _clause(calls["setsockopt"], _ARGUMENT_1, of_sockets)
     families = [family for family in _FAMILIES if inet or family not in _INET]
-    netlink = (_NETLINK_ROUTE, _NETLINK_SOCK_DIAG) if unix else (_NETLINK_ROUTE,)
+    listening, netlink, pair_types = families, [_NETLINK_ROUTE, _NETLINK_SOCK_DIAG], list[Instruction]()
+    if not unix:
+        listening, netlink = [family for family in families if family != _UNIX], [_NETLINK_ROUTE]
+        # Even if it is one of a pair, a datagram socket can send to any path (and type 3, raw, makes one, too).
+        pair_types = [(_LOAD, 0, 0, _ARGUMENT_1), (_AND, 0, 0, _SOCKET_TYPE), *_unless((_STREAM, _SEQPACKET), _NO_TYPE)]
     # Before the clause for families, which allows every socket that it does not refuse.
     lines += _protocols(calls["socket"], (_NETLINK,), netlink)
     lines += _protocols(calls["socket"], _INET, _INET_PROTOCOLS)
     for number, argument in _ON_OTHERS[machine].items():
         lines += _clause(number, argument, _when((_EQUAL, 1), _EPERM) if own_user else _unless((0,), _EPERM))
-    no_unix = [family for family in families if family != _UNIX]
-    lines += _clause(calls["socket"], _ARGUMENT_0, _unless(families if unix else no_unix, _NO_FAMILY))
-    # Even if it is one of a pair, a datagram socket can send to any path (and type 3, raw, makes one, too).
-    connected = [(_LOAD, 0, 0, _ARGUMENT_1), (_AND, 0, 0, _SOCKET_TYPE), *_unless((_STREAM, _SEQPACKET), _NO_TYPE)]
-    pair = [*_unless(families, _NO_FAMILY), *([] if unix else connected)]
-    lines += _clause(calls["socketpair"], _ARGUMENT_0, pair)
+    lines += _clause(calls["socket"], _ARGUMENT_0, _unless(listening, _NO_FAMILY))
+    lines += _clause(calls["socketpair"], _ARGUMENT_0, [*_unless(families, _NO_FAMILY), *pair_types])
     lines.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 

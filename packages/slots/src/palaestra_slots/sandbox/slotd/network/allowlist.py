@@ -79,6 +79,7 @@ def parse(entry: str) -> HostRule:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     try:
+        # Not strict, because 10.0.0.1/8 is a usual way to write the network of an address.
         return HostRule("", ipaddress.ip_network(host, strict=False), ports)
     except ValueError:
         pass

@@ -260,6 +260,7 @@ class UnprivilegedDriver:
     def _require_public(self, path: str, writing: bool, shown: tuple[tuple[str, bool], ...]) -> None:
         """Raise PermissionError if the slot's commands may not read the path, or if `writing` is set."""
         denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        # The server writes with its own user, who may write where the commands of the slot must not.
         if writing:
             raise denied
         try:
