@@ -17,6 +17,7 @@ from palaestra_slots.core.errors import IsolationUnavailable, SandboxError, Slot
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.local.local_slot import LocalSlot
 from palaestra_slots.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
+from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots
 
