@@ -101,6 +101,8 @@ class GroupRun:
         group on."""
         self._played: dict[int, Rollout] = {}
         self._play_numbers = itertools.count()
+        self._releasing: list[asyncio.Future[None]] = []
+        """The ends of the slots of recorded rollouts."""
         self._replacements = run.settings.group_size if run.settings.whole_groups else 0
 
     async def run(self) -> Group:
@@ -137,17 +139,28 @@ class GroupRun:
             group.error = told(error)
             group.blame = error.blame if isinstance(error, InfraError) else Blame.TASK
             self._write_start()
-        finally:
-            # A group that is cancelled must give its workspace back too.
-            await asyncio.shield(self._preparation.aclose())
-            if run.counterfactual is not None:
-                await asyncio.shield(run.counterfactual.aclose(run.workspaces.pool))
-                run.events.note(run.counterfactual.summary(group.trajectories))
+        except BaseException:
+            await self._give_back()
+            raise
         ended = GroupEnded(at=time.time(), group_id=group.group_id, number=group.number)
         ended.error, ended.blame = group.error, group.blame
-        run.events.emit(ended)
-        await run.events.journal.commit()
+        # The workspace ends while the event goes to the disk.
+        giving_back = asyncio.ensure_future(self._give_back())
+        try:
+            run.events.emit(ended)
+            await run.events.journal.commit()
+        finally:
+            await asyncio.shield(giving_back)
         return group
+
+    async def _give_back(self) -> None:
+        """Give the rollouts' slots and the prepared workspace back, and with it what a counterfactual run continues. A
+        group that is cancelled must do it too."""
+        run = self.run_context
+        await asyncio.shield(asyncio.gather(*self._releasing, self._preparation.aclose()))
+        if run.counterfactual is not None:
+            await asyncio.shield(run.counterfactual.aclose(run.workspaces.pool))
+            run.events.note(run.counterfactual.summary(self.group.trajectories))
 
     def _seeded(self, *parts: object) -> Seeded:
         """Return the random generator for the purpose `parts`. It depends only on `parts`, the run's seed and the
@@ -304,7 +317,13 @@ class GroupRun:
                 if not_repeated is None:
                     retried = not rollout.check_is_wrong and self._retries(_record_of(rollout), tried)
                     if retried or not recorded_later:
-                        event = self._write(AttemptDiscarded if retried else RolloutEnded, rollout)
+                        try:
+                            event = self._write(AttemptDiscarded if retried else RolloutEnded, rollout)
+                        except BaseException:
+                            await rollout.release()
+                            raise
+            if not_repeated is not None or retried or recorded_later:
+                await rollout.release()
             if not_repeated is not None:
                 self._start_over(index, not_repeated)
                 recorded = None
@@ -318,6 +337,8 @@ class GroupRun:
             await self._preparation.restore()
         if event is None:
             return rollout
+        # The slots end while the record goes to the disk, and the group waits for both.
+        self._releasing.append(asyncio.ensure_future(rollout.release()))
         del rollout  # its tools and ledger need not wait for the disk
         await self._end(event)
         return None

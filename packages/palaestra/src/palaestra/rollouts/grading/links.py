@@ -222,7 +222,7 @@ async def detach_links(
     directories of the check, to which no link may lead.
     """
     commands, named = _Commands(slot), NamedFiles(task)
-    late = await _detach_hard_links(commands, named, [each.path for each in changes if each.kind == "file"])
+    late = await _detach_hard_links(commands, named, [each for each in changes if each.kind == "file"])
     links = [each.path for each in changes if each.kind == "symlink"]
     with_answers = named.directories(each.path for each in changes if each.kind in ("file", "symlink"))
     links.sort(key=lambda path: not named.has(path))  # the least wanted links come last
@@ -255,23 +255,27 @@ class _Commands:
         self.end_s = time.monotonic() + LIMIT_S
 
     async def over(self, paths: Iterable[str], *argv: str, limit_s: float = 0.0) -> bool:
-        """Run a command with these paths as its last arguments, and return whether it ended in time."""
+        """Run a command with these paths as its last arguments, and return whether it ended in time. Without paths, no
+        command runs, because a process takes longer than the rest of most examinations."""
         told = b"".join(path.encode("utf-8", "surrogateescape") + b"\0" for path in paths)
+        if not told:
+            return True
         limit_s = limit_s or max(1.0, self.end_s - time.monotonic())
         done = await self.slot.execute(["xargs", "-0", *argv], cwd="/", stdin=told, timeout_s=limit_s, spill=False)
         return not done.metadata.get("timeout")
 
 
-async def _detach_hard_links(commands: _Commands, named: NamedFiles, files: Sequence[str]) -> list[str]:
+async def _detach_hard_links(commands: _Commands, named: NamedFiles, changed: Sequence[Change]) -> list[str]:
     """Replace named files with hard links by copies. Returns the files that were removed because of the time limit."""
     # A task about hard links may have a check that counts them, so copies would make honest work fail.
     if _ABOUT_HARD_LINKS.search(named.text):
-        listed = "\n".join(path for path in files if "\n" not in path).encode("utf-8", "surrogateescape") + b"\n"
+        listed = "\n".join(each.path for each in changed if "\n" not in each.path)
         relink = ["/bin/sh", "-c", _RELINK]
-        await commands.slot.execute(relink, cwd="/", stdin=listed, timeout_s=LIMIT_S, spill=False)
+        told = listed.encode("utf-8", "surrogateescape") + b"\n"
+        await commands.slot.execute(relink, cwd="/", stdin=told, timeout_s=LIMIT_S, spill=False)
         return []
-    files = [path for path in files if named.has(path)]
-    if not files or await commands.over(files, "/bin/sh", "-c", _HARD.format('/bin/sh -c "$0" sh'), _DETACH):
+    files = [each.path for each in changed if not each.single and named.has(each.path)]
+    if await commands.over(files, "/bin/sh", "-c", _HARD.format('/bin/sh -c "$0" sh'), _DETACH):
         return []
     await commands.over(files, "/bin/sh", "-c", _HARD.format("rm -f --"), "sh", limit_s=LIMIT_S)
     return files

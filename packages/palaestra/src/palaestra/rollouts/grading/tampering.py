@@ -199,7 +199,7 @@ def is_below(path: str, tops: Iterable[str]) -> bool:
 def changes_in(view: View, changes: Iterable[Change]) -> list[Change]:
     """Return the changes that a view shows, with the paths that they have while the check runs."""
     shown = [each for each in changes if is_below(each.path, view.only) and not is_below(each.path, view.without)]
-    return [Change(each.path.removeprefix(CARRIED), each.kind, each.opaque) for each in shown]
+    return [Change(each.path.removeprefix(CARRIED), each.kind, each.opaque, single=each.single) for each in shown]
 
 
 def _distribution(name: str) -> str:
