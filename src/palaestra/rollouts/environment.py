@@ -142,6 +142,9 @@ class Environment(ABC):
         networks = {Phase.PREPARE: policy.prepare, Phase.AGENT: policy.agent, Phase.GRADE: policy.grade}
         return SlotSpec(image=task.image, limits=task.limits, network=networks[phase])
 
+    installs_packages = False
+    """Whether a task's sandboxes have its `packages`."""
+
     async def resolve(self, task: Task) -> Task:
         """Complete the task on the host when its group starts. A failure here fails only this task."""
         return task
