@@ -75,9 +75,7 @@ def test_the_agent_cannot_change_the_packages() -> None:
 
 
 def test_a_name_that_cannot_be_installed_ends_the_run_before_anything_is_played(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"environment using: cannot install none==3\.0, tiny: .*none==3\.0"
-    ) as raised:
+    with pytest.raises(ConfigError, match=r"environment using: cannot install .*none==3\.0") as raised:
         rewards(using(["tiny", "none==3.0"], [(), ()]))
     assert "\n" not in str(raised.value)
     (journal,) = tmp_path.glob("runs/*/*/journal.jsonl")

@@ -106,9 +106,23 @@ def command(
         click.echo(line, err=True)
     if not unwritten:
         click.echo(_means(opened), err=True)
+    if (judges := _judges(found)) is not None:
+        click.echo(judges, err=True)
     failed, changed = sum(each.score is None for each in found), sum(each.changed for each in found)
     click.echo(f"{plural(len(found), 'rollout')} graded, {changed} with a different reward, {failed} failed", err=True)
     context.exit(1 if failed else 0)
+
+
+def _judges(found: Sequence[Regraded]) -> str | None:
+    """Return how many questions models were asked, and what that cost; None if the scores ask no model."""
+    metrics = [each.score.metrics for each in found if each.score is not None]
+    asked, known, cost = (
+        sum(each.get(name, 0.0) for each in metrics) for name in ("model_calls", "model_calls_cached", "model_cost")
+    )
+    if not asked and not known:
+        return None
+    price = f", cost {cost:.4f}" if cost else ""
+    return f"judges: {plural(round(asked), 'question')} asked{price}, {round(known)} answered from the run's recording"
 
 
 def _flipped(found: Sequence[Regraded]) -> Iterator[str]:

@@ -25,6 +25,7 @@ import msgspec
 from palaestra.rollouts.environment import Environment, GroupCollection
 from palaestra.rollouts.events import (
     AttemptDiscarded,
+    CostSpent,
     GroupBegun,
     GroupEnded,
     GroupStarted,
@@ -351,6 +352,8 @@ class GroupRun:
             recorded = continued
         for tokens in cut_off.paid() if cut_off.ended is None else ():  # an existing record was already counted
             self.run_context.events.announce(TokensSpent(rollout_id, *tokens))
+        if cut_off.ended is None and (asked := cut_off.model_calls.get("model_cost")):
+            self.run_context.events.announce(CostSpent(rollout_id, asked))
         if cut_off.tools_hash == self.group.tools_hash:
             return recorded
         recorded.fail(Mismatch.TOOLS)

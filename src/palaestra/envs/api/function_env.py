@@ -130,6 +130,7 @@ class FunctionEnvironment(HeldOutEnvironment):
 
     async def begin(self, rollout: Rollout) -> None:
         if self.form.made_state is not None:
+            CURRENT.set(rollout)  # in the task of this hook only
             rng = random.Random(f"{self.config.seed}:{rollout.task.id}:state")
             sources = {"task": _known(rollout.task), "rng": _known(rng)}
             rollout.keep_state(RolloutState(await _call(self.form.made_state, sources)))
