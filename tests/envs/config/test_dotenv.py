@@ -328,8 +328,6 @@ def test_children_import_nothing_from_the_current_folder(tmp_path: Path) -> None
     assert not re.findall(r'sys\.executable,\s*"-[mc]"', text)
     (tmp_path / "pip").mkdir()
     (tmp_path / "pip/__main__.py").write_text("open('started', 'w').close()\n")
-    ask = (
-        "import asyncio; from palaestra_suites.toolchain.wheel_install import pip_settings; asyncio.run(pip_settings())"
-    )
+    ask = "import asyncio; from palaestra_slots.images.wheel_install import pip_settings; asyncio.run(pip_settings())"
     subprocess.run([sys.executable, "-P", "-c", ask], cwd=tmp_path, check=True)
     assert not (tmp_path / "started").exists()

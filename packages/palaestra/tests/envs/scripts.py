@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -180,3 +181,22 @@ def acting(path: Path, works: Mapping[str, str | Sequence[str]], group_size: int
         lines += [{"task_id": task_id, "index": index, "messages": said} for index in range(group_size)]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return f"replay:{path}"
+
+
+def wheel(folder: Path, name: str, needs: str = "", version: str = "1.0") -> None:
+    info = f"{name}-{version}.dist-info"
+    needed = f"Requires-Dist: {needs}\n" if needs else ""
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", f"{f'import {needs}' if needs else ''}\nx = '{name} {version}'\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", f"{name}.py,,\n")
+
+
+def only_wheels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pip find packages in `folder / "index"` only, and begin with an empty cache."""
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder / "index"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -295,9 +295,9 @@ def test_a_model_plays_the_user_and_judges_and_is_not_asked_again(tmp_path: Path
 
     async def scenario() -> None:
         words = ["I want tea.", "With milk.", "0.75"]
-        # What the rollout asks after the turn that was cut off is new.
-        new = {None: 0, "first answer": 2, "second answer": 1, "last turn": 0}[cut]
-        answers = [said(each) for each in [*words, *words[3 - new :]]]
+        # What the user is asked after the turn that was cut off is new, and the verdict is not.
+        new = {None: 0, "first answer": 1, "second answer": 0, "last turn": 0}[cut]
+        answers = [said(each) for each in [*words, *words[1 : 1 + new]]]
         async with LoopbackServer(*answers) as server:
             run = ["run", "my_env.py", "--policy", "oracle", "--env.url", server.url]
             assert await asyncio.to_thread(main, run) == 0

@@ -89,6 +89,12 @@ class Seat:
                 self._tools.share(thing)
         return self._tools
 
+    def share(self, thing: object) -> None:
+        """Let tools find this object by its type."""
+        self.shares = (*self.shares, thing)
+        if self._tools is not None:
+            self._tools.share(thing)
+
     def bind_tools(self, sandbox: Callable[[], Awaitable[Slot]], user_task: str) -> ToolRuntime:
         """Return the tools of the kit, bound to another view of the slot. The seat closes them with its own."""
         tools = self._bound(sandbox, user_task)

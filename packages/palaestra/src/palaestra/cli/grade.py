@@ -113,8 +113,22 @@ def _summary(run: Run, found: Sequence[Regraded], unwritten: Sequence[str]) -> I
     yield from _flipped(found)
     if not unwritten:
         yield _means(run)
+    if (judges := _judges(found)) is not None:
+        yield judges
     failed, changed = sum(each.score is None for each in found), sum(each.changed for each in found)
     yield f"{plural(len(found), 'rollout')} graded, {changed} with a different reward, {failed} failed"
+
+
+def _judges(found: Sequence[Regraded]) -> str | None:
+    """Return how many questions models were asked, and what that cost; None if the scores ask no model."""
+    metrics = [each.score.metrics for each in found if each.score is not None]
+    asked, known, cost = (
+        sum(each.get(name, 0.0) for each in metrics) for name in ("model_calls", "model_calls_cached", "model_cost")
+    )
+    if not asked and not known:
+        return None
+    price = f", cost {cost:.4f}" if cost else ""
+    return f"judges: {plural(round(asked), 'question')} asked{price}, {round(known)} answered from the run's recording"
 
 
 def _flipped(found: Sequence[Regraded]) -> Iterator[str]:

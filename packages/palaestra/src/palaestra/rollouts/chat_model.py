@@ -3,8 +3,9 @@
     customer = ChatModel("NAME", base_url="http://127.0.0.1:8000/v1", prices=Prices(0.1, 0.4))
 
 In a rollout, the replies are recorded in the run's folder like those of tools that reach outside of this machine, so a
-resumed rollout and a replay call no model for them. The rollout's metrics have the tokens and the cost. Elsewhere, a
-call is only a call.
+resumed rollout and a replay call no model for them. A score gets the same verdict on the same question everywhere in a
+run and in `palaestra grade`, which asks only new questions. The rollout's metrics have the tokens and the cost, which
+counts for `max_cost`. Elsewhere, a call is only a call.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from palaestra.rollouts.export.chat_messages import chat_messages
+from palaestra.rollouts.recorded_tools.recorded_session import MODEL
 from palaestra.rollouts.rollout import CURRENT
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.errors import ContextExceeded, EngineRefused, EngineReplyError, TaskError, ToolUnavailable
@@ -95,7 +97,10 @@ class ChatModel:
         reply = outcome.reply
         if outcome.failed or not isinstance(reply, Mapping):
             raise ToolUnavailable(f"the model {self.model} gave no reply: {outcome.error or outcome.text:.500}")
-        rollout.log.count_model_call(reply["tokens"], self.prices)
+        if reply.get("cached"):
+            rollout.log.count_known_reply()
+        else:
+            rollout.log.count_model_call(reply["tokens"], self.prices)
         return str(reply["text"])
 
     async def play_user(self, persona: str, messages: Sequence[Message], *, stop: str = STOP) -> str | None:
@@ -136,4 +141,4 @@ class ChatModel:
         return {"text": text, "tokens": msgspec.to_builtins(tokens)}
 
 
-_SCHEMA = ToolSchema("chat_model", "Ask a model.")
+_SCHEMA = ToolSchema(MODEL, "Ask a model.")

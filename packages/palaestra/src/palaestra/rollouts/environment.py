@@ -16,6 +16,7 @@ from functools import cached_property
 from palaestra.agent.result import AgentResult
 from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.recorded_tools.recorded_session import in_check
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.schedule import TaskChoice
@@ -141,6 +142,9 @@ class Environment(ABC):
         policy = task.network
         networks = {Phase.PREPARE: policy.prepare, Phase.AGENT: policy.agent, Phase.GRADE: policy.grade}
         return SlotSpec(image=task.image, limits=task.limits, network=networks[phase])
+
+    installs_packages = False
+    """Whether a task's sandboxes have its `packages`."""
 
     async def resolve(self, task: Task) -> Task:
         """Complete the task on the host when its group starts. A failure here fails only this task."""
@@ -283,7 +287,8 @@ def broken(failure: Exception, reference: Rollout) -> Score:
 async def _score_soundly(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> Score:
     doing = f"scoring {rollout.rollout_id}"
     try:
-        found = checked_score(await run_hook(GraderError, score(grading), doing), doing)
+        with in_check():
+            found = checked_score(await run_hook(GraderError, score(grading), doing), doing)
     except WorkError as error:
         found = Score(0.0, detail={"work_failed": str(error)})
     await grading.check_sound()

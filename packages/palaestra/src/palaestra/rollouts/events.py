@@ -222,6 +222,13 @@ class TokensSpent(msgspec.Struct, gc=False):
     completion_tokens: int
 
 
+class CostSpent(msgspec.Struct, gc=False):
+    """The cost of a model that a rollout's environment asked, in this part of the run or in an earlier one."""
+
+    rollout_id: str
+    cost: float
+
+
 class Graded(msgspec.Struct, gc=False):
     """A rollout got its reward. The reward is not in the journal yet."""
 
@@ -260,6 +267,7 @@ MemoryEvent: TypeAlias = (
     | RolloutBegun
     | Alive
     | TokensSpent
+    | CostSpent
     | Graded
     | RolloutKept
     | GroupFinished

@@ -26,6 +26,7 @@ import msgspec
 from palaestra.rollouts.environment import Environment, GroupCollection
 from palaestra.rollouts.events import (
     AttemptDiscarded,
+    CostSpent,
     GroupBegun,
     GroupEnded,
     GroupStarted,
@@ -124,6 +125,8 @@ class GroupRun:
         try:
             self.task = await run_hook(PrepareError, self.env.resolve(self.task), f"resolving task {self.task.id}")
             self.task = _checked(self.task)
+            if self.task.packages and not self.env.installs_packages:
+                raise TaskError(f"task {self.task.id}: only function environments install packages")
             changed = self._prompt_changed(asked)
             self._kit = call_hook(TaskError, self._choose_tools, f"choosing tools for task {self.task.id}")
             for phase in Phase:  # reports an error of the environment once, and not in every rollout
@@ -356,6 +359,8 @@ class GroupRun:
             return None
         for tokens in cut_off.paid() if cut_off.ended is None else ():  # an existing record was already counted
             self.run_context.events.announce(TokensSpent(rollout_id, *tokens))
+        if cut_off.ended is None and (asked := cut_off.model_calls.get("model_cost")):
+            self.run_context.events.announce(CostSpent(rollout_id, asked))
         if cut_off.tools_hash == self.group.tools_hash:
             return recorded
         recorded.fail(Mismatch.TOOLS)
@@ -472,6 +477,10 @@ class Preparation:
         needed, recipe = call_hook(PrepareError, self._recipe, f"asking for the recipe of task {self._task.id}")
         if not needed:
             return None
+        if recipe is not None and (why := run.workspaces.unshared()):
+            run.events.note(
+                f"the recipe of task {self._task.id} has no effect, and tasks are prepared in this run: {why}"
+            )
         stages = Stages(self._group.group_id, run.events.alive, run.settings.idle_limits)
         async with stages.watched():
             if recipe is None or prepared is None:

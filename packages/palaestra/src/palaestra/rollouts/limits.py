@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection
 
-from palaestra.rollouts.events import GroupFinished, Handlers, RolloutEnded, RolloutKept, TokensSpent
+from palaestra.rollouts.events import CostSpent, GroupFinished, Handlers, RolloutEnded, RolloutKept, TokensSpent
 from palaestra.rollouts.records import Trajectory
 from palaestra_slots.core.cancel_scope import end_tasks
 from palaestra_slots.core.errors import EngineUnavailable, PalaestraError
@@ -80,13 +80,14 @@ class RunLimits:
 
     @property
     def spent(self) -> float:
-        """The cost of the run so far: tokens, and slots that have a price."""
+        """The cost of the run so far: tokens, models that the environment asks, and slots that have a price."""
         return self._tokens_cost + self._slot_cost()
 
     def handlers(self) -> Handlers:
         spending: Handlers = {} if self._prices is None else {TokensSpent: self._on_tokens}
         return {
             **spending,
+            CostSpent: self._on_cost,
             RolloutEnded: self._on_rollout,
             RolloutKept: self._on_rollout,
             GroupFinished: self._on_group,
@@ -132,6 +133,10 @@ class RunLimits:
         if self._prices is not None:
             self._tokens_cost += self._prices.cost(event.prompt_tokens, event.completion_tokens)
             self._check_cost()
+
+    def _on_cost(self, event: CostSpent) -> None:
+        self._tokens_cost += event.cost
+        self._check_cost()
 
     def _on_rollout(self, event: RolloutEnded | RolloutKept) -> None:
         trajectory = event.trajectory

@@ -39,8 +39,8 @@ from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RolloutSpe
 from palaestra.rollouts.turn_log import SLOT_ENDED, RolloutCalls, TurnLog
 from palaestra.rollouts.watchdog import Stages
 from palaestra.rollouts.workspaces import RolloutWorkspace
-from palaestra.tools.runtime.runtime import ToolRuntime
-from palaestra.tools.tool import RolloutState
+from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolRuntime
+from palaestra.tools.tool import RolloutState, ToolOutcome
 from palaestra_slots.core.errors import (
     EngineError,
     GraderError,
@@ -161,6 +161,7 @@ class Rollout:
             user_task=_first_user_text(spec.task.messages()),
             timeout_s=settings.tool_timeout_s,
             middleware=(
+                self._known_to_tools,
                 self.calls.by_agent,
                 *(make(self.rollout_id) for make in run.middleware.tool),
                 self.calls.recorded,
@@ -253,7 +254,15 @@ class Rollout:
     def keep_state(self, state: RolloutState) -> None:
         """Share this state with the tools, and write it to the journal. Call this before the agent starts."""
         self.state = self.log.state = state
-        self.seat.shares = (*self.seat.shares, state)
+        self.seat.share(state)
+
+    async def _known_to_tools(self, call: CheckedCall, then: Next) -> ToolOutcome:
+        """Let a tool ask models for this rollout. This is tool middleware."""
+        token = CURRENT.set(self)
+        try:
+            return await then(call)
+        finally:
+            CURRENT.reset(token)
 
     def use_task(self, task: Task) -> None:
         """Play this task in place of the group's, of which it is a variant. Call this before the agent starts."""

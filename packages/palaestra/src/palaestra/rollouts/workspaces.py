@@ -49,7 +49,7 @@ class Workspaces:
 
     `kept` is the folder in which the work of rollouts is stored when it is sealed, so that it can be graded again. If
     it is None, no work is stored, except that of rollouts whose check failed: it is in the folder `unscored`, up to
-    `UNSCORED_BYTES`.
+    `UNSCORED_BYTES`. `unshared` says why the recipes of tasks have no effect in this run.
     """
 
     def __init__(
@@ -58,11 +58,13 @@ class Workspaces:
         prepared: Prepared | None = None,
         kept: Path | None = None,
         unscored: Path | None = None,
+        unshared: str = "",
     ) -> None:
         self.pool = pool
         self.prepared = prepared
         self.kept = kept
         self._unscored = unscored
+        self._unshared = unshared
         self._unscored_bytes = 0
         self._shared: dict[str, asyncio.Future[Snapshot]] = {}
 
@@ -71,6 +73,11 @@ class Workspaces:
         other = copy(self)
         other.kept = other._unscored = None
         return other
+
+    def unshared(self) -> str:
+        """Return, only once, why this run cannot share prepared workspaces with other runs; otherwise nothing."""
+        why, self._unshared = self._unshared, ""
+        return why
 
     @property
     def keeps_unscored(self) -> bool:

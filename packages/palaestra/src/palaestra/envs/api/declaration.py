@@ -66,6 +66,7 @@ class Declaration:
     name: str
     toolsets: tuple[str, ...]
     label_names: tuple[str, ...]
+    packages: tuple[str, ...] = ()
     scores: list[ScoreHook] = field(default_factory=list)
     preparation: Hook | None = None
     made_state: Hook | None = None

@@ -15,17 +15,19 @@ from typing import Any, cast
 
 from palaestra.envs import cache_key
 from palaestra.envs.api.declaration import Declaration, FunctionEnvConfig, Hook, Source, TaskSource
+from palaestra.envs.api.declared_packages import DeclaredPackages
 from palaestra.envs.api.hook_commands import HookCommands
 from palaestra.envs.run.evaluate import HeldOutEnvironment
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import CURRENT, Rollout
+from palaestra.rollouts.spec import Phase
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.tool import RolloutState
 from palaestra_slots.core.errors import ConfigError, TaskError, WorkError
 from palaestra_slots.core.io.threads import OneThread
 from palaestra_slots.core.types import JSON, Message, NetworkPolicy, Score, Task
 from palaestra_slots.core.user_code import called_off_loop, run_hook, score_of
-from palaestra_slots.sandbox.slot import Slot
+from palaestra_slots.sandbox.slot import Slot, SlotSpec
 
 
 class FunctionEnvironment(HeldOutEnvironment):
@@ -34,9 +36,11 @@ class FunctionEnvironment(HeldOutEnvironment):
     def __init__(self, form: Declaration, config: FunctionEnvConfig) -> None:
         super().__init__(config)
         self.form = form
+        self._packages = DeclaredPackages(form.name, form.packages, config)
 
     async def open(self) -> None:
         await super().open()
+        self._packages.check()
         self._task_kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # report errors early
 
     @property
@@ -90,6 +94,15 @@ class FunctionEnvironment(HeldOutEnvironment):
     def _task_kit(self, toolsets: Sequence[str], task: Task, rng: random.Random) -> Kit:
         return self._kit(toolsets, [own for tool in self.form.tools if (own := tool.for_task(task)) is not None], rng)
 
+    installs_packages = True
+
+    async def resolve(self, task: Task) -> Task:
+        await self._packages.install(task)
+        return task
+
+    def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
+        return self._packages.added_to(super().slot_spec(task, phase), task)
+
     def prepares(self, task: Task) -> bool:
         return self.form.preparation is not None or super().prepares(task)
 
@@ -117,6 +130,7 @@ class FunctionEnvironment(HeldOutEnvironment):
 
     async def begin(self, rollout: Rollout) -> None:
         if self.form.made_state is not None:
+            CURRENT.set(rollout)  # in the task of this hook only
             rng = random.Random(f"{self.config.seed}:{rollout.task.id}:state")
             sources = {"task": _known(rollout.task), "rng": _known(rng)}
             rollout.keep_state(RolloutState(await _call(self.form.made_state, sources)))

@@ -35,6 +35,7 @@ from palaestra.tools.decorator import declare as declare_tool
 from palaestra_slots.core.config import nearest
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, number
+from palaestra_slots.images.requirements import checked_packages
 from palaestra_tokens.config import APIServerConfig, ServerBaseline
 
 if TYPE_CHECKING:
@@ -92,13 +93,15 @@ class FunctionForm(Declaration):
         name: str | None,
         toolsets: Sequence[str],
         label_names: Sequence[str] = (),
+        packages: Sequence[str] = (),
         limits: Mapping[str, JSON] = MappingProxyType({}),
     ) -> None:
         name = name if name is not None else str(getattr(source, "__name__", "environment"))
         for kind, given in (("toolsets", toolsets), ("label_names", label_names)):
             if isinstance(given, str):
                 raise ConfigError(f"environment {name}: {kind} must be a list, such as [{given!r}]")
-        super().__init__(source, name, tuple(toolsets), tuple(label_names))
+        declared = checked_packages(f"environment {name}", packages)
+        super().__init__(source, name, tuple(toolsets), tuple(label_names), declared)
         self.limits = _checked_limits(name, {key: value for key, value in limits.items() if value is not None})
         self.bound: FunctionEnvConfig | None = None
         """The settings, if the environment was called with arguments; None otherwise."""
@@ -268,6 +271,7 @@ def environment(
     name: str | None = None,
     toolsets: Sequence[str] = ("default",),
     label_names: Sequence[str] = (),
+    packages: Sequence[str] = (),
     **limits: Unpack[EnvironmentLimits],
 ) -> Callable[[TaskSource], FunctionForm]: ...
 def environment(
@@ -276,14 +280,18 @@ def environment(
     name: str | None = None,
     toolsets: Sequence[str] = ("default",),
     label_names: Sequence[str] = (),
+    packages: Sequence[str] = (),
     **limits: Unpack[EnvironmentLimits],
 ) -> FunctionForm | Callable[[TaskSource], FunctionForm]:
     """Make an environment from a function that yields tasks. `label_names` are the names of labels that only its scores
-    have, for the setting `strict_labels`. The `limits` hold for all tasks, unless a task or the user of a run sets
-    others. Raises `ConfigError` for an unknown argument."""
+    have, for the setting `strict_labels`. `packages` are Python packages that its sandboxes have, such as
+    `pandas==2.3.3`; they are installed once per image on this machine. The `limits` hold for all tasks, unless a task
+    or the user of a run sets others. Raises `ConfigError` for an unknown argument."""
 
     def make(given: TaskSource) -> FunctionForm:
-        return FunctionForm(given, name=name, toolsets=toolsets, label_names=label_names, limits=limits)
+        return FunctionForm(
+            given, name=name, toolsets=toolsets, label_names=label_names, packages=packages, limits=limits
+        )
 
     return make if source is None else make(source)
 
@@ -291,7 +299,7 @@ def environment(
 def _checked_limits(environment: str, limits: Mapping[str, JSON]) -> dict[str, JSON]:
     """Return the limits with their values as the settings hold them: "5" becomes 5. Raises `ConfigError` for limits
     that do not exist or have no usable value."""
-    known, checked = ("name", "toolsets", "label_names", *LIMITS), dict[str, JSON]()
+    known, checked = ("name", "toolsets", "label_names", "packages", *LIMITS), dict[str, JSON]()
     for name, value in limits.items():
         if name not in LIMITS:
             meant = next((limit for limit, setting in LIMITS.items() if setting == name), None)

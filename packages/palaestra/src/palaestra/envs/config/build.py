@@ -26,7 +26,7 @@ from palaestra_slots.core.types import JSON, Network, NetworkPolicy, Prices
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.backends.registry import make_backend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra_slots.sandbox.slot import Backend
+from palaestra_slots.sandbox.slot import Backend, Rung
 from palaestra_slots.sandbox.snapshots.cache import Prepared
 from palaestra_slots.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra_tokens.config import APIServerConfig
@@ -217,6 +217,18 @@ def make_prepared(config: BaseEnvConfig, backend: Backend, trouble: Callable[[Co
     if named is None:
         return Prepared(backend, lambda: SnapshotStore(default_folder(), max_bytes=max_bytes).open(), trouble=trouble)
     return Prepared(backend, SnapshotStore(local_path(named), max_bytes=max_bytes).open().open, trouble=trouble)
+
+
+def unshared_because(config: BaseEnvConfig, backend: Backend) -> str:
+    """Return why the `recipe` of tasks has no effect, although the settings keep prepared workspaces; otherwise
+    nothing."""
+    if not config.keep_workspaces:
+        return ""
+    if not isinstance(backend, LocalBackend):
+        return f"sandboxes of the backend {backend.name} keep no prepared workspaces for other runs"
+    if backend.rung < Rung.USERNS:
+        return f"the isolation level {backend.rung.label} keeps no prepared workspaces for other runs"
+    return ""
 
 
 def make_pool(config: BaseEnvConfig, *, local: bool = False, start_when_used: bool = False) -> SlotPool:

@@ -2,8 +2,9 @@
 rollouts.
 
 The run must have kept each rollout's sealed workspace (`save_workspaces`). The workspace is graded as in the run: in a
-fresh sandbox, with the agent's changes over the prepared workspace, but with the environment's current code. Nothing is
-written or deleted in the run's folder; that is left to the caller.
+fresh sandbox, with the agent's changes over the prepared workspace, but with the environment's current code. A judge is
+asked only questions that the run's recording does not answer, and its replies are added to the recording. Nothing else
+is written or deleted in the run's folder; that is left to the caller.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ async def grade(env: object, trajectory: Trajectory, **settings: JSON) -> Score:
     with python_names():
         recording = open_recording(_workspace(trajectory).parents[2])
         with where_it_ran(recording):
-            async with reopened(recording, environment_form(env), changed=settings) as run:
+            async with reopened(recording, environment_form(env), changed=settings, asks_models=True) as run:
                 return await _Grader(run, recording).grade(trajectory)
 
 
@@ -83,7 +84,7 @@ async def grade_run(
     saved = saved or any(each.reward is not None and _kept_folder(each) is not None for each in run.trajectories)
     every = saved or not any(map(_is_kept_unscored, run.trajectories))
     with where_it_ran(recording):
-        async with reopened(recording, form, network=network, changed=settings) as again:
+        async with reopened(recording, form, network=network, changed=settings, asks_models=True) as again:
             grader = _Grader(again, recording)
             for group in run.groups:
                 wanted = [each for each in group.trajectories if _is_wanted(each, every)]
@@ -139,7 +140,9 @@ class _Grader:
         rollout = Rollout(
             environment, context, RolloutSpec(trajectory.group_id, trajectory.index, task, seeded, kit, before)
         )
-        return await rollout.regrade(_result(trajectory), sealed, trajectory.state)
+        score = await rollout.regrade(_result(trajectory), sealed, trajectory.state)
+        asked = rollout.log.model_calls
+        return replace(score, metrics={**score.metrics, **asked}) if asked else score
 
     async def _task(self, trajectory: Trajectory) -> Task:
         # Rollouts of a group are graded concurrently, and the tasks are read once.

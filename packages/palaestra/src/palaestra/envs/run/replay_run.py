@@ -29,7 +29,7 @@ from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.journal.origin import is_ours
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.observe.console import Console
-from palaestra.rollouts.recorded_tools.recording_policy import world_of_run
+from palaestra.rollouts.recorded_tools.recording_policy import world_of_grading, world_of_run
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.resume.replay import Comparison, OtherEnd, Playback, PlayedBack
 from palaestra.rollouts.runner import Runner
@@ -197,10 +197,12 @@ async def reopened(
     network: bool = False,
     isolation: str = "best",
     changed: Mapping[str, JSON] = {},
+    asks_models: bool = False,
 ) -> AsyncIterator[ReopenedRun]:
     """Open the environment of a recording with fresh slots, and with those recorded settings that a replay uses;
     `changed` replaces some of them. Slots have no network unless `network` allows it. Tools that reach outside this
-    machine answer from the recording, and no model is called."""
+    machine answer from the recording, and no model is called; with `asks_models`, the environment may ask a model what
+    the recording lacks."""
     bound = form.bound
     said = said_settings(recording.meta.config, "env", (DEFAULT, DECLARED))
     said = {name: value for name, value in said.items() if _counts(recording, form, name, value)}
@@ -213,7 +215,8 @@ async def reopened(
     engine = ServerGroup(ScriptedEngine(server, policy))
     with TemporaryDirectory(prefix="palaestra-replay-") as folder:
         journal = Journal(Path(folder) / "journal.jsonl")
-        world = RecordedTools(lambda: world_of_run(recording.path.parent))
+        open_recorded = world_of_grading if asks_models else world_of_run
+        world = RecordedTools(lambda: open_recorded(recording.path.parent))
         pool = make_pool(config)
         if not network:
             pool = OfflinePool(pool.config, pool.backend)

@@ -22,7 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
-from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_tools, prices, server_settings
+from palaestra.envs.config.build import (
+    make_pool,
+    make_prepared,
+    make_recorded_tools,
+    prices,
+    server_settings,
+    unshared_because,
+)
 from palaestra.envs.config.fields import UNSAID, BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.form import Form
 from palaestra.envs.run.elsewhere import Cluster, ClusterRequest, check_elsewhere, open_cluster
@@ -160,7 +167,7 @@ async def run(
         stream = stream or sys.stderr
         assembly = Assembly(form, parsed, stream, make_console(stream), stack)
         engine = await assembly.engine(engines)
-        pool, prepared = make_pool(parsed.env_config), None
+        pool, prepared, unshared = make_pool(parsed.env_config), None, ""
         # On a cluster, the nodes have the slots, so this process starts none and cannot check how well they isolate.
         if parsed.env_config.on_cluster:
             in_process = bool(engines) and steering.serve_nodes is None
@@ -169,6 +176,7 @@ async def run(
             await stack.enter_async_context(pool)
             _check_isolation(parsed.env_config, pool)
             prepared = make_prepared(parsed.env_config, pool.backend, _unkept(assembly.console))
+            unshared = unshared_because(parsed.env_config, pool.backend)
         environment = await assembly.environment(engine)
         capacity = await assembly.capacity(pool, steering.serve_nodes)
         begins = None if begins is None else begins.for_model(engine.name)
@@ -190,7 +198,7 @@ async def run(
             environment,
             output,
             engine,
-            Workspaces(pool, prepared, output.folder.workspaces if keeps else None, unscored),
+            Workspaces(pool, prepared, output.folder.workspaces if keeps else None, unscored, unshared),
             recorded_tools,
             None if begins is None else Continuation(begins),
             capacity,

@@ -142,7 +142,7 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _cells(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
+def cells(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
     """Return the names of the columns that say anything, and the cells of each row."""
     one_each = len({(row.environment, row.model) for row in rows}) == len(rows)
     empty = {
@@ -155,7 +155,7 @@ def _cells(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
 
 
 def as_text(rows: Sequence[TableRow]) -> str:
-    names, lines = _cells(rows)
+    names, lines = cells(rows)
     table = [names, *([printable(cell) for cell in line] for line in lines)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "".join(
@@ -176,7 +176,7 @@ def as_csv(rows: Sequence[TableRow]) -> str:
 
 
 def as_markdown(rows: Sequence[TableRow]) -> str:
-    names, lines = _cells(rows)
+    names, lines = cells(rows)
     table = [names, ["---"] * len(names), *([_in_markdown(cell) for cell in line] for line in lines)]
     return "".join(f"| {' | '.join(line)} |\n" for line in table)
 
@@ -187,7 +187,7 @@ def _in_markdown(cell: str) -> str:
 
 def as_latex(rows: Sequence[TableRow]) -> str:
     """Return a `tabular` that needs no package."""
-    names, lines = _cells(rows)
+    names, lines = cells(rows)
     body = [" & ".join(map(_in_latex, line)) + r" \\" for line in (names, *lines)]
     head = [rf"\begin{{tabular}}{{{'l' * len(names)}}}", r"\hline", body[0], r"\hline"]
     return "\n".join([*head, *body[1:], r"\hline", r"\end{tabular}", ""])
@@ -209,7 +209,7 @@ td { font-variant-numeric: tabular-nums; } .less { color: #a33; }"""
 
 def as_html(rows: Sequence[TableRow]) -> str:
     """Return one page that needs no other file."""
-    names, lines = _cells(rows)
+    names, lines = cells(rows)
 
     def line(tag: str, cells: Iterable[str]) -> str:
         return f"<tr>{''.join(f'<{tag}>{html.escape(printable(cell))}</{tag}>' for cell in cells)}</tr>"

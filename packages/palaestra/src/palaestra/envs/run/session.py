@@ -221,8 +221,8 @@ class Session:
 
 
 class Play:
-    """One rollout whose agent is the caller: `call` its tools, then `finish` it for its score. The end of the session
-    cancels a rollout that is not finished."""
+    """One rollout whose agent is the caller: `call` its tools, `say` something to the environment's user, then `finish`
+    it for its score. The end of the session cancels a rollout that is not finished."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -241,10 +241,17 @@ class Play:
         await self._reply(AssistantMessage(tool_calls=[call]))
         return str(self.messages[-1]["content"]) if self.messages[-1]["role"] == "tool" else ""
 
+    async def say(self, text: str) -> str | None:
+        """Say something to the environment's user and return the answer, or None if the conversation is over. Without a
+        user, this ends the rollout. Raises `InfraError` if the rollout has ended."""
+        await self._reply(AssistantMessage(content=text))
+        return None if self._group.done() else str(self.messages[-1]["content"])
+
     async def finish(self, text: str = "") -> Trajectory:
-        """End the rollout with the agent's last message, and return its record, with the reward. In the steps of the
-        task that follow, the agent only gives the same message. Idempotent. Raises `PrepareError` if the task's
-        workspace could not be prepared."""
+        """End the rollout with the agent's last message, which no user answers, and return its record, with the reward.
+        In the steps of the task that follow, the agent only gives the same message. Idempotent. Raises `PrepareError`
+        if the task's workspace could not be prepared."""
+        self._player.over = True
         while not self._group.done():
             await self._reply(AssistantMessage(content=text))
         group = self._group.result()
@@ -326,6 +333,10 @@ class SyncPlay:
     def call(self, name: str, arguments: Mapping[str, JSON] | str) -> str:
         """Block on `Play.call`."""
         return self._loop.wait(self._play.call(name, arguments))
+
+    def say(self, text: str) -> str | None:
+        """Block on `Play.say`."""
+        return self._loop.wait(self._play.say(text))
 
     def finish(self, text: str = "") -> Trajectory:
         """Block on `Play.finish`."""

@@ -215,18 +215,26 @@ class _Ended(NamedTuple):
     metrics: Mapping[str, float] = {}
 
 
+MODEL_COST = "model_cost"
+"""The metric of a rollout with the cost of the models that its environment asked."""
+
+
 @dataclass(slots=True)
 class _Paid:
-    """Tokens read and written, and their cost if it is known; `unpriced` counts the tokens without a known cost."""
+    """Tokens read and written, and their cost if it is known; `unpriced` counts the tokens without a known cost.
+    `models` is the cost of the models that the environment asked."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
     unpriced: tuple[int, int] = (0, 0)
+    models: float = 0.0
 
     @classmethod
     def by(cls, rollout: RolloutView) -> _Paid:
-        return cls.used(rollout.prompt_tokens, rollout.completion_tokens, rollout.cost)
+        paid = cls.used(rollout.prompt_tokens, rollout.completion_tokens, rollout.cost)
+        paid.models = rollout.metrics.get(MODEL_COST, 0.0)
+        return paid
 
     @classmethod
     def used(cls, prompt_tokens: int, completion_tokens: int, cost: float | None) -> _Paid:
@@ -239,13 +247,14 @@ class _Paid:
 
     def spent(self, prices: Prices | None) -> float:
         """Return the cost. Tokens without a known cost are charged at `prices`, or left out if `prices` is None."""
-        return (self.cost or 0.0) + (prices.cost(*self.unpriced) if prices is not None else 0.0)
+        return (self.cost or 0.0) + self.models + (prices.cost(*self.unpriced) if prices is not None else 0.0)
 
     def add(self, other: _Paid, times: int = 1) -> None:
         self.prompt_tokens += times * other.prompt_tokens
         self.completion_tokens += times * other.completion_tokens
         read, written = other.unpriced
         self.unpriced = self.unpriced[0] + times * read, self.unpriced[1] + times * written
+        self.models += times * other.models
         if other.cost is not None:
             self.cost = (self.cost or 0.0) + times * other.cost
 
@@ -266,6 +275,7 @@ class _Flying(_Paid):
             paid = self.own or _Paid()
         if line.event == "messages":
             self.own = None
+            self.models = line.model_calls.get(MODEL_COST, self.models)  # of all turns so far
         self.add(paid)
 
 
@@ -276,6 +286,7 @@ class _Line(LineView):
     cost: float | None = None
     recalled: bool = False
     branch: int = 0
+    model_calls: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 _LINES = msgspec.json.Decoder(_Line)
@@ -380,7 +391,10 @@ class RunReader:
             self.paid.add(key)
             status.discarded += not kept
             paid, flown = _Paid.by(rollout), self._flying.pop(rollout.rollout_id, _Flying())
-            if flown.tokens > paid.tokens:  # replies that were lost in a kill had a cost too
+            if (flown.tokens, flown.models) > (
+                paid.tokens,
+                paid.models,
+            ):  # replies that were lost in a kill had a cost too
                 paid = flown
             self.settled.add(paid)
             if kept and rollout.blame in CUT_OFF:
@@ -532,7 +546,8 @@ class RunReader:
             if isinstance(each, _Flying) and each.own is not None:
                 paid.add(each.own)
         status.prompt_tokens, status.completion_tokens = paid.prompt_tokens, paid.completion_tokens
-        status.cost, status.unpriced_tokens = paid.cost, sum(paid.unpriced)
+        status.cost = paid.cost if not paid.models else (paid.cost or 0.0) + paid.models
+        status.unpriced_tokens = sum(paid.unpriced)
 
     def _in_flight(self, status: RunStatus) -> None:
         """Read the stages from `status.json`. Without it, only the rollouts' names are known, from the journal."""

@@ -30,8 +30,34 @@ Policy: TypeAlias = Callable[[RecordedCall, Ask], Awaitable[ToolOutcome]]
 """Answers one call that has no reply yet. Raises `InfraError`."""
 
 
+MODEL = "chat_model"
+"""The tool by which a model that the environment asks is called."""
+
 _CALLS_PER_TURN = 100_000
 _user_turn: ContextVar[int] = ContextVar("user_turn", default=0)
+
+
+_judging: ContextVar[bool] = ContextVar("judging", default=False)
+
+
+@contextmanager
+def in_check() -> Iterator[None]:
+    """Within the block, a model is asked for verdicts on finished work: equal questions have one verdict in a run."""
+    token = _judging.set(True)
+    try:
+        yield
+    finally:
+        _judging.reset(token)
+
+
+def judges(call: RecordedCall) -> bool:
+    """Return whether a check asks a model with this call, which is made now."""
+    return call.tool == MODEL and _judging.get()
+
+
+def unpaid(reply: JSON) -> ToolOutcome:
+    """Return a model's recorded reply for a rollout that does not pay for it."""
+    return ToolOutcome.of({**reply, "tokens": [0, 0], "cached": True})
 
 
 @contextmanager

@@ -10,13 +10,22 @@ recorded.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 from weakref import WeakValueDictionary
 
-from palaestra.rollouts.recorded_tools.recorded_session import Ask, Policy, RolloutWorld, failed
+from palaestra.rollouts.recorded_tools.recorded_session import (
+    MODEL,
+    Ask,
+    Policy,
+    RolloutWorld,
+    failed,
+    judges,
+    unpaid,
+)
 from palaestra.rollouts.recorded_tools.recording_file import (
     WORLD_NAME,
     Reader,
@@ -27,7 +36,10 @@ from palaestra.rollouts.recorded_tools.recording_file import (
 )
 from palaestra.tools.tool import ToolOutcome
 from palaestra_slots.core.config import nearest
-from palaestra_slots.core.errors import ConfigError, ToolUnavailable
+from palaestra_slots.core.errors import ConfigError, DiskError, ToolUnavailable
+from palaestra_slots.core.types import JSON
+
+_MOST_VERDICTS = 100_000
 
 MODES = ("record", "live", "replay", "fill")
 
@@ -50,8 +62,12 @@ class RunWorld:
         added: Writer | None = None,
         kept: Writer | None = None,
         replayed: bool = False,
+        asks_models: bool = True,
     ) -> None:
         self.replayed = replayed
+        self._asks_models = asks_models
+        self._verdicts: dict[tuple[str, int], JSON] = {}
+        self._judging: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
         self._policy = policy
         self._readers = [reader] if reader is not None else []
         self._kept = [kept] if kept is not None else []
@@ -75,15 +91,31 @@ class RunWorld:
 
     async def _answer(self, repeats: Repeats, call: RecordedCall, ask: Ask) -> ToolOutcome:
         # calls of a session are made again, because they restore the session's state
-        if self._before is not None and repeats() and not call.session:
+        judging = self._asks_models and judges(call)
+        if self._before is not None and (repeats() or judging) and not call.session:
             heard = self._before.find(call.key, call.rollout, call.n)
             # Only the rollout's own reply: `find` also returns those of other rollouts, which this one has not seen.
             if heard is not None and (heard.rollout, heard.n) == (call.rollout, call.n):
                 return ToolOutcome.of(heard.reply)
-        outcome = await self._policy(call, ask)
+        outcome = await (self._verdict(call, ask) if judging else self._policy(call, ask))
         for writer in self._kept:
             record(call, outcome, writer)
         return outcome
+
+    async def _verdict(self, call: RecordedCall, ask: Ask) -> ToolOutcome:
+        """Answer a judge's question, which this run asks only once: the `n`th time in each rollout counts apart, so
+        that several verdicts on the same work differ."""
+        key = call.key, call.n
+        async with self._judging.setdefault(key, asyncio.Lock()):
+            known = self._verdicts.get(key) or (None if self._before is None else _exact(self._before, call))
+            if known is not None:
+                return unpaid(known)
+            outcome = await self._policy(call, ask)
+            if not outcome.failed:
+                if len(self._verdicts) >= _MOST_VERDICTS:
+                    del self._verdicts[next(iter(self._verdicts))]
+                self._verdicts[key] = outcome.reply
+            return outcome
 
     async def commit(self) -> None:
         """Return once all recorded replies are on the disk."""
@@ -173,7 +205,8 @@ def open_world(mode: str, recording: str | Path | None = None, *, strict: bool =
         raise ConfigError(f"world {mode} needs a recording: a file, or the folder of a run that has one")
     if mode == "replay":
         reader = Reader(recording_at(path))
-        return RunWorld(replaying(reader, reader.path, strict=strict), reader=reader, replayed=True)
+        policy = replaying(reader, reader.path, strict=strict)
+        return RunWorld(policy, reader=reader, replayed=True, asks_models=False)
     added = Writer(recording_in(path))
     # Now, so that a file that cannot be written ends the run before it begins.
     added.open()
@@ -188,4 +221,31 @@ def world_of_run(folder: Path) -> RunWorld:
     failure."""
     path = folder / WORLD_NAME
     reader = Reader(path) if path.is_file() else None
-    return RunWorld(replaying(reader, path, strict=True), reader=reader, replayed=True)
+    return RunWorld(replaying(reader, path, strict=True), reader=reader, replayed=True, asks_models=False)
+
+
+def world_of_grading(folder: Path) -> RunWorld:
+    """Return the replies that a run recorded, for grading its work again. Only a model is asked for a missing reply,
+    which is added to the recording if that can be written."""
+    path = folder / WORLD_NAME
+    reader, added = Reader(path) if path.is_file() else None, Writer(path)
+    others = replaying(reader, path, strict=True)
+
+    async def reply(call: RecordedCall, ask: Ask) -> ToolOutcome:
+        if call.tool != MODEL:
+            return await others(call, ask)
+        known = None if reader is None else _exact(reader, call)
+        if known is not None:
+            return unpaid(known)
+        outcome = await ask()
+        with contextlib.suppress(ConfigError, DiskError):  # somebody else's run, for example
+            record(call, outcome, added)
+        return outcome
+
+    return RunWorld(reply, reader=reader, added=added, replayed=True)
+
+
+def _exact(recording: Reader, call: RecordedCall) -> JSON:
+    """Return the reply to the same question, asked as often before, in any rollout; None if there is none."""
+    heard = recording.find(call.key, call.rollout, call.n, failures=False)
+    return heard.reply if heard is not None and heard.n == call.n else None

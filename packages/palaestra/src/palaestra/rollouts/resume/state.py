@@ -73,6 +73,11 @@ class CutOff:
         """The replies of the turn that was cut off."""
         return [reply for place, reply in self.replies if place >= len(self.events)]
 
+    @property
+    def model_calls(self) -> dict[str, float]:
+        """The calls of models that the rollout's environment has made."""
+        return next((event.model_calls for event in reversed(self.own) if event.model_calls), {})
+
     def paid(self) -> list[tuple[int, int]]:
         """Return the tokens read and written for each reply that the rollout itself got from the model."""
         others = [reply for place, reply in self.replies if reply.branch or place >= len(self.events)]
@@ -91,6 +96,7 @@ class CutOff:
             reward=None,
             blame=Blame.RUN,
             error="the run was killed",
+            metrics=self.model_calls,
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             cost=prices.cost(prompt_tokens, completion_tokens) if prices else None,

@@ -28,12 +28,12 @@ from palaestra_slots.core.errors import PrepareError
 from palaestra_slots.core.io.host_process import run_process
 from palaestra_slots.core.redaction import redacted
 from palaestra_slots.core.types import Limits, Network
+from palaestra_slots.images.requirements import check_requirements
 from palaestra_slots.images.slot_commands import check_execute
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.images.unpack import unpack_file
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra_slots.sandbox.slot import WORKSPACE, Mount, SlotSpec
-from palaestra_suites.toolchain.requirements import check_requirements
 
 _SITE, _PACKED, _CERTIFICATES = "site", "site.tar", "certificates.pem"
 """Names in the slot's workspace."""
@@ -123,19 +123,27 @@ def _mount(folder: Path) -> Mount:
 
 
 async def install_wheels(
-    requirements: Sequence[str], site: Path, python: str, mounts: Sequence[Mount], *, closed: bool, timeout_s: float
+    requirements: Sequence[str],
+    site: Path,
+    python: str,
+    mounts: Sequence[Mount],
+    *,
+    image: str | None = None,
+    closed: bool,
+    timeout_s: float,
 ) -> None:
     """Install requirements, from wheels only, into the empty folder `site` of the host.
 
-    `python` is the interpreter's path in a slot with `mounts`. If `closed`, what the requirements depend on is not
-    installed. Raises `TaskError` for a text that is not a requirement, and `PrepareError` with the end of the
-    installer's output.
+    `python` is the interpreter in a slot with this image and `mounts`. If `closed`, what the requirements depend on is
+    not installed. Raises `TaskError` for a text that is not a requirement, `ImageError` for an image that this machine
+    does not have, and `PrepareError` with the end of the installer's output.
     """
     check_requirements(requirements)
     command, installer = _installer(python)
     flags = [*(["--no-deps"] if closed else []), "--only-binary", ":all:", "--quiet", "--target", _SITE]
     settings = await index_settings()
     spec = SlotSpec(
+        image=image,
         network=Network.ON,
         mounts=(*mounts, installer, *settings.mounts),
         limits=Limits(memory_bytes=_MEMORY_BYTES, disk_bytes=_MOST_BYTES),
@@ -174,4 +182,4 @@ def _installer(python: str) -> tuple[list[str], Mount]:
     if uv := shutil.which("uv"):
         program = Path(uv).resolve()
         return [str(program), "pip", "install", "--python", python, "--compile-bytecode"], _mount(program.parent)
-    raise PrepareError("installing test requirements needs pip or uv; run `python -m ensurepip`")
+    raise PrepareError("installing packages needs pip or uv; run `python -m ensurepip`")

@@ -12,7 +12,7 @@ Source of the grammar: https://packaging.python.org/specifications/dependency-sp
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from palaestra_slots.core.errors import TaskError
 
@@ -48,3 +48,14 @@ def check_requirements(texts: Iterable[str], *, in_repository: bool = False) -> 
                 f"{text[:200]!r} is not a requirement: write a name with optional extras, versions and markers{more}; "
                 "addresses, paths and options are not accepted"
             )
+
+
+def checked_packages(owner: str, packages: object) -> tuple[str, ...]:
+    """Return the requirements that an environment or a task declares. Raises `TaskError` for anything else."""
+    if isinstance(packages, str) or not isinstance(packages, Sequence) or not all(isinstance(p, str) for p in packages):
+        raise TaskError(f"{owner}: packages must be a list of names, such as ['pandas'], not {packages!r:.100}")
+    try:
+        check_requirements(packages)
+    except TaskError as error:
+        raise TaskError(f"{owner}: packages: {error}") from None
+    return tuple(packages)
