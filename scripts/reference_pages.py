@@ -15,13 +15,21 @@ from pathlib import Path
 
 import click
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 import palaestra
 from palaestra.cli.main import COMMANDS, cli
 from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig, HermesAgentEnvConfig
+from palaestra.tools.mcp.mcp_config import MCPServerConfig, MCPToolChoice
 from palaestra.tools.settings import ToolSettings
+from palaestra_gateway.config import GatewayConfig, PlatformConfig, UserLimits
+from palaestra_gateway.session_reset import SessionResetPolicy
 from palaestra_slots.core import errors
+from palaestra_suites.endless_terminals.endless_terminals import EndlessTerminalsEnvConfig
+from palaestra_suites.hermes_swe.hermes_swe import HermesSweEnvConfig
+from palaestra_suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
+from palaestra_suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra_tokens.config import APIServerConfig
 
 TOPICS = {
@@ -45,6 +53,31 @@ SETTINGS: dict[str, type[BaseModel]] = {
     "Model server": APIServerConfig,
 }
 """The classes of the page of settings, by its headings."""
+
+SUITES: dict[str, type[BaseModel]] = {
+    "Environment endless_terminals": EndlessTerminalsEnvConfig,
+    "Environment hermes_swe": HermesSweEnvConfig,
+    "Environment swe_smith_oracle": SweSmithOracleEnvConfig,
+    "Environment terminalbench_2": TerminalBench2EvalConfig,
+}
+"""The settings of the shipped environments, in addition to those of every environment."""
+
+FILES: dict[str, tuple[str, dict[str, type[BaseModel]]]] = {
+    "Gateway": (
+        "Keys of the file `gateway.yaml`.",
+        {
+            "": GatewayConfig,
+            "default_reset_policy.": SessionResetPolicy,
+            "limits.": UserLimits,
+            "platforms.NAME.": PlatformConfig,
+        },
+    ),
+    "MCP servers": (
+        "Keys of one server, in a file of MCP servers or under `env.mcp_servers`.",
+        {"": MCPServerConfig, "tools.": MCPToolChoice},
+    ),
+}
+"""Settings that only files have: a sentence, and the classes by the beginning of their keys."""
 
 HOOK_ARGUMENTS = {
     "task": "`Task`: the task, with its `answer` and `data`",
@@ -109,18 +142,29 @@ def _settings() -> Iterator[str]:
         "environment."
     )
     seen: set[str] = set()
-    for title, model in SETTINGS.items():
+    for title, model in (SETTINGS | SUITES).items():
         prefix = "openai" if model is APIServerConfig else "env"
         yield f"\n## {title}\n"
         for name, field in model.model_fields.items():
             if f"{prefix}.{name}" in seen:
                 continue
-            seen.add(f"{prefix}.{name}")
-            kind = inspect.formatannotation(field.annotation).replace("typing.", "")
-            value = field.get_default(call_default_factory=True)
-            default = "required" if field.is_required() else f"default `{value!r}`"
-            text = (field.description or "").replace("<", r"\<")
-            yield f"`--{prefix}.{name}`\n: {text} (`{kind}`, {default})\n"
+            if title in SETTINGS:
+                seen.add(f"{prefix}.{name}")
+            yield _setting(f"--{prefix}.{name}", field)
+    for title, (sentence, models) in FILES.items():
+        yield f"\n## {title}\n\n{sentence}\n"
+        for prefix, model in models.items():
+            for name, field in model.model_fields.items():
+                yield _setting(f"{prefix}{name}", field)
+
+
+def _setting(name: str, field: FieldInfo) -> str:
+    kind = inspect.formatannotation(field.annotation).replace("typing.", "")
+    value = field.get_default(call_default_factory=True)
+    required = field.is_required()
+    default = "required" if required else "" if isinstance(value, BaseModel) else f"default `{value!r}`"
+    text = (field.description or "").replace("<", r"\<")
+    return f"`{name}`\n: {text} ({', '.join(filter(None, (f'`{kind}`', default)))})\n"
 
 
 def _python() -> Iterator[str]:

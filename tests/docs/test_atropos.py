@@ -55,5 +55,5 @@ def test_each_test_that_is_named_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", PAGE))
     source = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests/interop").glob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)\(", source, re.MULTILINE))
+    assert named
     assert named <= defined
-    assert {name for name in defined if name.startswith("test_theirs_")} <= named
