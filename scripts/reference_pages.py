@@ -1,4 +1,4 @@
-"""Write the reference pages from the code: commands, settings, Python, errors and exit codes.
+"""Write the reference pages from the code: commands, settings, Python, labels, errors and exit codes.
 
 `python scripts/reference_pages.py` writes them; with `--check` it reports a page that differs from the code.
 """
@@ -21,6 +21,7 @@ import palaestra
 from palaestra.cli.main import COMMANDS, cli
 from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig, HermesAgentEnvConfig
+from palaestra.rollouts.grading.labels import LABELS
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, MCPToolChoice
 from palaestra.tools.settings import ToolSettings
 from palaestra_gateway.config import GatewayConfig, PlatformConfig, UserLimits
@@ -94,6 +95,7 @@ HOOK_ARGUMENTS = {
 def pages() -> dict[str, str]:
     """Return each page's text by the name of its file."""
     made = {"commands": _commands(), "settings": _settings(), "python": _python(), "errors": _errors()}
+    made["labels"] = _labels()
     return {f"{name}.md": "\n".join(lines) + "\n" for name, lines in made.items()}
 
 
@@ -267,6 +269,16 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 def _sentence(text: str | None) -> str:
     """Return the first paragraph of a docstring as one line."""
     return " ".join((text or "").strip().split("\n\n")[0].split()).replace("|", "\\|")
+
+
+def _labels() -> Iterator[str]:
+    yield "# Labels of reward hacking\n"
+    yield (
+        "A label is a sign, with evidence, that work may not have earned its result. Work with a label that is certain "
+        "gets a reward of at most 0; [What a score says](../security/grading.md#what-a-score-says) has the rules.\n"
+    )
+    for name, meaning in sorted(LABELS.items()):
+        yield f"`{name}`\n: {meaning}\n"
 
 
 def _errors() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The environments of docs/migration.md score as the page promises."""
+"""The environment of docs/migration.md scores as the page promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE.read_text(),
 @pytest.mark.slots
 @pytest.mark.parametrize("name", FILES)
 def test_the_environment_scores_1_for_the_solution_and_0_for_nothing(name: str, tmp_path: Path) -> None:
-    assert len(FILES) == 2
+    assert FILES
     path = tmp_path / name
     path.write_text(FILES[name])
     for policy, reward in (("oracle", 1.0), ("noop", 0.0)):
