@@ -1,7 +1,7 @@
 """What people do with a terminal agent in their first hour: the keys that each thing takes here, all pressed for real.
 
-docs/chat/keys.md lists the keys; `keys_elsewhere.tsv` has those of three other programs, from their own documentation of
-November 2026. They were not tried.
+docs/chat/keys.md lists the keys. `keys_elsewhere.tsv` has those of three other programs, from their documentation of
+November 2026; they were not tried.
 """
 
 from __future__ import annotations
@@ -145,13 +145,14 @@ def test_everything_of_the_first_hour(tmp_path: Path) -> None:
 
 def documented() -> dict[str, str]:
     """Return the keys of each thing on the page."""
-    return {thing: own for thing, own in rows()}
+    return dict(rows())
 
 
-def rows() -> list[list[str]]:
+def rows() -> list[tuple[str, str]]:
     """Return the rows of the page's table."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[1:]]
+    cells = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[1:]]
+    return [(thing, own) for thing, own in cells]
 
 
 def test_nothing_takes_more_keys_than_elsewhere() -> None:
