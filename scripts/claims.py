@@ -1,4 +1,4 @@
-"""Runs the attacks behind the claims of docs/security/claims.md, stores their results, and writes the page's tables.
+"""Runs the attacks behind the claims of docs/reference/attacks.md, stores their results, and writes the page's tables.
 
     .venv/bin/python scripts/claims.py run      # runs the attacks, which takes minutes and needs root
     .venv/bin/python scripts/claims.py write    # only writes the tables from the stored results
@@ -20,7 +20,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE, RESULTS, SUITE = ROOT / "docs/security/claims.md", ROOT / "tests/abuse/results.json", "tests/abuse"
+PAGE, RESULTS, SUITE = ROOT / "docs/reference/attacks.md", ROOT / "tests/abuse/results.json", "tests/abuse"
 BEGIN, END = "<!-- claims: written by scripts/claims.py -->", "<!-- end of claims -->"
 LEVELS = ("full", "userns", "confined")
 

@@ -1,4 +1,4 @@
-"""The table of claims in docs/security/claims.md: what the attacks have shown; every attack is behind a claim."""
+"""The table of claims in docs/reference/attacks.md: what the attacks have shown; every attack is behind a claim."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ PAGES = [
     *sorted(ROOT.glob("packages/*/README.md")),
     *sorted(ROOT.glob("extensions/*/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "CONTRIBUTING.md",
 ]
 
 

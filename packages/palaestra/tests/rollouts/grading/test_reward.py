@@ -1,11 +1,8 @@
 """Tests of how a score becomes a reward: the official verdict, the guarded view and labels."""
 
-import re
-from pathlib import Path
-
 import pytest
 
-from palaestra.rollouts.grading.reward import LABELS, RewardRule, decide, how_to_see, parts
+from palaestra.rollouts.grading.reward import RewardRule, decide, how_to_see, parts
 from palaestra_slots.core.types import Label, Score
 
 FORGED = Label("falsified_test_passed", "test_add passes although it was falsified", certain=True)
@@ -126,9 +123,3 @@ def test_scratch_directories_that_a_sandbox_lost_are_no_programs():
     assert how_to_see(["/tmp", "/dev/shm"]) == (
         "they were lost, because the agent ended its sandbox, filled its disk or replaced programs"
     )
-
-
-def test_the_security_page_lists_every_label():
-    page = (Path(__file__).parents[5] / "docs/security/grading.md").read_text()
-    rows = page.partition("| label | certain |")[2].partition("\n\n")[0].splitlines()
-    assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1] if "|" in row else "")} == LABELS

@@ -13,7 +13,8 @@ from dataclasses import replace
 from enum import StrEnum
 from posixpath import basename, dirname
 
-from palaestra.rollouts.grading.tampering import HOME_SETTINGS, REPLACED, SCRATCH, SHADOWED, intended
+from palaestra.rollouts.grading.labels import LABELS
+from palaestra.rollouts.grading.tampering import SCRATCH, intended
 from palaestra_slots.core.config import nearest
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import Label, Score
@@ -33,18 +34,6 @@ _SIGNS = frozenset(
     }
 )
 """Labels of how the work earns its score. Unless they are certain, both verdicts are the same with and without them."""
-
-LABELS = _OF_SAME_RUN.union(
-    _SIGNS,
-    (REPLACED, SHADOWED, HOME_SETTINGS, "links_to_checks", "too_deep", "scratch_lost", "live_processes"),
-    ("tests_edited", "settings_changed", "startup_files", "module_shadowed", "test_settings_ignored"),
-    ("session_cut_short", "forged_records", "reward_not_of_the_tests", "verifier_changed", "checkers_changed"),
-    ("verifier_killed",),
-    ("tests_left_out", "tests_skipped", "guarded_view_fails", "official_on_copy", "official_failed", "set_up_failed"),
-    ("step_not_begun", "not_examined", "outside_files_decide"),
-    ("graded_where_it_runs", "forgeable_log"),
-)
-"""The names of the labels that checks give. Environments declare those of their own as `label_names`."""
 
 _SEEN = re.compile(r"/(?:workspace|tmp|var/tmp|dev/shm)(?:/|$)")
 """Places whose changes a check sees without a declaration, unless they stand in for a program."""
