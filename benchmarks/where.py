@@ -171,7 +171,7 @@ class Waterfall:
         return call
 
     def steps(self) -> list[Step]:
-        """Return the waits of the usual rollout in the order of their beginnings, with the gaps between them, as medians
+        """Return the waits of the usual rollout in the order of their starts, with the gaps between them, as medians
         over the fastest quarter of the rollouts, because others use the machine too. The last step is the whole."""
         rollouts = [sorted(each, key=lambda step: step.at_s) for each in self._rollouts]
         usual = Counter(tuple(step.name for step in each) for each in rollouts).most_common(1)[0][0]
