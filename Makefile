@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
 # ones, which wait more).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs reference pictures test test-slow test-all durations retest test-torch ray learn check check-style check-types check-docs spine snapshots interop official e2b faces faces-ci agents constraints setup venv
+.PHONY: help demo wheels docs reference pictures test test-slow test-all durations retest test-torch ray learn check check-style check-types check-docs spine snapshots interop official e2b faces faces-ci agents constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
@@ -19,6 +19,9 @@ venv:
 
 demo: venv ## roll out real bug-fixing tasks with the oracle and with doing nothing, and print the table
 	@.venv/bin/python scripts/demo.py
+
+wheels: venv ## build the wheels of all packages: dist/
+	@scripts/wheels
 
 docs: venv ## build the documentation: docs/_build/index.html
 	@.venv/bin/sphinx-build -q -W --keep-going -b html docs docs/_build
