@@ -284,9 +284,9 @@ def test_a_gateway_refuses_the_settings_of_other_doors(name: str) -> None:
 
 
 PLAIN = [
-    "json.loads(handle_function_call('terminal', {'command': 'echo at $PWD'}, 't'))['output']",
-    "json.loads(terminal_tool('echo at $PWD', task_id='t'))['output']",
-    "ToolContext('t').terminal('echo at $PWD')['output']",
+    "json.loads(handle_function_call('terminal', {'command': 'echo at $((6 * 7))'}, 't'))['output']",
+    "json.loads(terminal_tool('echo at $((6 * 7))', task_id='t'))['output']",
+    "ToolContext('t').terminal('echo at $((6 * 7))')['output']",
 ]
 
 
@@ -313,7 +313,7 @@ def test_plain_python_has_its_slots_where_the_variables_say(
             monkeypatch.setenv(f"PALAESTRA_ENV_{name.removeprefix('--env.').upper()}", value)
         session = calls.default_session()
         try:
-            assert {eval(way, names) for way in PLAIN} == {"at /workspace\n"}
+            assert {eval(way, names) for way in PLAIN} == {"at 42\n"}
             assert process_registry.list_sessions("t") == []
             assert backend in type(session._tasks.slots.backend).__name__.lower()
         finally:

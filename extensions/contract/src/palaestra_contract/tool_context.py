@@ -67,7 +67,8 @@ def _placed(
             return await work
         if self.session is not None:
             return await asyncio.wrap_future(self.session.post(work))
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+        # Waits in a thread, where it is noticed if a hook blocks the slot's loop until this call has ended.
+        return await asyncio.to_thread(wait_for_sync, work, loop=self.loop, twin=f"ToolContext.{method.__name__}")
 
     return run
 
