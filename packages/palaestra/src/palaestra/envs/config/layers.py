@@ -47,6 +47,8 @@ _OPENAI_VARIABLES = {"OPENAI_API_KEY": "api_key", "OPENAI_BASE_URL": "base_url"}
 _SLOT_VARIABLES = {
     "TERMINAL_ENV": "terminal_backend",
     "TERMINAL_TIMEOUT": "terminal_timeout",
+    "TERMINAL_LIFETIME_SECONDS": "terminal_lifetime",
+    "TERMINAL_CWD": "terminal_cwd",
     "TERMINAL_DOCKER_IMAGE": "docker_image",
     "TERMINAL_SINGULARITY_IMAGE": "singularity_image",
     "TERMINAL_SSH_HOST": "ssh_hosts",
@@ -83,7 +85,8 @@ _SLOT_VARIABLES = {
     "TERMINAL_NOMAD_JOB_ID": "sandbox_job_id",
     "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "allow_placeholder_tokens",
 }
-"""Names that existing scripts and job files export for an environment, mostly for its slots."""
+"""Names that existing scripts and job files export for an environment, mostly for its slots. Some name settings that
+have no effect here, which a warning says (`is_old`)."""
 
 _SLOT_POOL = ("TERMINAL_ENV", "slot_pool")
 """If this variable has this value, TERMINAL_SLOT_BACKEND names the backend."""
@@ -170,7 +173,10 @@ def read_environ(
 
 
 def _known(named: Mapping[str, str], model_type: type[BaseModel]) -> dict[str, str]:
-    return {each: name for each, name in named.items() if name.partition(".")[0] in model_type.model_fields}
+    fields = model_type.model_fields
+    return {
+        each: name for each, name in named.items() if name.partition(".")[0] in fields or is_old(model_type, name)
+    }
 
 
 def _load(path: Path) -> dict[str, JSON]:
