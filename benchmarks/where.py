@@ -15,9 +15,9 @@ warm up and are not counted. `main process` is also divided by stage and by func
 for the innermost stage. Processor time says more than wall time on a machine that others use too.
 
 With 1 rollout at a time, the script also shows the `waterfall` of a rollout, and nothing else with `--waterfall`: what
-it waits for and, between the waits, what the process itself does, in wall time (medians; the ratio
-is the share of the whole). The JSON has for each step when it begins, and the processor time of the main process and
-of the slot server meanwhile. The rest is the kernel, the programs in the slot, and waiting for a processor.
+the fastest one waits for and, between the waits, what the process itself does, in wall time (the ratio is the share of
+the whole). The JSON has for each step when it begins, and the processor time of the main process and of the slot server
+meanwhile. The rest is the kernel, the programs in the slot, and waiting for a processor.
 
 Target: at 16, the bare commands take at least 0.55 of the time of the rollout.
 """
@@ -30,7 +30,6 @@ import json
 import os
 import resource
 import signal
-import statistics
 import sys
 import time
 from collections import Counter
@@ -71,7 +70,7 @@ WAITS = {
     "palaestra_tokens.engines.openai:OpenAIEngine.chat_completion": "model call",
     "palaestra_slots.sandbox.pool:Snapshots.compose": "prepare the files",
     "palaestra_slots.sandbox.pool:SlotPool.acquire": "get a slot",
-    "palaestra_slots.sandbox.local.direct.direct_slot:DirectClient.start_deferred": "make the slot of the score",
+    "palaestra_slots.sandbox.local.direct.direct_slot:DirectClient.start_deferred": "make the second slot",
     "palaestra_slots.sandbox.local.local_slot:LocalSlot.execute": "command",
     "palaestra_slots.sandbox.local.local_slot:LocalSlot.freeze": "stop the processes",
     "palaestra_slots.sandbox.pool:SlotPool.seal": "seal the slot",
@@ -93,8 +92,8 @@ GAPS = {
     ("stop the processes", "seal the slot"): "close the tools",
     ("seal the slot", "list the changes"): "begin the view",
     ("list the changes", "get a slot"): "choose the view",
-    ("get a slot", "make the slot of the score"): "examine the work",
-    ("make the slot of the score", "command"): "begin the command",
+    ("get a slot", "make the second slot"): "examine the work",
+    ("make the second slot", "command"): "begin the command",
     ("command", "write to the disk"): "write the record",
     ("command", "end a slot"): "write the record",
     ("write to the disk", "write to the disk"): "end the group",
@@ -144,7 +143,7 @@ class Waterfall:
     def _timed(self, method, name: str):
         async def call(*arguments, **settings):
             outer = self._open.get()
-            within = outer is not None and name != "make the slot of the score"
+            within = outer is not None and name != "make the second slot"
             if within or (name and not self._server):
                 return await method(*arguments, **settings)
             if not name:
@@ -171,24 +170,19 @@ class Waterfall:
         return call
 
     def steps(self) -> list[Step]:
-        """Return the waits of the usual rollout in the order of their starts, with the gaps between them, as medians
-        over the fastest quarter of the rollouts, because others use the machine too. The last step is the whole."""
-        rollouts = [sorted(each, key=lambda step: step.at_s) for each in self._rollouts]
-        usual = Counter(tuple(step.name for step in each) for each in rollouts).most_common(1)[0][0]
-        whole = [list(_with_gaps(each)) for each in rollouts if tuple(step.name for step in each) == usual]
-        whole = sorted(whole, key=_end_s)[: len(whole) // 4 + 1]
+        """Return the waits of the fastest rollout in the order of their beginnings, with the gaps between them. It is
+        the fastest one, because others use the machine too. The last step is the whole rollout."""
+        fastest = min(self._rollouts, key=_end_s)
         found: list[Step] = []
         seen = Counter[str]()
         short_s = 0.0
-        for column in zip(*whole, strict=True):
-            name, *numbers = zip(*column, strict=True)
-            step = Step(name[0], *map(statistics.median, numbers))
-            if name[0] in GAPS.values() and step.took_s * 1e3 < LEAST_MS:
+        for step in _with_gaps(sorted(fastest, key=lambda step: step.at_s)):
+            if step.name in GAPS.values() and step.took_s * 1e3 < LEAST_MS:
                 short_s += step.took_s
             else:
                 seen[step.name] += 1
                 found.append(step._replace(name=f"{step.name} {seen[step.name]}"))
-        end_s = statistics.median(map(_end_s, whole))
+        end_s = _end_s(fastest)
         return [*found, Step(SHORT, 0.0, short_s, short_s, 0.0), Step("a rollout", 0.0, end_s, 0.0, 0.0)]
 
 
@@ -371,10 +365,10 @@ def rows(concurrency: int, numbers: measure.Sample) -> list[measure.Row]:
 
 
 def falls(url: str, options: argparse.Namespace) -> tuple[list[measure.Row], list[dict[str, Any]]]:
-    """Return the rows of the waterfall, and its steps; both are those of the middle round."""
+    """Return the rows of the waterfall, and its steps; both are those of the fastest round."""
     rollouts = str(QUICK[1] if options.quick else SIZES[1])
     found: list[Any] = [measure.fresh_process(__file__, "--steps", url, rollouts) for _ in range(options.rounds)]
-    steps = sorted(found, key=lambda each: each[-1]["took_ms"])[len(found) // 2]
+    steps = min(found, key=lambda each: each[-1]["took_ms"])
     whole = steps[-1]["took_ms"]
     return [
         measure.Row(f"waterfall: {step['name']}", step["took_ms"], "ms", step["took_ms"] / whole) for step in steps
@@ -395,7 +389,7 @@ def main() -> int:
             by_whole = sorted(samples, key=lambda each: rows(concurrency, each)[0].value)
             table += rows(concurrency, by_whole[len(by_whole) // 2])  # the shares belong to one run, so no medians
         waits, steps = falls(url, options)
-    title = f"Time of a rollout, the middle one of {options.rounds} runs; ratios are shares"
+    title = f"Time of a rollout, the middle one of {options.rounds} runs, waterfall: the fastest; ratios are shares"
     return measure.report(title, [*table, *waits], options.json, steps=steps)
 
 

@@ -137,7 +137,9 @@ def waterfall(data: Data) -> str:
         kinds[kind] = kinds.get(kind, 0.0) + step["took_ms"]
     largest = sorted(kinds.items(), key=lambda each: -each[1])[:6]
     words = f"A rollout takes {most:.0f} ms: {', '.join(f'{name} {took:.1f}' for name, took in largest)} ms."
-    return spans_below("One rollout alone", words, spans, axis, legend, measured(data))
+    short = next(step for step in steps if not step["at_ms"] and not step["name"].startswith("begin"))
+    notes = [f"{short['name']}: {short['took_ms']:.1f} ms in all", *measured(data)]
+    return spans_below("One rollout alone", words, spans, axis, legend, notes)
 
 
 PLOTS = {
