@@ -102,12 +102,12 @@ def command(
     found = asyncio.run(grade())
     if not found:
         raise ConfigError(f"{run} has no rollout to grade: no finished group has a rollout whose outcome is scored")
-    for line in _summary(opened, found, unwritten):
+    for line in _graded_lines(opened, found, unwritten):
         click.echo(line, err=True)
     context.exit(1 if any(each.score is None for each in found) else 0)
 
 
-def _summary(run: Run, found: Sequence[Regraded], unwritten: Sequence[str]) -> Iterator[str]:
+def _graded_lines(run: Run, found: Sequence[Regraded], unwritten: Sequence[str]) -> Iterator[str]:
     if unwritten:
         yield f"note: the new rewards are not kept: {unwritten[0]}"
     yield from _flipped(found)

@@ -123,14 +123,14 @@ def runs_command(
         click.echo(json.dumps([_fields(*each) for each in found], indent=2))
         return
     for folder, status in found:
-        click.echo(f"{folder.name:<21}  {_listed(status)}")
+        click.echo(f"{folder.name:<21}  {_run_line(status)}")
     if not folders:
         click.echo(f"there are no runs in {(root or RUNS).resolve()}", err=True)
     elif len(folders) > limit:
         click.echo(f"not listed: {plural(len(folders) - limit, 'older run')} (--limit)", err=True)
 
 
-def _listed(status: RunStatus) -> str:
+def _run_line(status: RunStatus) -> str:
     from palaestra.rollouts.observe.status import score_name
     from palaestra.rollouts.observe.verdicts import official_words
 

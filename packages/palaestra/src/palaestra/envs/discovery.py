@@ -227,7 +227,7 @@ def _pick(path: Path, name: str) -> Form:
     """Return the environment of this name in a file, or the file's only environment."""
     if not path.is_file() and _was_ours(path) and (moved := _moved(name)):
         return form_of(moved[name], f"{path}:{name}")  # a run recorded a file of ours that this version does not have
-    module = _loaded(path)
+    module = _load_with_advice(path)
     found = {key: value for key, value in vars(module).items() if _is_environment(value)}
     # A script may name one of our files for a class that has moved to another of our files since.
     if name not in found and not {*own_folders()}.isdisjoint(path.resolve().parents):
@@ -244,7 +244,7 @@ def _pick(path: Path, name: str) -> Form:
     return form_of(found[name], f"{path.resolve()}:{name}")
 
 
-def _loaded(path: Path) -> ModuleType:
+def _load_with_advice(path: Path) -> ModuleType:
     """Load a file. If it needs an import of Atropos or Hermes, the error names the commands that help."""
     try:
         return load_file(path)

@@ -349,10 +349,10 @@ class Rollout:
             origin=recorded.origin if recorded is not None else None,
             state=self.state.recorded if self.state is not None else None,
             extra=self.projection.extra,
-            beside=self._beside(result),
+            beside=self._beside_of(result),
         )
 
-    def _beside(self, result: AgentResult) -> Beside:
+    def _beside_of(self, result: AgentResult) -> Beside:
         rung, kept = self.workspace.rung, self.workspace.kept
         return Beside(
             started_at=self.stages.started_at,

@@ -279,7 +279,7 @@ def make_console(stream: TextIO | None = None, enabled: bool | None = None, *, c
     return PlainConsole(stream, clock)
 
 
-def _listed(rewards: Iterable[float | None]) -> str:
+def _in_figures(rewards: Iterable[float | None]) -> str:
     return " ".join("–" if reward is None else f"{reward:g}" for reward in rewards)
 
 
@@ -302,9 +302,9 @@ def describe(
     if not group.trajectories:
         first = causes[group.group_id].first == group.group_id
         return f"{one_line(group.task_id, SHOWN_CHARS)}: not run: {one_line(group.error, SHOWN_CHARS)}" if first else ""
-    rewards = _listed(t.reward for t in group.trajectories)
+    rewards = _in_figures(t.reward for t in group.trajectories)
     if any(t.official_reward != t.reward for t in group.trajectories):
-        official = _listed(t.official_reward for t in group.trajectories)
+        official = _in_figures(t.official_reward for t in group.trajectories)
         rewards += f", {official_words(official_name)} {official}"
     seconds = max(trajectory.beside.duration_s for trajectory in group.trajectories)
     unscored = [t for t in group.trajectories if not t.scored]

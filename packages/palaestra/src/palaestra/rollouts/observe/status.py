@@ -349,7 +349,7 @@ class RunReader:
                 self._nodes.clear()
                 self._placed.clear()
             case "group" if line.group is not None:
-                self._group(line.group)
+                self._group_begun(line.group)
             case "taken_up" if line.turns or line.replies:
                 self._taken_up(line)
             case "messages" | "reply":
@@ -371,7 +371,7 @@ class RunReader:
             case "end":
                 self._ended = line.reason
 
-    def _group(self, group: GroupView) -> None:
+    def _group_begun(self, group: GroupView) -> None:
         self._task_ids[group.group_id] = sys.intern(group.task_id)
         rollouts = self._groups.setdefault(group.group_id, {})
         # A resumed run plays rollouts again that were cut off.

@@ -222,7 +222,7 @@ def build_tool_registry(
     """
     if strict and enabled_toolsets is None:
         raise ConfigError("strict needs named toolsets, or a distribution: the tools that work differ between machines")
-    enabled, disabled, brought = _listed(enabled_toolsets), _listed(disabled_toolsets) or [], list(extra)
+    enabled, disabled, brought = _as_names(enabled_toolsets), _as_names(disabled_toolsets) or [], list(extra)
     others = usable_packages(installed)
     names = resolve_toolsets(enabled, disabled, {**_toolsets_of(brought, others), **TOOLSETS})
     known = _known_tools(names, others, provided, settings)
@@ -245,7 +245,7 @@ def build_tool_registry(
     return ToolRegistry(usable, missing, settings, conditions.shared, conditions.replayed)
 
 
-def _listed(names: Iterable[str] | None) -> Collection[str] | None:
+def _as_names(names: Iterable[str] | None) -> Collection[str] | None:
     # A text stays one, because `resolve_toolsets` reports it. As a list, it would be names of one letter each.
     return names if names is None or isinstance(names, str) else [*names]
 
