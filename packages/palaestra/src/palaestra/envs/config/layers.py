@@ -174,9 +174,7 @@ def read_environ(
 
 def _known(named: Mapping[str, str], model_type: type[BaseModel]) -> dict[str, str]:
     fields = model_type.model_fields
-    return {
-        each: name for each, name in named.items() if name.partition(".")[0] in fields or is_old(model_type, name)
-    }
+    return {each: name for each, name in named.items() if name.partition(".")[0] in fields or is_old(model_type, name)}
 
 
 def _load(path: Path) -> dict[str, JSON]:
