@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from palaestra.envs.run.evaluation_set import SET_NAME, split_words
 from palaestra.envs.run.run_table import FORMATS, TableRow
 from palaestra.rollouts.finished_run import open_run
 from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 pytestmark = pytest.mark.slots
 
@@ -293,3 +295,34 @@ def test_a_set_stores_no_secret_and_asks_for_it_again(flag: str, capsys: pytest.
     assert f"needs {setting} again: add --{setting} VALUE, or set PALAESTRA_" in capsys.readouterr().err
     main(["resume", folder, *more, flag, SECRETS[flag]])
     assert "again: add" not in capsys.readouterr().err
+
+
+VARIABLES: Mapping[str, tuple[str, JSON]] = {
+    "env.group_size": ("2", 2),
+    "env.max_agent_turns": ("3", 3),
+    "env.system_prompt": ("--odd prompt = 'x'", "--odd prompt = 'x'"),
+    "env.extra_body": ('{"top_a": 0.5}', {"top_a": 0.5}),
+    "env.disabled_toolsets": ('["web"]', ["web"]),
+    "env.allow_network": ("true", True),
+}
+
+
+def test_a_resumed_set_keeps_the_settings_of_variables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {setting: f"PALAESTRA_{setting.replace('.', '_').upper()}" for setting in VARIABLES}
+    for setting, (text, _) in VARIABLES.items():
+        monkeypatch.setenv(named[setting], text)
+    monkeypatch.setenv("PALAESTRA_ENV_METRICS_TOKEN", "hidden-word")
+    main(["eval", "lines_env.py", "terminal_test", "--policy", "noop"])
+    folder = Path(capsys.readouterr().out.strip())
+    assert "hidden-word" not in (folder / SET_NAME).read_text()
+    shutil.rmtree(next(folder.glob("terminal_test--*")))  # as if the set had been killed before this run
+    for variable in (*named.values(), "PALAESTRA_ENV_METRICS_TOKEN"):
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv(named["env.group_size"], "5")  # the set's own value counts, as in a resumed run
+    main(["resume", str(folder)])
+    recorded = json.loads((next(folder.glob("terminal_test--*")) / "config.json").read_text())
+    assert {name: recorded["env"][name.removeprefix("env.")] for name in VARIABLES} == {
+        name: value for name, (_, value) in VARIABLES.items()
+    }

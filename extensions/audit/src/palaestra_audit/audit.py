@@ -22,6 +22,7 @@ import msgspec
 
 from palaestra import __version__
 from palaestra.envs.config.dotenv import exported, read_keys
+from palaestra.envs.config.secret_flags import split_secrets
 from palaestra.envs.form import Form
 from palaestra.envs.policy_runs import first_tasks
 from palaestra.envs.run.run_folder import RunLine
@@ -43,7 +44,7 @@ from palaestra_audit.records import (
     read_audit,
     write_audit,
 )
-from palaestra_audit.settings import kept_settings, missing_settings
+from palaestra_audit.settings import missing_settings
 from palaestra_audit.trials import Trials, clock_library, open_trials
 from palaestra_slots.core.errors import ConfigError, DiskError, InfraError, PalaestraError, TaskError
 from palaestra_slots.core.types import JSON, Task
@@ -114,7 +115,7 @@ async def _audit(
             started_at=datetime.now(UTC).isoformat(timespec="seconds"),
             kinds=plan.kinds,
         )
-        audit.settings, audit.secrets = kept_settings(plan.settings)
+        audit.settings, audit.secrets = split_secrets(plan.settings)
         known = {} if earlier is None else {each.id: each for each in earlier.tasks}
         others_kept = _beyond(tasks, earlier, audit, plan)
         found: dict[str, TaskAudit] = {}

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from palaestra.envs.config.secret_flags import split_secrets
 from palaestra_audit.audit import _digest
 from palaestra_audit.code_digests import _named
-from palaestra_audit.settings import kept_settings, missing_settings
+from palaestra_audit.settings import missing_settings
 from palaestra_slots.core.types import Task
 
 
@@ -21,10 +22,12 @@ from palaestra_slots.core.types import Task
         (["--env.env_vars.HOME", "/x"], ["--env.env_vars.HOME"]),
         (["--env.judge", '{"model": "a", "api_key": "x"}'], ["--env.judge"]),
         (["--base-url", "http://user:word@host/v1"], ["--base-url"]),
+        (["--env.metrics_token=x"], ["--env.metrics_token"]),
+        (["--env.extra_body", '{"headers": {"authorization": "Bearer x"}}'], ["--env.extra_body"]),
     ],
 )
 def test_secret_settings_are_left_out(words: list[str], secret: list[str]) -> None:
-    assert kept_settings(["--env.group_size", "1", *words]) == (
+    assert split_secrets(["--env.group_size", "1", *words]) == (
         ["--env.group_size", "1", *([] if secret else words)],
         secret,
     )

@@ -9,6 +9,7 @@ import pytest
 
 from envs.scripts import groups_file
 from palaestra.cli.main import main
+from palaestra.envs.config.fields import HeldOutConfig
 from palaestra.rollouts.journal.reader import Recording
 from palaestra_slots.core.types import JSON
 
@@ -93,6 +94,47 @@ def test_held_out_tasks_are_evaluated_and_not_trained_on(capsys: pytest.CaptureF
     assert "evaluation at step 3" in capsys.readouterr().err
     assert {line["rollouts"][0]["outcome"] for line in events(groups_file())} == {"natural"}
     assert len(events(groups_file())) == len(trained)
+
+
+def listed(folder: Path) -> list[str]:
+    """Settings of four tasks in a folder; two of them, `b` and `d`, are held out, and `c` and `d` cannot be used."""
+    config = HeldOutConfig(held_out=0.5)
+    names = [f"task-{number}" for number in range(40)]
+    trained, held = ([each for each in names if config.is_held_out(each) is kind] for kind in (False, True))
+    for name in (*trained[:2], *held[:2]):
+        (folder / name / "environment").mkdir(parents=True)
+        (folder / name / "environment/Dockerfile").write_text("FROM ubuntu:24.04\n")
+        (folder / name / "instruction.md").write_text("Write a word.")
+        (folder / name / "tests").mkdir()
+        (folder / name / "tests/test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
+        (folder / name / "task.toml").write_text('version = "1.0"\n')
+    for name in (trained[1], held[1]):
+        (folder / name / "task.toml").write_text("this is not TOML")
+    return [trained[0], held[0]]
+
+
+@pytest.mark.usefixtures("here")
+def test_an_evaluation_counts_the_refused_tasks_of_its_own_split() -> None:
+    listed(Path("tasks"))
+    line = ["terminalbench_2", "--env.dataset_name", "tasks", "--env.base_image", "host", "--policy", "noop"]
+    main(["eval", *line, "--env.held_out", "0.5", "--env.data_dir_to_save_evals", "evals"])
+    assert json.loads(Path("evals/metrics.json").read_text())["results"]["all"]["tasks_left_out"] == 1
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("form", ["function", "listed"])
+def test_a_choice_without_held_out_tasks_is_reported_once(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("words_env.py").write_text(FUNCTION)
+    if form == "function":
+        config = HeldOutConfig(held_out=0.5)
+        chosen = [name for name in (f"word-{number}" for number in range(12)) if not config.is_held_out(name)]
+        line = ["words_env.py", "--policy", "oracle", "--task", ",".join(chosen)]
+    else:
+        trained, _ = listed(Path("tasks"))
+        line = ["terminalbench_2", "--env.dataset_name", "tasks", "--env.base_image", "host", "--policy", "noop"]
+        line += ["--task", trained, "--tasks", "3"]
+    main(["run", *line, "--group", "1", "--concurrency", "1", "--env.held_out", "0.5", "--env.steps_per_eval", "1"])
+    assert capsys.readouterr().err.count("the evaluation at step") == 1
 
 
 @pytest.mark.usefixtures("here")

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast, overloa
 from pydantic import Field, create_model
 
 from palaestra.envs.api.declaration import Declaration, FunctionEnvConfig, Hook, HookFunction, ScoreHook, TaskSource
-from palaestra.envs.config.fields import DECLARED, LIMITS, BaseEnvConfig
+from palaestra.envs.config.fields import DECLARED, LIMITS, BaseEnvConfig, limit_value
 from palaestra.tools.decorator import TypedTool, UserFunction
 from palaestra.tools.decorator import declare as declare_tool
 from palaestra_slots.core.config import nearest
@@ -309,9 +309,9 @@ def _checked_limits(environment: str, limits: Mapping[str, JSON]) -> dict[str, J
                 f"{', '.join(known)}.{hint}"
             )
         try:
-            checked[name] = getattr(FunctionEnvConfig(**{LIMITS[name]: value}), LIMITS[name])
+            checked[name] = limit_value(FunctionEnvConfig(), name, value)
         except ConfigError as error:
-            raise ConfigError(f"environment {environment}: {name}={value!r:.100}: {error}") from None
+            raise ConfigError(f"environment {environment}: {error}") from None
     return checked
 
 

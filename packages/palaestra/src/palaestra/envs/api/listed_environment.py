@@ -132,12 +132,20 @@ class ListedEnvironment(HeldOutEnvironment):
     def chosen(self) -> list[JSON]:
         """Return the items of this run or evaluation. Raises `ConfigError` if there are none."""
         items = [item for item in self.items if self.config.serves(self.item_id(item), evaluating=self._evaluating)]
+        if self.choice is not None:
+            known = [self.item_id(each) for each in items]
+            choice = self.choice.among(known)
+            choice.check(known, self.name, self.refused)
+            return [each for each, name in zip(items, known, strict=True) if name in choice]
         if not items:
             raise ConfigError(
                 f"held_out {self.config.held_out:g} leaves none of {len(self.items)} tasks to "
                 f"{'evaluate' if self._evaluating else 'train on'}; set a different share or a different seed"
             )
         return items
+
+    def chosen_tasks(self) -> AsyncIterator[Task]:
+        return self.tasks()  # already those of `choice`, which a run of more steps repeats
 
     async def tasks(self) -> AsyncIterator[Task]:
         items = self.chosen()
@@ -162,13 +170,11 @@ class ListedEnvironment(HeldOutEnvironment):
         return self._kit(None, self.own_tools(task), rng)
 
     def metrics(self, done: Sequence[Trajectory], attempts: int, tasks: int) -> Mapping[str, JSON]:
-        items = self.evaluating().chosen()
-        if self.choice is not None:
-            choice = self.choice.among([self.item_id(each) for each in items])
-            items = [each for each in items if self.item_id(each) in choice]
-        labels = {self.item_id(item): self.labels(item) for item in items[:tasks]}
+        labels = {self.item_id(item): self.labels(item) for item in self.evaluating().chosen()[:tasks]}
         found = pass_at_k.figures(done, attempts, tasks=tasks, labels=labels)
-        return {**found, "tasks_left_out": len(self.left_out), **self.own_metrics(found)}
+        names = map(_task_of, self.left_out)
+        left_out = sum(not name or self.config.serves(name, evaluating=True) for name in names)
+        return {**found, "tasks_left_out": left_out, **self.own_metrics(found)}
 
 
 def _task_of(error: TaskError) -> str:

@@ -24,6 +24,7 @@ from pydantic_core import PydanticUndefined
 from palaestra.envs.config.dotenv import DOTENV
 from palaestra.envs.config.fields import UNSAID, BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.config.layers import (
+    ENVIRONMENT,
     Annotation,
     FileSettings,
     choices,
@@ -252,7 +253,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         """Merge the settings of the environment and of the servers. Returns both, with notices about values that were
         replaced."""
         # In this order, because later layers have precedence.
-        variables = ((DOTENV, dotenv or {}), ("environment", environ or {}))
+        variables = ((DOTENV, dotenv or {}), (ENVIRONMENT, environ or {}))
         env = merge(self.env_type, self._env_layers(command, given, variables))
         servers = [merge(self.server_type, _own_address(each)) for each in self._server_layers(given, variables)]
         replaced = [*_known_parser(env, "tool_call_parser")]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, hand_over
@@ -666,6 +666,17 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
             f"{name} {value!r}{f' (from {source})' if source else ''} {what}.{nearest(value, known)} "
             f"Available: {', '.join(known)}. Set --env.{name} local"
         )
+
+
+def limit_value(config: BaseEnvConfig, name: str, value: JSON) -> JSON:
+    """Return a limit that an environment or a task declares as the settings hold it: "5" becomes 5. Raises
+    `ConfigError`."""
+    checked = config.model_copy()
+    try:
+        type(checked).__pydantic_validator__.validate_assignment(checked, LIMITS[name], value)
+    except ValidationError as error:
+        raise ConfigError(f"{name}={value!r:.100}: {error.errors()[0]['msg']}") from None
+    return getattr(checked, LIMITS[name])
 
 
 class HeldOutConfig(HermesAgentEnvConfig):

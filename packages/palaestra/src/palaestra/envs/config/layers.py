@@ -32,6 +32,9 @@ _MAPPINGS = (dict, Mapping)
 
 _TOP_KEYS = ("env", "openai", "slurm", "testing")
 
+ENVIRONMENT = "environment"
+"""The source of a setting that a variable of the process gives."""
+
 _CONTRACT_VARIABLES = {
     "ATROPOS_SERVER_BASE_URL": "base_url",
     "ATROPOS_SERVER_MODEL": "model_name",
@@ -140,7 +143,7 @@ def read_openai_variables(environ: Mapping[str, str], model_type: type[BaseModel
 
 
 def read_environ(
-    environ: Mapping[str, str], prefix: str, model_type: type[BaseModel], where: str = "environment"
+    environ: Mapping[str, str], prefix: str, model_type: type[BaseModel], where: str = ENVIRONMENT
 ) -> ConfigLayer:
     """Return a layer with the `PALAESTRA_<PREFIX>_<FIELD>` variables and the variables that existing scripts export.
     For `env`, the layer includes the API keys and addresses of web providers. `where` names the source. Raises

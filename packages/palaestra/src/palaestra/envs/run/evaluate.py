@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
-from pydantic import ValidationError
 
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
-from palaestra.envs.config.fields import LIMITS, BaseEnvConfig, HeldOutConfig
+from palaestra.envs.config.fields import LIMITS, BaseEnvConfig, HeldOutConfig, limit_value
 from palaestra.envs.run import pass_at_k
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import encoded
@@ -114,18 +113,9 @@ class HeldOutEnvironment(EvaluatedEnvironment):
             asked = getattr(task, name)
             if asked is not None:
                 said = setting in self.config.model_fields_set  # by the user of the run, who decides
-                value = getattr(self.config, setting) if said else self._limit_of(task, name, asked)
+                value = getattr(self.config, setting) if said else _limit_of(task, self.config, name)
                 found[name] = {"value": value, "from": "settings" if said else "task"}
         return found
-
-    def _limit_of(self, task: Task, name: str, asked: JSON) -> JSON:
-        """Return a limit that a task declares as the settings hold it: "5" becomes 5. Raises `TaskError`."""
-        config = self.config.model_copy()
-        try:
-            type(config).__pydantic_validator__.validate_assignment(config, LIMITS[name], asked)
-        except ValidationError as error:
-            raise TaskError(f"task {task.id}: {name}={asked!r:.100}: {error.errors()[0]['msg']}") from None
-        return getattr(config, LIMITS[name])
 
     async def open(self) -> None:
         if self._mcp is not None:
@@ -166,6 +156,13 @@ class HeldOutEnvironment(EvaluatedEnvironment):
     def sample(self, trajectory: Trajectory) -> Mapping[str, JSON]:
         """Return the sample of one rollout."""
         return pass_at_k.sample(trajectory)
+
+
+def _limit_of(task: Task, config: BaseEnvConfig, name: str) -> JSON:
+    try:
+        return limit_value(config, name, getattr(task, name))
+    except ConfigError as error:
+        raise TaskError(f"task {task.id}: {error}") from None
 
 
 class Evaluation:

@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,8 @@ import msgspec
 from palaestra.envs.config.command_line import Answer, flags_of, is_flag, setting_of
 from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
 from palaestra.envs.config.fields import UNSAID
+from palaestra.envs.config.layers import ENVIRONMENT
+from palaestra.envs.config.secret_flags import has_secret, split_secrets
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.form import Form
 from palaestra.envs.run.command import command_line, take_variables
@@ -41,7 +43,7 @@ from palaestra_slots.core.errors import ConfigError, PalaestraError
 from palaestra_slots.core.exits import DONE, TOO_MANY_FAILURES, ended_by_second_interrupt, plural
 from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular, replaced, writing
 from palaestra_slots.core.printable import printable
-from palaestra_slots.core.redaction import HIDDEN, redacted
+from palaestra_slots.core.redaction import HIDDEN
 from palaestra_slots.core.types import JSON, Blame
 
 SET_NAME, SET_SCHEMA = "set.json", "palaestra.evaluation-set/1"
@@ -115,15 +117,22 @@ def _without_secrets(line: _Line) -> Member:
     """Return the member without the flags of settings that the record of a run hides. A resumed set needs them again,
     in variables or flags."""
     member, hidden = line.member, _hidden_settings(line.parsed)
-    kept, left_out = [], dict[str, None]()
-    for words in flags_of(member.words):
-        flag = words[0].partition("=")[0]
-        setting, text = setting_of(flag), " ".join(words)
-        if setting in hidden or is_secret(setting) or redacted(text) != text:
-            left_out[setting] = None
-        else:
-            kept += words
-    return Member(member.environment, kept, member.folder, [*left_out])
+    kept, secret = split_secrets(member.words, hidden)
+    words, left_out = [*kept, *_of_variables(line.parsed, hidden)], [*dict.fromkeys(map(setting_of, secret))]
+    return Member(member.environment, words, member.folder, left_out)
+
+
+def _of_variables(parsed: RunLine, hidden: Collection[str]) -> Iterator[str]:
+    """Yield a flag for each setting that a variable gives, so that a resumed set has it too; none for secrets."""
+    for setting, source in parsed.sources.items():
+        group, _, name = setting.replace("openai[0].", "openai.").partition(".")
+        if source != ENVIRONMENT or f"{group}.{name}" in hidden or is_secret(name):
+            continue
+        values = (parsed.env_config if group == "env" else parsed.server_configs[0]).recorded()
+        value = values.get(name)
+        text = value if isinstance(value, str) else json.dumps(value)
+        if value is not None and not has_secret(text):
+            yield f"--{group}.{name}={text}"
 
 
 def _hidden_settings(parsed: RunLine) -> set[str]:

@@ -9,6 +9,7 @@ ends the run.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -24,7 +25,7 @@ from palaestra.rollouts.resume.state import EarlierWork
 from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.spec import RecordedTools, RunContext
 from palaestra_slots.core.cancel_scope import end_tasks
-from palaestra_slots.core.errors import PalaestraError
+from palaestra_slots.core.errors import ConfigError, PalaestraError
 from palaestra_slots.core.types import numbers
 
 EVALUATIONS = "evaluations"
@@ -141,6 +142,8 @@ class PeriodicEvaluation:
             return
         except PalaestraError as error:
             note(f"the evaluation at step {step} failed: {error}")
+            if self._config.only_tasks and isinstance(error, ConfigError):
+                self._last = sys.maxsize  # no chosen task is held out, so each later evaluation would fail too
             return
         shown = "it logged no metrics"
         if evaluation.logged:
