@@ -92,7 +92,7 @@ def test_a_task_whose_packages_cannot_be_installed_fails_alone() -> None:
 HOSTILE = [
     *(
         "-r/etc/passwd",
-        "--index-url=http://127.0.0.1:9",
+        "--pre",
         "tiny @ file:///etc",
         "git+file:///x",
         "/etc",

@@ -184,6 +184,22 @@ def test_what_judges_cost_ends_a_run_at_its_budget_and_is_shown(
     asyncio.run(scenario())
 
 
+def test_what_judges_cost_counts_for_the_budget_of_an_evaluation_set(capfd: pytest.CaptureFixture[str]) -> None:
+    write("How good? {task.id}", work="{i}")
+    prices = ("--env.prompt_price", "0", "--env.completion_price", "0", "--concurrency", "1")
+
+    async def scenario() -> None:
+        async with LoopbackServer(*[said("0.5", 10**6) for _ in range(6)]) as server:
+            words = ["eval", "my_env.py", "--policy", "oracle", "--policy", "noop", "--env.url", server.url, *prices]
+            assert await ran(*words, "--max-cost", "2.5") == 3
+            assert len(questions(server)) == 3
+            folder = capfd.readouterr().out.strip()
+            assert await ran("resume", folder, "--max-cost", "9") == 0
+            assert len(questions(server)) == 4
+
+    asyncio.run(scenario())
+
+
 def test_what_a_users_model_cost_before_a_cut_counts_once(tmp_path: Path) -> None:
     person = "\n@judged.user\nasync def person(task, messages):\n    return await model(task).ask('And?')\n"
     plain = lambda text: text.replace("{i}", "").replace('Say(f"work ")', "Say('1'), Say('2'), Say('3')")  # noqa: E731

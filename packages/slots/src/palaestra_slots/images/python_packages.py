@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from palaestra_slots.images.wheel_install import install_wheels
 from palaestra_slots.sandbox.python_call import PACKAGES_DIR
 from palaestra_slots.sandbox.slot import Mount
 from palaestra_slots.sandbox.snapshots import fingerprints
+
+logger = logging.getLogger(__name__)
 
 _INSTALL_S = 1800.0
 
@@ -39,6 +42,7 @@ async def installed_packages(requirements: Sequence[str], image: str | None) -> 
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
 
     async def install(fresh: Path) -> None:
+        logger.info("installing %s for %s", ", ".join(wanted), image or "this machine's Python")
         await install_wheels(wanted, fresh, "python3", (), image=image, closed=False, timeout_s=_INSTALL_S)
 
     place = local_path(CACHE_DIR) / "packages" / key
