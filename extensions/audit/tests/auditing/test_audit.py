@@ -326,3 +326,41 @@ async def right(sandbox):
     assert {each.kind for each in clock} == ({Kind.WORLD} if clock_library() else set())
     for each in clock[:1]:
         assert main(["audit", "replay", "found/audit.json", each.id]) == 0
+
+
+FURTHER = """
+import itertools
+from palaestra import Score, Task, environment
+
+calls = itertools.count()
+EXPECTED = {"tests/expected/total.json": '{"total": 93}'}
+
+@environment(toolsets=["terminal"])
+def further():
+    yield Task(id="protocol", prompt="Write x to a.txt.", solution="echo x > a.txt", answer="x")
+    yield Task(id="reply", prompt="Which gas do plants take in?", answer="carbon dioxide")
+    yield Task(id="stored", prompt="Write the total to a.txt.", solution="echo 93 > a.txt", answer=93, files=EXPECTED)
+    yield Task(id="broken", prompt="Write y to a.txt.", solution="echo y > a.txt", answer="y", setup="no-such-program")
+
+@further.score
+async def right(task, sandbox, rollout):
+    if task.id == "reply":
+        return rollout.final_response == task.answer and next(calls) % 2
+    got = (await sandbox.read_text("a.txt", missing="")).strip() == str(task.answer)
+    return Score(float(got), official=1.0) if task.id == "protocol" else got
+"""
+
+
+def test_the_protocol_the_answer_and_what_lies_about_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("further_env.py").write_text(FURTHER)
+    found = audit("further_env.py", "--only", "pays_for_nothing", "--only", "flaky", "--only", "leaks")
+    kinds = {task.id: {each.kind for each in task.findings} for task in found.tasks}
+    assert kinds == {
+        "protocol": {Kind.PAYS_FOR_NOTHING},
+        "reply": {Kind.FLAKY},
+        "stored": {Kind.LEAKS},
+        "broken": set(),
+    }
+    # What could not be prepared was not audited.
+    assert {task.id: task.complete for task in found.tasks} == dict.fromkeys(kinds, True) | {"broken": False}
