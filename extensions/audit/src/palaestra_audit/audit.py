@@ -276,9 +276,12 @@ async def _audit_task(
                 async for each in check(audited):
                     if isinstance(each, Untried):
                         result.untried.append(each)
-                    else:
-                        count = sum(other.kind is kind for other in result.findings) + 1
-                        each.id = f"{task.id}/{kind}/{count}"
+                        continue
+                    count = sum(other.kind is each.kind for other in result.findings) + 1
+                    if each.kind is kind or (
+                        each.kind in plan.kinds and count == 1
+                    ):  # a check may come upon another kind
+                        each.id = f"{task.id}/{each.kind}/{count}"
                         result.findings.append(each)
     except InfraError as failure:
         result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {failure}"))

@@ -21,7 +21,7 @@ from palaestra_audit.cheats.left_files import LeftFiles
 from palaestra_audit.cheats.proof import CommandTool, EnvironmentProof, State
 from palaestra_audit.mutants import Changed, Files, mutants, variants
 from palaestra_audit.records import Finding, Kind, Step, Trial, Untried, Verdict, World
-from palaestra_audit.trials import REFERENCE, Trials, clock_library, tool_of, write_steps
+from palaestra_audit.trials import LOCALE, REFERENCE, Trials, clock_library, tool_of, write_steps
 from palaestra_slots.core.errors import InfraError, PalaestraError
 from palaestra_slots.core.types import Blame, Network, Solution, Task
 from palaestra_slots.sandbox.slot import WORKSPACE, Slot
@@ -44,6 +44,7 @@ WORLDS = (
     World(name="a time zone in the west", env={"TZ": "WEST+12"}),
     World(name="the locale C", env={"LC_ALL": "C", "LANG": "C"}),
     World(name="the locale C.UTF-8", env={"LC_ALL": "C.UTF-8", "LANG": "C.UTF-8"}),
+    World(name=f"the locale {LOCALE}, which sorts as dictionaries do", env={"LC_ALL": LOCALE, "LANG": LOCALE}),
     World(name="another hash seed", env={"PYTHONHASHSEED": "1"}),
     World(name="a third hash seed", env={"PYTHONHASHSEED": "4242"}),
     World(name="another home directory", env={"HOME": "/tmp"}),  # noqa: S108  in the sandbox
@@ -103,14 +104,23 @@ class Audited:
             self.unprepared = nothing.error or "there was no rollout"
         self.tool, self.prepare_s = tool_of(nothing), (group if self.left else nothing).prepare_s
 
+    async def unsteady(self, trial: Trial, verdict: Verdict) -> Finding | None:
+        """Play the reference solution and a trial with another score again. Return the finding if one of them now
+        scores otherwise, because then chance, not the trial, makes the difference."""
+        for what, each, before in (
+            ("the reference solution", Trial(steps=[REFERENCE]), self.solved),
+            ("the same work", trial, verdict),
+        ):
+            again, _, _ = await self.play(each)
+            if before is not None and again.reward != before.reward:
+                said = f"{what} {_scored(before)} and, played again, {_scored(again)}"
+                return Finding(kind=Kind.FLAKY, what=said, wanted="the same", trial=each, verdict=again)
+        return None
+
     @property
     def holds(self) -> bool:
         """Whether the reference solution gets the full score, so that changes of it say something."""
         return self.solved is not None and _is_full(self.solved)
-
-    @property
-    def solved_reward(self) -> float | None:
-        return None if self.solved is None else self.solved.reward
 
     @property
     def obstacle(self) -> str:
@@ -285,7 +295,7 @@ async def false_zero(audited: Audited) -> AsyncIterator[Found]:
         verdict, _, _ = await audited.play(trial)
         if finding := _refused(variant.what, verdict, trial, certain=variant.certain):
             finding.detail = audited.difference(variant.files)
-            yield finding
+            yield await audited.unsteady(trial, verdict) or finding
 
 
 _COMMIT = (
@@ -349,6 +359,9 @@ async def world(audited: Audited) -> AsyncIterator[Found]:
         if each.clock and not follows:
             yield Untried(Kind.WORLD, f"{each.name}: the programs of the sandbox do not follow another clock")
             continue
+        if each.env.get("LC_ALL") == LOCALE and not await audited.trials.sorts_like_dictionaries(spec):
+            yield Untried(Kind.WORLD, f"the locale {LOCALE}: the programs of the sandbox do not follow it")
+            continue
         trial = Trial(steps=[REFERENCE], world=each)
         verdict, _, _ = await audited.play(trial)
         if _is_full(verdict):
@@ -356,15 +369,17 @@ async def world(audited: Audited) -> AsyncIterator[Found]:
         if verdict.reward is None and verdict.blame is not Blame.GRADER:
             yield Untried(Kind.WORLD, f"{each.name}: {verdict.error}")
             continue
-        # What fails at random is flaky, and the machine has nothing to do with it.
-        plain, _, _ = await audited.play(Trial(steps=[REFERENCE]))
-        again, _, _ = await audited.play(trial)
-        if plain.reward != audited.solved_reward or again.reward != verdict.reward:
+        if chance := await audited.unsteady(trial, verdict):
+            # With little of a processor, a limit of time is met or not.
+            if each.cpus is None or chance.trial == Trial(steps=[REFERENCE]):
+                yield chance
             continue
-        what = f"with {each.name}, the reference solution {_scored(again)}"
-        # An honest task may need a fast machine, a network or a home directory of its own.
-        note = each.cpus is not None or each.offline or "HOME" in each.env
-        yield Finding(kind=Kind.WORLD, what=what, note=note, wanted="1", detail=again.error, trial=trial, verdict=again)
+        what = f"with {each.name}, the reference solution {_scored(verdict)}"
+        # An honest task may need a fast machine, a network, or the home directory and the locale of its sandbox.
+        note = each.cpus is not None or each.offline or "HOME" in each.env or each.env.get("LC_ALL") == LOCALE
+        yield Finding(
+            kind=Kind.WORLD, what=what, note=note, wanted="1", detail=verdict.error, trial=trial, verdict=verdict
+        )
     yield Untried(Kind.WORLD, "host name, path of the workspace and user id: not changed")
 
 

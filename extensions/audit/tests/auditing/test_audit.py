@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -364,3 +365,48 @@ def test_the_protocol_the_answer_and_what_lies_about_count(tmp_path: Path, monke
     }
     # What could not be prepared was not audited.
     assert {task.id: task.complete for task in found.tasks} == dict.fromkeys(kinds, True) | {"broken": False}
+
+
+@pytest.mark.slow
+def test_what_fails_seldom_is_flaky_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("seldom_env.py").write_text("""
+import itertools
+from palaestra import Task, environment
+
+calls = itertools.count()
+
+@environment(toolsets=["terminal"])
+def seldom():
+    yield Task(id="a", prompt="Write a.txt.", solution="echo x > a.txt")
+
+@seldom.score
+async def right(sandbox):
+    return await sandbox.stat("a.txt") is not None and next(calls) % 6 != 5
+""")
+    kinds = ("flaky", "depends_on_the_world", "false_zero")
+    found = audit("seldom_env.py", *(word for kind in kinds for word in ("--only", kind)), "--repeats", "2")
+    assert certain(found) == {"a": {Kind.FLAKY}}
+    assert not [each for _, each in found.findings() if each.note]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("localedef") is None or not Path("/usr/share/i18n/locales/en_US").exists(), reason="needs localedef"
+)
+def test_the_order_of_a_locale_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("order_env.py").write_text("""
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def order():
+    yield Task(id="any", prompt="Sort in.txt.", files={"in.txt": "b\\nC\\n"}, solution="sort in.txt > a.txt")
+    yield Task(id="fixed", prompt="Sort in.txt.", files={"in.txt": "b\\nC\\n"}, solution="LC_ALL=C sort in.txt > a.txt")
+
+@order.score
+async def right(sandbox):
+    return (await sandbox.read_text("a.txt", missing="")).startswith("C")
+""")
+    found = audit("order_env.py", "--only", "depends_on_the_world")
+    assert {(task.id, each.note) for task, each in found.findings()} == {("any", True)}
