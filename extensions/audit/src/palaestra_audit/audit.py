@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -57,6 +57,11 @@ _SHINGLE = 5
 _LIKE = 0.9
 """Prompts whose sets of `_SHINGLE` words overlap this much (Jaccard) are near-duplicates (Broder, 1997)."""
 _MOST_NEIGHBOURS = 50
+_SHARED = 0.6
+"""Prompts of tasks with one solution that share this much of their words are near-duplicates."""
+_LEAST_SHARED = 4
+_LEAST_FORM = 10
+"""The number of prompts from which on words of most prompts do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,7 @@ async def _audit(
         known = {} if earlier is None else {each.id: each for each in earlier.tasks}
         others_kept = _beyond(tasks, earlier, audit, plan)
         found: dict[str, TaskAudit] = {}
+        solved: dict[str, str] = {}
 
         def collect() -> None:
             # What an earlier audit found about tasks that are still to come stays in the file.
@@ -132,6 +138,8 @@ async def _audit(
             async with width:
                 resolved, error = await _resolved(environment, task)
                 digest = _digest(resolved, salt)
+                if resolved is not None and (resolved.solution or resolved.answer) is not None:
+                    solved[task.id] = _plain([repr(resolved.solution), repr(resolved.answer)])
                 old = known.get(task.id)
                 if old is not None and old.digest == digest and old.complete:
                     found[task.id] = old
@@ -155,7 +163,7 @@ async def _audit(
             raise
         collect()
         if Kind.DUPLICATE in plan.kinds:
-            _add_duplicates(audit, tasks, others)
+            _add_duplicates(audit, tasks, solved, others)
         write_audit(audit, plan.out)
         return audit
 
@@ -260,14 +268,21 @@ async def _audit_task(
     audited = Audited(task, resolved, number, trials, BANK, plan.repeats)
     try:
         await audited.begin()
+        if audited.unprepared:  # often because of what this machine lacks
+            why = f"the workspace could not be prepared: {audited.unprepared}"
+            result.untried.append(Untried(Kind.UNSOLVABLE, why))
+            result.complete = False
         for kind, check in CHECKS.items():
-            if kind in plan.kinds:
+            if kind in plan.kinds and (not audited.unprepared or kind is Kind.UNSOLVABLE):
                 async for each in check(audited):
                     if isinstance(each, Untried):
                         result.untried.append(each)
-                    else:
-                        count = sum(other.kind is kind for other in result.findings) + 1
-                        each.id = f"{task.id}/{kind}/{count}"
+                        continue
+                    count = sum(other.kind is each.kind for other in result.findings) + 1
+                    if each.kind is kind or (
+                        each.kind in plan.kinds and count == 1
+                    ):  # a check may come upon another kind
+                        each.id = f"{task.id}/{each.kind}/{count}"
                         result.findings.append(each)
     except InfraError as failure:
         result.untried.append(Untried(Kind.COSTLY, f"the audit of this task ended early: {failure}"))
@@ -291,9 +306,9 @@ async def _audit_task(
     return plain(result)  # prompts and files may have characters that no file of the result can hold
 
 
-def _add_duplicates(audit: Audit, tasks: Sequence[Task], others: dict[str, str]) -> None:
+def _add_duplicates(audit: Audit, tasks: Sequence[Task], solved: dict[str, str], others: dict[str, str]) -> None:
     """Add a finding for each task that another one equals, and a note for each whose prompt another one nearly has.
-    `others` has the prompts of another file by their places."""
+    `solved` has the solution and the answer of each task, `others` the prompts of another file by their places."""
     by_id = {each.id: each for each in audit.tasks}
     texts = {task.id: _text(task) for task in tasks if task.id in by_id}
     for name in texts:
@@ -304,7 +319,9 @@ def _add_duplicates(audit: Audit, tasks: Sequence[Task], others: dict[str, str])
         key = (" ".join(_text(task).split()), dict(task.files), task.setup, task.image, task.answer, task.data)
         if task.id in by_id and (first := first_of.setdefault(_plain(key), task.id)) != task.id:
             same[task.id] = first
-    alike = {second: (first, like) for first, second, like in _alike({k: v for k, v in texts.items() if k not in same})}
+    single = {name: text for name, text in texts.items() if name not in same}
+    reworded = {second: (first, like) for first, second, like in _reworded(single, solved)}
+    alike = {second: (first, like) for first, second, like in _alike(single)}
     for second in texts:
         finding = Finding(kind=Kind.DUPLICATE, id=f"{second}/duplicate/1", what="")
         if second in same:
@@ -312,6 +329,10 @@ def _add_duplicates(audit: Audit, tasks: Sequence[Task], others: dict[str, str])
         elif second in alike:
             first, like = alike[second]
             finding.what, finding.note = f"its prompt is {like:.0%} that of {first}", True
+        elif second in reworded:
+            first, like = reworded[second]
+            what = f"it has the solution of {first}, and {like:.0%} of the words of its prompt"
+            finding.what, finding.note = what, True
         if finding.what:
             by_id[second].findings.append(plain(finding))
     for first, second, like in _alike({**others, **texts}) if others else ():
@@ -369,6 +390,25 @@ def _alike(texts: dict[str, str]) -> Iterator[tuple[str, str, float]]:
             if like >= _LIKE:
                 yield other, name, like
                 break
+
+
+def _reworded(texts: dict[str, str], solved: dict[str, str]) -> Iterator[tuple[str, str, float]]:
+    """Yield pairs of texts of tasks with one solution that share most of their words and all of their numbers. Words
+    that most texts have belong to the form of the set."""
+    words = {name: frozenset(re.findall(r"[\w-]+", text.lower())) for name, text in texts.items()}
+    held = Counter(word for each in words.values() for word in each)
+    form = {word for word, count in held.items() if count > len(words) / 2} if len(words) >= _LEAST_FORM else set()
+    same: defaultdict[tuple[str, frozenset[str]], list[str]] = defaultdict(list)
+    for name, each in words.items():
+        if name not in solved:
+            continue
+        others = same[solved[name], frozenset(word for word in each if any(map(str.isdigit, word)))]
+        for other in others[:_MOST_NEIGHBOURS]:
+            own, theirs = each - form, words[other] - form
+            if len(own & theirs) >= _LEAST_SHARED and (like := len(own & theirs) / len(own | theirs)) >= _SHARED:
+                yield other, name, like
+                break
+        others.append(name)
 
 
 async def _replay(form: Form, parsed: RunLine, task_id: str, trial: Trial) -> Verdict:

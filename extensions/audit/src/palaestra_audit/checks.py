@@ -21,10 +21,10 @@ from palaestra_audit.cheats.left_files import LeftFiles
 from palaestra_audit.cheats.proof import CommandTool, EnvironmentProof, State
 from palaestra_audit.mutants import Changed, Files, mutants, variants
 from palaestra_audit.records import Finding, Kind, Step, Trial, Untried, Verdict, World
-from palaestra_audit.trials import REFERENCE, Trials, clock_library, tool_of, write_steps
+from palaestra_audit.trials import LOCALE, REFERENCE, Trials, clock_library, tool_of, write_steps
 from palaestra_slots.core.errors import InfraError, PalaestraError
 from palaestra_slots.core.types import Blame, Network, Solution, Task
-from palaestra_slots.sandbox.slot import WORKSPACE
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot
 
 Found: TypeAlias = Finding | Untried
 
@@ -44,6 +44,7 @@ WORLDS = (
     World(name="a time zone in the west", env={"TZ": "WEST+12"}),
     World(name="the locale C", env={"LC_ALL": "C", "LANG": "C"}),
     World(name="the locale C.UTF-8", env={"LC_ALL": "C.UTF-8", "LANG": "C.UTF-8"}),
+    World(name=f"the locale {LOCALE}, which sorts as dictionaries do", env={"LC_ALL": LOCALE, "LANG": LOCALE}),
     World(name="another hash seed", env={"PYTHONHASHSEED": "1"}),
     World(name="a third hash seed", env={"PYTHONHASHSEED": "4242"}),
     World(name="another home directory", env={"HOME": "/tmp"}),  # noqa: S108  in the sandbox
@@ -80,6 +81,8 @@ class Audited:
     prepare_s: float = 0.0
     left: LeftFiles | None = None
     before: Mapping[str, bytes] = field(default_factory=dict)
+    unprepared: str = ""
+    """Why the workspace could not be prepared, so that nothing can be tried."""
 
     async def play(self, trial: Trial, reads: LeftFiles | None = None) -> tuple[Verdict, Trajectory | None, Group]:
         self.played += 1
@@ -97,16 +100,27 @@ class Audited:
             if each is not None and each.failure is not None:
                 raise each.failure
         self.before = {path: data for path, data in before.files.items() if data}
+        if not nothing.trajectories:
+            self.unprepared = nothing.error or "there was no rollout"
         self.tool, self.prepare_s = tool_of(nothing), (group if self.left else nothing).prepare_s
+
+    async def unsteady(self, trial: Trial, verdict: Verdict) -> Finding | None:
+        """Play the reference solution and a trial with another score again. Return the finding if one of them now
+        scores otherwise, because then chance, not the trial, makes the difference."""
+        for what, each, before in (
+            ("the reference solution", Trial(steps=[REFERENCE]), self.solved),
+            ("the same work", trial, verdict),
+        ):
+            again, _, _ = await self.play(each)
+            if before is not None and again.reward != before.reward:
+                said = f"{what} {_scored(before)} and, played again, {_scored(again)}"
+                return Finding(kind=Kind.FLAKY, what=said, wanted="the same", trial=each, verdict=again)
+        return None
 
     @property
     def holds(self) -> bool:
         """Whether the reference solution gets the full score, so that changes of it say something."""
         return self.solved is not None and _is_full(self.solved)
-
-    @property
-    def solved_reward(self) -> float | None:
-        return None if self.solved is None else self.solved.reward
 
     @property
     def obstacle(self) -> str:
@@ -179,6 +193,11 @@ async def pays_for_nothing(audited: Audited) -> AsyncIterator[Found]:
         elif not verdict.reward <= audited.task.floor + _TOLERANCE:  # not `>`, which would be false for nan
             wanted = f"<= {audited.task.floor:g}"
             said = f"{what} scores {verdict.reward:g}"
+            yield Finding(kind=Kind.PAYS_FOR_NOTHING, what=said, wanted=wanted, trial=trial, verdict=verdict)
+            break
+        elif verdict.official is not None and not verdict.official <= audited.task.floor + _TOLERANCE:
+            said = f"{what} scores {verdict.official:g} by the benchmark's own protocol, and {verdict.reward:g} here"
+            wanted = f"<= {audited.task.floor:g}"
             yield Finding(kind=Kind.PAYS_FOR_NOTHING, what=said, wanted=wanted, trial=trial, verdict=verdict)
             break
 
@@ -276,7 +295,7 @@ async def false_zero(audited: Audited) -> AsyncIterator[Found]:
         verdict, _, _ = await audited.play(trial)
         if finding := _refused(variant.what, verdict, trial, certain=variant.certain):
             finding.detail = audited.difference(variant.files)
-            yield finding
+            yield await audited.unsteady(trial, verdict) or finding
 
 
 _COMMIT = (
@@ -297,18 +316,25 @@ def _refused(what: str, verdict: Verdict, trial: Trial, *, certain: bool) -> Fin
 
 async def flaky(audited: Audited) -> AsyncIterator[Found]:
     """Does the same work get different scores?"""
-    if audited.solved is None:
+    work, trial = "the reference solution", Trial(steps=[REFERENCE])
+    if audited.solved is not None:
+        rewards = [audited.solved.reward]
+    elif isinstance(audited.task.answer, str):
+        work, trial = "the answer as the reply", Trial(steps=[Step(say=audited.task.answer)])
+        rewards = [(await audited.play(trial))[0].reward]
+    else:
         yield Untried(Kind.FLAKY, _NO_REFERENCE)
         return
-    rewards, trial = [audited.solved.reward], Trial(steps=[REFERENCE])
     for _ in range(audited.repeats - 1):
         verdict, _, _ = await audited.play(trial)
         rewards.append(verdict.reward)
-        if verdict.reward != audited.solved.reward:
+        if verdict.reward != rewards[0]:
             listed = ", ".join("unscored" if each is None else f"{each:g}" for each in rewards)
-            what = f"the reference solution scores {listed} in {len(rewards)} trials"
+            what = f"{work} scores {listed} in {len(rewards)} trials"
             yield Finding(kind=Kind.FLAKY, what=what, wanted="the same", trial=trial, verdict=verdict)
             return
+    if audited.solved is None and not any(rewards):
+        yield Untried(Kind.FLAKY, f"{_NO_REFERENCE}, and its answer as the reply earns nothing")
 
 
 async def world(audited: Audited) -> AsyncIterator[Found]:
@@ -333,6 +359,9 @@ async def world(audited: Audited) -> AsyncIterator[Found]:
         if each.clock and not follows:
             yield Untried(Kind.WORLD, f"{each.name}: the programs of the sandbox do not follow another clock")
             continue
+        if each.env.get("LC_ALL") == LOCALE and not await audited.trials.sorts_like_dictionaries(spec):
+            yield Untried(Kind.WORLD, f"the locale {LOCALE}: the programs of the sandbox do not follow it")
+            continue
         trial = Trial(steps=[REFERENCE], world=each)
         verdict, _, _ = await audited.play(trial)
         if _is_full(verdict):
@@ -340,15 +369,17 @@ async def world(audited: Audited) -> AsyncIterator[Found]:
         if verdict.reward is None and verdict.blame is not Blame.GRADER:
             yield Untried(Kind.WORLD, f"{each.name}: {verdict.error}")
             continue
-        # What fails at random is flaky, and the machine has nothing to do with it.
-        plain, _, _ = await audited.play(Trial(steps=[REFERENCE]))
-        again, _, _ = await audited.play(trial)
-        if plain.reward != audited.solved_reward or again.reward != verdict.reward:
+        if chance := await audited.unsteady(trial, verdict):
+            # With little of a processor, a limit of time is met or not.
+            if each.cpus is None or chance.trial == Trial(steps=[REFERENCE]):
+                yield chance
             continue
-        what = f"with {each.name}, the reference solution {_scored(again)}"
-        # An honest task may need a fast machine, a network or a home directory of its own.
-        note = each.cpus is not None or each.offline or "HOME" in each.env
-        yield Finding(kind=Kind.WORLD, what=what, note=note, wanted="1", detail=again.error, trial=trial, verdict=again)
+        what = f"with {each.name}, the reference solution {_scored(verdict)}"
+        # An honest task may need a fast machine, a network, or the home directory and the locale of its sandbox.
+        note = each.cpus is not None or each.offline or "HOME" in each.env or each.env.get("LC_ALL") == LOCALE
+        yield Finding(
+            kind=Kind.WORLD, what=what, note=note, wanted="1", detail=verdict.error, trial=trial, verdict=verdict
+        )
     yield Untried(Kind.WORLD, "host name, path of the workspace and user id: not changed")
 
 
@@ -365,8 +396,12 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
         if data.decode(errors="replace").strip() in asked:
             what = f"the whole content of {path}, as the solution leaves it, stands in the prompt"
             yield Finding(kind=Kind.LEAKS, what=what, note=True)
-    if answer is None and not long:
-        yield Untried(Kind.LEAKS, "the task has no answer in text, and its solution leaves no file long enough to find")
+    short = _short_texts(task.answer, [data for path, data in made.items() if path not in long])
+    if answer is None or answer.strip() not in asked:
+        for text in (each for each in short if _is_told(each, asked)):
+            yield Finding(kind=Kind.LEAKS, what="the prompt tells what the solution writes", note=True, detail=text)
+    if answer is None and not short and not long:
+        yield Untried(Kind.LEAKS, "the task has no answer in text, and its solution leaves no file")
         return
     snapshot = audited.trials.prepared.get(task.id)
     spec = audited.trials.environment.slot_spec(task, Phase.AGENT)
@@ -384,6 +419,11 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
                 # The task may ask for a copy or another name of this very file.
                 asks = all(_names(_text_of(task.solution), place, path) for place in places)
                 yield Finding(kind=Kind.LEAKS, what=what, note=asks)
+        texts = [*short, *(data.decode(errors="replace") for data in long.values())]
+        for place, text in await _telling_files(slot, asked, texts):
+            what = f"{place} has what the solution writes, before the agent acts"
+            named = _names(_text_of(task.solution), place, "")
+            yield Finding(kind=Kind.LEAKS, what=what, note=named or len(text) < _LEAST_COPY, detail=text)
         if answer is not None:
             grep = f"grep -rIlF -e {shlex.quote(answer.strip())} {WORKSPACE} /tmp /home /root 2>/dev/null | head -5"
             found = await slot.execute(grep, cwd="/", timeout_s=_WAIT_S)
@@ -396,6 +436,56 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
         yield Untried(Kind.LEAKS, str(error))
     finally:
         await audited.trials.pool.release(slot)
+
+
+def _short_texts(answer: object, contents: list[bytes]) -> list[str]:
+    """Return the answer and the contents of short files as single words or lines; letters and truth values tell
+    nothing."""
+    texts = [str(answer)] if isinstance(answer, str | int | float) and not isinstance(answer, bool) else []
+    texts += [each.decode(errors="replace") for each in contents]
+    stripped = dict.fromkeys(each.strip() for each in texts)
+    return [each for each in stripped if 2 <= len(each) < _LEAST_COPY and "\n" not in each]
+
+
+def _is_told(text: str, asked: str) -> bool:
+    """Return whether a prompt gives this text as the answer or as an example of it, and not as one of several."""
+    told = rf"(?:{_TELLING})\b[^\n]{{0,60}}?(?<![\w.])(?<!or )(?<!/){re.escape(text)}(?![\w/]|, | or\b|\.\w)"
+    return re.search(told, asked, re.IGNORECASE) is not None
+
+
+_TELLING = "answer|expected|solution|result|for example|like this|should be|must be|e\\.g\\.,?"
+
+
+async def _telling_files(slot: Slot, asked: str, texts: list[str]) -> list[tuple[str, str]]:
+    """Return the files whose names promise the solution and that have one of these texts, unless the prompt names
+    them."""
+    listed = await slot.execute(_TELLING_NAMES, cwd="/", timeout_s=_WAIT_S)
+    found: list[tuple[str, str]] = []
+    for place in filter(None, listed.output.split("\n")):
+        if any(part and part in asked for part in PurePosixPath(place).parts if re.search(_PROMISES, part, re.I)):
+            continue
+        content = await slot.read_text(place, missing="")
+        text = next((each for each in texts if _has(content, each)), None)
+        if text is not None:
+            found.append((place, text))
+    return found
+
+
+def _has(content: str, text: str) -> bool:
+    """Return whether a file has a text: a short one as a word, a longer one with all of its lines."""
+    if len(text) < _LEAST_COPY:
+        return re.search(rf"(?<![\w.]){re.escape(text)}(?![\w.])", content) is not None
+    lines = {each.strip() for each in content.split("\n")}
+    return all(each.strip() in lines for each in text.split("\n") if each.strip())
+
+
+_PROMISES = "(?<![a-z])(answers?|expected|solutions?|solve|oracle|gold(en)?|truth|targets?|references?)(?![a-z])"
+_TELLING_NAMES = (
+    r"find / -xdev \( -path /proc -o -path /sys -o -path /dev -o -path /usr -o -path /etc -o -path '/lib*' "
+    r"-o -path /var/lib -o -name .git \) -prune -o -type f -size -64k -print 2>/dev/null | "
+    r"grep -iE '(^|[^a-z])(answers?|expected|solutions?|solve|oracle|gold(en)?|truth|targets?|references?)([^a-z]|$)' "
+    r"| head -50"
+)
 
 
 def _text_of(solution: Solution | None) -> str:

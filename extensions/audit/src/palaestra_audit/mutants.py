@@ -10,6 +10,7 @@ import ast
 import copy
 import difflib
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -166,9 +167,24 @@ def variants(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterato
     toggled = {path: data[:-1] if data.endswith(b"\n") else data + b"\n" for path, data in texts.items()}
     if toggled:
         yield Changed(f"another last newline in {', '.join(toggled)}", toggled, certain=False)
+    laid_out = {path: new for path, data in texts.items() if (new := _other_layout(data)) is not None}
+    if laid_out:
+        yield Changed(f"the JSON laid out anew in {', '.join(laid_out)}", laid_out, certain=False)
     crlf = {each.path: b"\r\n".join(each.source.splitlines()) + b"\r\n" for each in modules if b"\r" not in each.source}
     if crlf:
         yield Changed(f"lines that end with CRLF in {', '.join(crlf)}", crlf, certain=False)
+
+
+def _other_layout(data: bytes) -> bytes | None:
+    """Return a JSON list or object with other blanks; None if it is none, or has what a reader may see differently."""
+    try:
+        value = json.loads(data)
+        old = json.dumps(value)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, list | dict) or "".join(data.decode().split()) != "".join(old.split()):
+        return None  # such as a key twice, or a number in another form
+    return json.dumps(value, indent=None if b"\n" in data.strip() else 2).encode() + data[len(data.rstrip()) :]
 
 
 def _renamed(module: Module) -> bytes | None:

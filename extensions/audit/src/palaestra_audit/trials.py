@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
+import functools
+import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.form import Form
@@ -20,6 +24,7 @@ from palaestra_audit.cheats.left_files import LeftFiles, ReadWorkspaces, play_an
 from palaestra_audit.cheats.proof import TERMINAL, CommandTool, actions, writing
 from palaestra_audit.opening import opened_environment
 from palaestra_audit.records import Step, Trial, Verdict, World
+from palaestra_slots.core.config import cache_folder
 from palaestra_slots.core.errors import SandboxError, TaskError
 from palaestra_slots.core.types import Blame, Limits, Message, Network, Say, Task, ToolStep
 from palaestra_slots.sandbox.pool import SlotPool
@@ -47,6 +52,10 @@ _CLOCK_AT = "/opt/palaestra/faketime"
 _CLOCK_TEST = "@2031-06-15 12:00:00"
 _WAIT_S = 60.0
 
+LOCALE = "en_US.UTF-8"
+"""A locale that sorts as dictionaries do."""
+_LOCALE_AT = "/opt/palaestra/locales"
+
 _ENDING = "Done."
 _OURS = (Blame.SANDBOX, Blame.ENGINE, Blame.RUN)
 _TOO_LONG = "the reference solution leaves the agent no turn for more"
@@ -55,6 +64,22 @@ _TOO_LONG = "the reference solution leaves the agent no turn for more"
 def clock_library() -> str | None:
     """Return the library that changes the clock of programs; None if this machine has none."""
     return next((path for path in CLOCKS if Path(path).is_file()), None)
+
+
+@functools.cache
+def locale_folder() -> Path | None:
+    """Return a folder with the locale that sorts as dictionaries do, made once; None if this machine cannot make it."""
+    folder = cache_folder("locales")
+    if not (folder / LOCALE).is_dir():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=folder) as made:
+                line = ["localedef", "-i", "en_US", "-f", "UTF-8", "--no-archive", f"{made}/{LOCALE}"]
+                subprocess.run(line, check=True, capture_output=True, timeout=_WAIT_S)
+                Path(made, LOCALE).rename(folder / LOCALE)
+        except (OSError, subprocess.SubprocessError):
+            return folder if (folder / LOCALE).is_dir() else None  # another process may have made it
+    return folder
 
 
 class WorldPool(SlotPool):
@@ -93,6 +118,9 @@ def _in_world(spec: SlotSpec, rung: Rung) -> SlotSpec:
         env |= {"LD_PRELOAD": f"{at}/{Path(library).name}", "FAKETIME": world.clock, "FAKETIME_DONT_RESET": "1"}
         # Otherwise, waits for a given time could end too early or never.
         env |= {"FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    if world.env.get("LC_ALL") == LOCALE and (locales := locale_folder()) is not None:
+        place = _LOCALE_AT if rung >= Rung.USERNS else str(locales)
+        mounts, env = (*mounts, Mount(str(locales), place)), env | {"LOCPATH": place}
     limits: Limits = spec.limits if world.cpus is None else replace(spec.limits, cpus=world.cpus)
     network = Network.OFF if world.offline else spec.network
     return replace(spec, env=tuple(env.items()), mounts=mounts, limits=limits, network=network)
@@ -206,11 +234,19 @@ class Trials:
     async def follows_clock(self, spec: SlotSpec) -> bool:
         """Return whether programs in a slot see another clock. Those of an image may have another C library, or none.
         Raises `InfraError`."""
-        with _on(World(clock=_CLOCK_TEST)):
-            slot = await self.pool.acquire("clock", spec=spec, timeout_s=_WAIT_S)
+        return await self._shown(spec, World(clock=_CLOCK_TEST), "date +%Y") == _CLOCK_TEST[1:5]
+
+    async def sorts_like_dictionaries(self, spec: SlotSpec) -> bool:
+        """Return whether programs in a slot sort as dictionaries do in the locale for it. Raises `InfraError`."""
+        await asyncio.to_thread(locale_folder)
+        world = World(env={"LC_ALL": LOCALE})
+        return await self._shown(spec, world, r"printf 'B\na\n' | sort | head -1") == "a"
+
+    async def _shown(self, spec: SlotSpec, world: World, command: str) -> str:
+        with _on(world):
+            slot = await self.pool.acquire("world", spec=spec, timeout_s=_WAIT_S)
         try:
-            shown = await slot.execute("date +%Y", cwd="/", timeout_s=_WAIT_S)
-            return shown.output.strip() == _CLOCK_TEST[1:5]
+            return (await slot.execute(command, cwd="/", timeout_s=_WAIT_S)).output.strip()
         finally:
             await self.pool.release(slot)
 

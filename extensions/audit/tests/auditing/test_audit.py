@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -326,3 +327,86 @@ async def right(sandbox):
     assert {each.kind for each in clock} == ({Kind.WORLD} if clock_library() else set())
     for each in clock[:1]:
         assert main(["audit", "replay", "found/audit.json", each.id]) == 0
+
+
+FURTHER = """
+import itertools
+from palaestra import Score, Task, environment
+
+calls = itertools.count()
+EXPECTED = {"tests/expected/total.json": '{"total": 93}'}
+
+@environment(toolsets=["terminal"])
+def further():
+    yield Task(id="protocol", prompt="Write x to a.txt.", solution="echo x > a.txt", answer="x")
+    yield Task(id="reply", prompt="Which gas do plants take in?", answer="carbon dioxide")
+    yield Task(id="stored", prompt="Write the total to a.txt.", solution="echo 93 > a.txt", answer=93, files=EXPECTED)
+    yield Task(id="broken", prompt="Write y to a.txt.", solution="echo y > a.txt", answer="y", setup="no-such-program")
+
+@further.score
+async def right(task, sandbox, rollout):
+    if task.id == "reply":
+        return rollout.final_response == task.answer and next(calls) % 2
+    got = (await sandbox.read_text("a.txt", missing="")).strip() == str(task.answer)
+    return Score(float(got), official=1.0) if task.id == "protocol" else got
+"""
+
+
+def test_the_protocol_the_answer_and_what_lies_about_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("further_env.py").write_text(FURTHER)
+    found = audit("further_env.py", "--only", "pays_for_nothing", "--only", "flaky", "--only", "leaks")
+    kinds = {task.id: {each.kind for each in task.findings} for task in found.tasks}
+    assert kinds == {
+        "protocol": {Kind.PAYS_FOR_NOTHING},
+        "reply": {Kind.FLAKY},
+        "stored": {Kind.LEAKS},
+        "broken": set(),
+    }
+    # What could not be prepared was not audited.
+    assert {task.id: task.complete for task in found.tasks} == dict.fromkeys(kinds, True) | {"broken": False}
+
+
+@pytest.mark.slow
+def test_what_fails_seldom_is_flaky_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("seldom_env.py").write_text("""
+import itertools
+from palaestra import Task, environment
+
+calls = itertools.count()
+
+@environment(toolsets=["terminal"])
+def seldom():
+    yield Task(id="a", prompt="Write a.txt.", solution="echo x > a.txt")
+
+@seldom.score
+async def right(sandbox):
+    return await sandbox.stat("a.txt") is not None and next(calls) % 6 != 5
+""")
+    kinds = ("flaky", "depends_on_the_world", "false_zero")
+    found = audit("seldom_env.py", *(word for kind in kinds for word in ("--only", kind)), "--repeats", "2")
+    assert certain(found) == {"a": {Kind.FLAKY}}
+    assert not [each for _, each in found.findings() if each.note]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("localedef") is None or not Path("/usr/share/i18n/locales/en_US").exists(), reason="needs localedef"
+)
+def test_the_order_of_a_locale_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("order_env.py").write_text("""
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def order():
+    yield Task(id="any", prompt="Sort in.txt.", files={"in.txt": "b\\nC\\n"}, solution="sort in.txt > a.txt")
+    yield Task(id="fixed", prompt="Sort in.txt.", files={"in.txt": "b\\nC\\n"}, solution="LC_ALL=C sort in.txt > a.txt")
+
+@order.score
+async def right(sandbox):
+    return (await sandbox.read_text("a.txt", missing="")).startswith("C")
+""")
+    found = audit("order_env.py", "--only", "depends_on_the_world")
+    assert {(task.id, each.note) for task, each in found.findings()} == {("any", True)}

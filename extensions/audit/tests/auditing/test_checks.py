@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from palaestra_audit.checks import _names
+from palaestra_audit.audit import _reworded
+from palaestra_audit.checks import _has, _is_told, _names
 
 
 @pytest.mark.parametrize(
@@ -20,3 +21,41 @@ from palaestra_audit.checks import _names
 )
 def test_a_file_that_the_solution_names_is_no_leak(solution: str, place: str, written: str, named: bool) -> None:
     assert _names(solution, place, written) is named
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "told"),
+    [
+        ("384", "What is 128 + 256? Reply with the number, for example: 384", True),
+        ("b/c.txt", "Write the largest file (expected content: b/c.txt).", True),
+        ("Ag", "Which symbol has silver? (answer: Ag)", True),
+        ("yes", "Is 17 a prime number? Answer yes or no.", False),
+        ("no", "Is 17 a prime number? Answer yes or no.", False),
+        ("true", "The result is true/false.", False),
+        ("12", "For example, encode(12.5) is 'x'.", False),
+        ("12", "Add the 12 numbers of a.txt.", False),
+    ],
+)
+def test_a_short_answer_is_told_only_as_the_answer(text: str, asked: str, told: bool) -> None:
+    assert _is_told(text, asked) is told
+
+
+def test_a_file_has_a_short_text_as_a_word_and_a_long_one_with_all_lines() -> None:
+    assert _has("total: 93\n", "93")
+    assert not _has("1930 and 93.5", "93")
+    code = "def double(value):\n    return value * 2  # twice\n"
+    assert _has(f"cat > a.py <<'END'\n{code}END\n", code)
+    assert not _has("def double(value):\n    raise NotImplementedError\n", code)
+
+
+def test_other_words_for_one_task_are_near_duplicates() -> None:
+    texts = {
+        "a": "What is the height of the tower of Pisa in whole metres?",
+        "b": "What's the height, in whole metres, of the tower of Pisa?",
+        "other answer": "What's the height, in whole metres, of the tower of Ulm?",
+        "three": "Add the 3 numbers of the file in whole metres.",
+        "four": "Add the 4 numbers of the file in whole metres.",
+        "unknown": "What is the height of the tower of Pisa in metres?",
+    }
+    solved = {"a": "56", "b": "56", "other answer": "161", "three": "5", "four": "5"}
+    assert [each[:2] for each in _reworded(texts, solved)] == [("a", "b")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import pytest
@@ -151,3 +152,20 @@ def test_work_that_only_prints_is_certainly_wrong_only_without_its_calls() -> No
         "an early end of the functions of work.py": True,
     }
     assert all(each.certain for each in mutants({}, {"work.py": b"print('a')\n"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "varied"),
+    [
+        (b'{"a": [1, "x y"]}\n', True),
+        (b'[\n  1.5,\n  {"b": null}\n]', True),
+        (b'{"a": 1, "a": 2}', False),
+        (b"[1.50]", False),
+        (b"12", False),
+        (b'{"a": 1}\n{"a": 2}\n', False),
+    ],
+)
+def test_json_is_laid_out_anew_if_every_reader_gets_the_same(text: bytes, varied: bool) -> None:
+    found = [each for each in variants({}, {"a.json": text}) if "JSON" in each.what]
+    assert [json.loads(only(each.files)) for each in found] == ([json.loads(text)] if varied else [])
+    assert all(only(each.files) != text for each in found)

@@ -182,7 +182,9 @@ class _Loaded:
         number = number if self._tasks.get(number, task).data.idx == data.idx else f"{number}-{data.idx}"
         self._tasks[number] = task
         image = None if self.image in (None, "host") else str(Path(str(self.image)).absolute())
-        return Task(id=number, prompt=prompt, image=image, limits=_limits(data), data={"key": task.key})
+        answer = getattr(data, "answer", None)  # a name that tasksets use; it is not copied into a slot
+        answer = answer if isinstance(answer, str) else None
+        return Task(id=number, prompt=prompt, image=image, limits=_limits(data), data={"key": task.key}, answer=answer)
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         """Run the `setup` of a task in its workspace. Raises `TaskError` if it keeps anything outside of it."""
