@@ -167,6 +167,7 @@ class Batcher:
                     self._change_weights(decoder, message)
                 else:
                     self._waiting.append(message)
+                # After a pause, requests often come together. Those that come a moment later get into the same batch.
                 window = idle and len(self._waiting) < self._most_rows
                 message = self._inbox.get(timeout=WINDOW_S) if window else self._inbox.get_nowait()
         except queue.Empty:

@@ -44,6 +44,7 @@ def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> P
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"No model could be loaded from '{folder}': {first}") from None
+    # `keep` cuts padding off the keys and values. Linear attention, for example, has a state in their place.
     odd = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _PLAIN_LAYERS
     if odd:
         raise ConfigError(

@@ -219,6 +219,7 @@ class _Completion:
         for name in ("id", "model"):
             if chunk.get(name):
                 self._named.setdefault(name, chunk[name])
+        # Servers send null in every chunk but the last one.
         self._usage = chunk.get("usage") or self._usage
         deltas = []
         for piece in _as_list(chunk.get("choices")):

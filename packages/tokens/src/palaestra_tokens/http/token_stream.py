@@ -107,6 +107,7 @@ class TokenStreamReader:
             return await reply.read()
         self._tries += 1
         if self._tries > 1:
+            # The ids of the try that failed are void.
             self._on_ids(None)
         found = self._kind()
         async for data in events(reply.content.iter_any()):

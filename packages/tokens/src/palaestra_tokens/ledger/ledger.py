@@ -83,6 +83,7 @@ class _Segment:
         start = len(self.tokens)
         kind: SpanKind = "sampled" if piece else "prompt"
         version = piece.sampled.policy_version if piece else ""
+        # Two sampled spans in a row: the engine has aborted the reply for new weights, and was asked to continue it.
         resumed = bool(piece and self.spans and self.spans[-1].kind == "sampled")
         self.tokens.extend(ids)
         self.checksum = sent_checksum(ids, self.checksum)

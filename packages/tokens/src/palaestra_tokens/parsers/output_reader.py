@@ -212,6 +212,7 @@ class OutputReader:
         place = f"{self._turn}\0{self._calls}" if self._turn else str(self._calls)
         digest = hashlib.sha256(f"{place}\0{name}\0{content}".encode(errors="surrogatepass")).digest()
         if self._grammar.short_ids:
+            # Mistral's templates refuse ids that are not nine letters or digits.
             return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest[:9])
         return f"call_{self._turn}_{self._calls}" if self._turn else f"call_{digest[:4].hex()}"
 

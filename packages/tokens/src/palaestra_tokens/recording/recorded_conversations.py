@@ -428,6 +428,7 @@ class Conversations:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._reply(line, asked)) for _ in range(n)]
         except BaseExceptionGroup as failures:
+            # As for one reply, whose errors the callers know. The group has cancelled the other requests.
             raise failures.exceptions[0] from None
         first, *others = (task.result() for task in tasks)
         choices, sampled = list(first.choices), first.usage.completion_tokens if first.usage else 0

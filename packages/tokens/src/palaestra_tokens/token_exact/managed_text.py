@@ -77,6 +77,7 @@ class ManagedText:
             async with asyncio.TaskGroup() as group:
                 asked = [group.create_task(self._sample(prompt, settings, opens, in_thread)) for _ in range(n)]
         except BaseExceptionGroup as failures:
+            # As for one continuation, whose errors the callers know. The group has cancelled the other requests.
             raise failures.exceptions[0] from None
         done = sorted((task.result() for task in asked), key=lambda each: each.segment)
         sampled, prompt_tokens = sum(each.sampled for each in done), done[0].prompt_tokens

@@ -171,7 +171,7 @@ async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         )
     except InfraError:
         raise
-    # EAGAIN: the slot has as many processes as it may have. Source: fork(2).
+    # The task has as many background processes as it may have, or the kernel allows no further one (EAGAIN).
     except BlockingIOError as error:
         return _reply("", -1, f"Nothing was started: {error.strerror}.")
     except (FileNotFoundError, NotADirectoryError):

@@ -315,6 +315,7 @@ class RemoteBackend(StartedBackend):
     ) -> None:
         if not hosts or places < 1 or slots_per_place < 1:
             raise ConfigError(f"{self.name}: set at least one host, one place and one slot per place")
+        # Nothing separates the files and processes of slots without isolation.
         if rung is Rung.NONE and slots_per_place > 1:
             raise ConfigError(f"{self.name}: with isolation none, slots cannot share a place: set one slot per place")
         self.hosts = Hosts(self.name, hosts)

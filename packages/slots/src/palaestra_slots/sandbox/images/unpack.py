@@ -422,6 +422,7 @@ class Unpacking:
                     problem = error.strerror if isinstance(error, OSError) else error
                     raise ImageError(f"{self._image}: cannot unpack {member.name[:200]!r}: {problem}") from error
             elif member.isdir():
+                # The entry `./`: the mode and owner of the root itself, which are set after its contents.
                 self._directories[""] = member
 
     def finish(self) -> None:
@@ -457,6 +458,7 @@ class Unpacking:
     def _put(self, layer: Archive, member: tarfile.TarInfo, path: str) -> None:
         folder, _, name = path.rpartition("/")
         parent = self._enter(folder)
+        # Marks of an image layer. Source: "Representing Changes" in the OCI image specification, layer.md.
         if self._as_image and name == _OPAQUE:
             self._clear(parent, folder)
         elif self._as_image and name.startswith(_WHITEOUT):

@@ -406,6 +406,7 @@ class SlotClient(Requests):
                 if pending.answered:
                     break
                 self._send(FrameKind.DATA, pending.number, {}, piece)
+                # A fast reader of a large file would otherwise fill the memory of this process.
                 while self._connection.waiting and self._over is None:
                     self._drained.clear()
                     await self._drained.wait()

@@ -180,6 +180,7 @@ class SlotServer:
             return False
         finally:
             os.close(shown.root)
+        # Until `start`, nothing else holds the layers, and their client may forget them.
         for layer in layers:
             layer.keep()
         name = f"slot-{epoch}"

@@ -174,6 +174,7 @@ class ServerSlot:
             self._loop.unwatch(self._channel.fileno())
             return
         report = init_messages.decode_report(data)
+        # The kernel drops a passed descriptor if the receiver has no number left for it. Source: unix(7).
         if report.kind is ReportKind.READY and not fds:
             self.failure = "the slot server has no descriptor left for its root"
             self._kill_init()

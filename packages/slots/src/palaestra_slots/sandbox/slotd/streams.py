@@ -100,6 +100,7 @@ class Download:
             self._credit -= len(data)
             self._connection.send(FrameKind.DATA, self._number, None, data)
         else:
+            # There is no credit left; the next one from the client continues here.
             if self._left > CHUNK:
                 return
         self._end(self._next())

@@ -51,6 +51,7 @@ class GptOss(Grammar):
             return self._no_message(output, mark, output.end if end is None else end.start)
         header = output.text[mark.start : end.start]
         recipient = _RECIPIENT.search(header)
+        # A recipient makes a message a call, whatever its channel is. Source: OpenAI's harmony response format.
         if recipient is not None:
             body = tagged_body(output, end.end, _TAGS)
             return add_json(output, mark.start, recipient[1].removeprefix("functions."), body)

@@ -56,6 +56,7 @@ class LlamaJson(Grammar):
         end, called = self._object(output, mark.start, begin, marked=mark.text == _TAG)
         while called:
             after = skip(text, end)
+            # These models put a semicolon between the calls of one reply.
             if not text.startswith(";", after):
                 return end
             begin = skip(text, after + 1)

@@ -38,6 +38,7 @@ class CompletionsDialect:
         if flag(body, "echo"):
             raise unsupported("echo")
         prompt = required(body, "prompt", (str, list))
+        # Some clients send a single text as a list.
         if isinstance(prompt, list) and len(prompt) == 1:
             prompt = prompt[0]
         if not isinstance(prompt, str):
@@ -48,6 +49,7 @@ class CompletionsDialect:
         return ModelRequest(
             model=required(body, "model", str),
             prompt=prompt,
+            # This older API has a default where chat completions have none.
             settings={"max_tokens": _DEFAULT_MAX_TOKENS, **sampling(body)},
             n=n,
             stream=flag(body, "stream"),

@@ -256,6 +256,8 @@ class MessagesStream:
             written += self.text(rest)
         written += self._close()
         for call in message.tool_calls or ():
+            # In a stream, a call begins with an empty input, and its arguments follow as text. Source: "Input JSON
+            # delta" in Anthropic's documentation of streaming.
             used: dict[str, JSON] = {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
             written += self._start("tool_use", used)
             text = call.function.arguments

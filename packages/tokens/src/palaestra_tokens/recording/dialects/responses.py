@@ -315,6 +315,7 @@ class ResponsesStream:
             written += self.reasoning(rest)
         if rest := (message.content or "")[len(self._texts["message"]) :]:
             written += self.text(rest)
+        # An output without any item would look like a reply that was lost.
         elif not self._texts["message"] and not message.tool_calls:
             written += self.text("")
         written += self._close()

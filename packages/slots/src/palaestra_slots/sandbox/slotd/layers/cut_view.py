@@ -220,6 +220,7 @@ def duplicate(source: str, target: str, depth: int = 0) -> None:
     for name in os.listxattr(source, follow_symlinks=False):
         os.setxattr(target, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)
     copy_attributes(status, target)
+    # Last, because every entry that is made changes the time of its directory.
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 

@@ -83,6 +83,8 @@ class ServerCgroup:
             try:
                 os.makedirs(directory, exist_ok=True)
                 if hierarchy.version == 2 and hierarchy.controllers:
+                    # A group has a controller only if every group above it passes the controller on. Source:
+                    # cgroups(7).
                     for ancestor in (os.path.dirname(hierarchy.parent), hierarchy.parent, directory):
                         write_file(f"{ancestor}/cgroup.subtree_control", "+memory +pids +cpu")
                 lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -137,6 +139,7 @@ def sweep(hierarchies: list[Hierarchy], only_list: bool = False) -> list[str]:
                     if left and (only_list or _remove_tree(directory)):
                         gone.add(name)
         with contextlib.suppress(OSError):
+            # This fails while another server has its directory there.
             if not only_list:
                 os.rmdir(hierarchy.parent)
     return sorted(gone)

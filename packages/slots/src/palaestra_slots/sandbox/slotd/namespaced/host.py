@@ -200,6 +200,7 @@ def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
     are mount points."""
     for name, mode in _DIRECTORIES.items():
         os.mkdir(f"{root}/{name}")
+        # The umask takes bits from the mode of mkdir.
         os.chmod(f"{root}/{name}", mode)
     os.symlink("/run", f"{root}/var/run")
     os.symlink("/run/lock", f"{root}/var/lock")
@@ -210,6 +211,7 @@ def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
         os.makedirs(f"{root}/{tree}", exist_ok=True)
     for name, text in _WRITTEN.items():
         namespaces.write_file(f"{root}/etc/{name}", text)
+    # Where df and mount look for the mounts. Source: mount(8).
     os.symlink("/proc/self/mounts", f"{root}/etc/mtab")
     for pattern in PUBLIC_SETTINGS:
         for path in matching(f"{HOST}/etc", pattern):
@@ -264,6 +266,7 @@ def _copy(source: str, target: str) -> None:
         os.mkdir(target, 0o755)
         for name in _names(source):
             _copy(f"{source}/{name}", f"{target}/{name}")
+    # A file that not everybody on the host may read must not become readable in a slot.
     elif os.path.isfile(source) and os.stat(source).st_mode & 0o004:
         shutil.copyfile(source, target)
         shutil.copymode(source, target)

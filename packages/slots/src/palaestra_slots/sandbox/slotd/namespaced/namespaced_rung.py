@@ -577,9 +577,12 @@ class OverlayCheckpoints:
         """Return a function that finds reusable copies in the last checkpoint; None if there are none."""
         if last is None or last.mapped or mapped:
             return None
+        # A file that was changed while it was copied may have the same time afterwards: the clock of a file system
+        # advances in steps.
         trusted_ns = last.begun_ns - _GRAIN_NS
 
         def find(status: os.stat_result) -> str | None:
+            # The change time, because any program can set the modification time back.
             time_ns, size, path = last.index.get(status.st_ino, (0, 0, ""))
             same = (time_ns, size) == (status.st_ctime_ns, status.st_size)
             return path if path and same and time_ns < trusted_ns else None

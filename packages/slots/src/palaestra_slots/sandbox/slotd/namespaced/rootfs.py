@@ -169,6 +169,7 @@ def prepare_shared(own_devices: bool) -> bool:
     syscalls.mount("tmpfs", _DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64")
     own_devices = own_devices and _make_devices()
     for name in () if own_devices else _present_devices():
+        # In a user namespace, mknod makes no device files, but a file of the host can be mounted over this one.
         os.close(os.open(f"{_DEV}/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
         syscalls.mount(f"{HOST}/dev/{name}", f"{_DEV}/{name}", flags=MS_BIND)
     for name in ("pts", "shm"):

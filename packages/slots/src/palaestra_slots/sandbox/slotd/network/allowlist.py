@@ -134,6 +134,7 @@ def address_refusal(host: str, address: Address) -> str | None:
         return f"{host} resolves to {address}, which serves cloud metadata; no slot may reach it"
     if literal(host) is not None or host == "localhost":
         return None  # the list names it explicitly
+    # Whoever owns a listed name may let it resolve to an address of this machine (DNS rebinding).
     if any(one.is_loopback or one.is_unspecified or one.is_multicast for one in meanings(address)):
         return f"{host} resolves to {address}, which is not a host of the network; list the address if you mean it"
     return None

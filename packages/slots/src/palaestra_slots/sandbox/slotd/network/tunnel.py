@@ -46,8 +46,10 @@ _TCP_HEAD = struct.Struct("!HHIIBBHHH")
 
 def refusal(address: Address, port: int) -> str | None:
     """Return the reason why no slot may reach an address; None if slots may reach it."""
+    # On Google's machines, the name server has the address of the metadata server.
     if allowlist.is_metadata(address) and port != _DNS:
         return "it serves cloud metadata"
+    # An IPv6 address may contain an IPv4 address, to which a gateway would pass the connection on.
     for one in allowlist.meanings(address):
         if one.is_loopback or one.is_unspecified or one.is_multicast or one == ipaddress.ip_address("255.255.255.255"):
             return "it is not a host of the network"

@@ -156,6 +156,8 @@ def _flatten(folder: str, places: Iterator[str]) -> list[str]:
         return moved
     try:
         with os.scandir(fd) as entries:
+            # As a list, because entries that are moved while a directory is read may be skipped or read twice. Source:
+            # readdir(3p).
             found = list(entries)
         for entry in found:
             with contextlib.suppress(OSError):

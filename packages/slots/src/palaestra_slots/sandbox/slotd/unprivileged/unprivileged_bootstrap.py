@@ -76,5 +76,6 @@ def _require_means() -> None:
         raise OSError(38, f"this kernel has {has}")
     if os.geteuid() == 0 and not users.starts():
         raise OSError(1, "root lacks the capabilities or uids to give slots users of their own; run as another user")
+    # Commands have the user of the run, so without a scope they may send signals to it.
     if os.geteuid() != 0 and found < landlock.SCOPED:
         raise OSError(38, "without root, commands could end the run: this needs Landlock's signal scope (Linux 6.12)")

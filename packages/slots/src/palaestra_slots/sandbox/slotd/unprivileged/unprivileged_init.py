@@ -412,6 +412,7 @@ def find(program: str, env: Mapping[str, str]) -> str:
         path = f"{folder or '.'}/{program}"
         if os.access(path, os.X_OK) and not os.path.isdir(path):
             return path
+        # Shells answer 126 for a file that cannot be run and 127 for none, so the two are kept apart.
         denied = denied or os.path.isfile(path)
     raise OSError(errno.EACCES if denied else errno.ENOENT, "cannot run", program)
 

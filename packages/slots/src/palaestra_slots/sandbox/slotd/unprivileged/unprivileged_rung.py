@@ -184,6 +184,7 @@ class UnprivilegedDriver:
             raise CannotMake(f"the level {rung} cannot restrict a slot to a list of hosts; use userns or full")
         if any(source != target for source, target in fields["mounts"]):
             raise CannotMake(f"the level {rung} cannot mount; give a directory at its own path, or use userns or full")
+        # All slots would have the same user, who may trace and kill the processes of all of them.
         if self._confined and self._users is None and self._slots:
             raise CannotMake("without root, the level confined allows one slot at a time; end the other slot first")
 

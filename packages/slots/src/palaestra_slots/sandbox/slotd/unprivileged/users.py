@@ -119,6 +119,7 @@ def kill_orphans(spare: set[int]) -> int:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGKILL)
             living += not process.zombie
+        # Orphans become children of this process, and a zombie keeps its pid until its parent has waited for it.
         if process.zombie and process.parent == os.getpid():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
