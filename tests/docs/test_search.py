@@ -63,8 +63,28 @@ QUESTIONS = {
     "docker containers accumulate": "troubleshooting",
     "OpenHands agent": "agents",
     "reward function whole trajectory": "environments/grading",
+    "install": "troubleshooting",
+    "write environment": "environments/writing",
+    "hidden tests": "environments/recipes",
+    "simulated user": "environments/writing",
+    "tools database": "environments/recipes",
+    "pandas": "environments/recipes",
+    "judge": "environments/recipes",
+    "reward hacking": "troubleshooting",
+    "compare models table": "environments/evaluating",
+    "repeat failed tasks": "environments/evaluating",
+    "grade again": "environments/evaluating",
+    "view rollout": "tutorial/4-debug-a-run",
+    "ollama": "troubleshooting",
+    "cost limit": "operations/limits",
+    "train laptop": "train/small_models",
+    "export tokens": "training",
+    "undo": "chat",
+    "continue conversation": "chat",
+    "publish environment": "environments/recipes",
 }
-"""Questions from the issue lists of other projects, as one would type them, and the page that answers each."""
+"""Questions from the issue lists of other projects and of newcomers, as one would type them, and the page that answers
+each."""
 
 
 def built(source: Path, site: Path) -> Path:
