@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from palaestra.envs.config.build import command_timeout_s, pool_limits
+from palaestra.envs.config.build import command_timeout_s
 from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra.rollouts.spec import RecordedTools
-from palaestra.tools.registry.build import unrestricted
-from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.tool import Tool
-from palaestra_contract.tools.function_calls import ToolSession
 from palaestra_contract.tools.session_tasks import ToolSessionConfig
-from palaestra_slots.sandbox.backends.registry import make_backend
 
 
 def policy(config: HermesAgentEnvConfig) -> ToolSessionConfig:
@@ -23,17 +15,4 @@ def policy(config: HermesAgentEnvConfig) -> ToolSessionConfig:
         timeout_s=command_timeout_s(config),
         # A replay starts no servers.
         mcp=None if config.world == "replay" else {**config.mcp_servers},
-    )
-
-
-def session(config: HermesAgentEnvConfig, tools: Iterable[Tool], world: RecordedTools | None) -> ToolSession:
-    """Return a session for tasks by name. `tools` are the environment's own, in addition to all others."""
-    replayed = world is not None and world.replayed
-    return ToolSession(
-        unrestricted(ToolRegistry(tools, settings=config, replayed=replayed)),
-        config=policy(config),
-        backend=make_backend(config.slot_backend, config),
-        settings=config,
-        world=world,
-        limits=pool_limits(config, config.slot_backend),
     )

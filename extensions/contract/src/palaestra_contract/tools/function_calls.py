@@ -22,7 +22,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.mcp.mcp_config import servers_of
@@ -31,6 +31,7 @@ from palaestra.tools.registry.build import chosen_tools, unrestricted
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRecordings, ToolRuntime, tools_of_task
 from palaestra.tools.settings import ToolSettings
+from palaestra.tools.tool import Tool
 from palaestra_contract.tools.executor import DelegationSource, ToolExecutorConfig
 from palaestra_contract.tools.session_tasks import SessionTasks, ToolSessionConfig
 from palaestra_slots.core.errors import SandboxError
@@ -41,6 +42,9 @@ from palaestra_slots.processes.session import ProcessSession
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPoolConfig
 from palaestra_slots.sandbox.slot import Backend
+
+if TYPE_CHECKING:
+    from palaestra.envs.config.fields import HermesAgentEnvConfig
 
 T = TypeVar("T")
 
@@ -299,15 +303,33 @@ def _session_of_variables() -> ToolSession:
     are those of a run. Raises `ConfigError`."""
     if not any(name.startswith(("TERMINAL_", "PALAESTRA_ENV_")) for name in os.environ):
         return ToolSession()
-    # Imported here, because most programs set no variable and need nothing of runs.
     from palaestra.envs.config.fields import HermesAgentEnvConfig
     from palaestra.envs.config.layers import read_environ
-    from palaestra_contract.own_tasks import session
     from palaestra_slots.core.config import merge
 
     config = merge(HermesAgentEnvConfig, [read_environ(os.environ, "env", HermesAgentEnvConfig)]).value
     config.check_runnable()
-    return session(config, (), None)
+    return configured_session(config, (), None)
+
+
+def configured_session(
+    config: HermesAgentEnvConfig, tools: Iterable[Tool], world: ToolRecordings | None
+) -> ToolSession:
+    """Return a session with the settings of a run. `tools` are the environment's own, in addition to all others."""
+    # Imported here, as above, because most programs set no variable and need nothing of runs.
+    from palaestra.envs.config.build import pool_limits
+    from palaestra_contract.own_tasks import policy
+    from palaestra_slots.sandbox.backends.registry import make_backend
+
+    replayed = world is not None and world.replayed
+    return ToolSession(
+        unrestricted(ToolRegistry(tools, settings=config, replayed=replayed)),
+        config=policy(config),
+        backend=make_backend(config.slot_backend, config),
+        settings=config,
+        world=world,
+        limits=pool_limits(config, config.slot_backend),
+    )
 
 
 def use_session(session: ToolSession) -> None:
