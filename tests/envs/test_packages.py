@@ -17,7 +17,7 @@ from palaestra.rollouts.events import RolloutEnded, TurnTaken
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra_slots.core.types import Blame
 
-pytestmark = [pytest.mark.slots, pytest.mark.slow]
+pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(600)]  # pip starts in sandboxes
 
 WORK = "printf 'import tiny\\ndef f(): return tiny.x\\n' > work.py; python3 -c 'import tiny; print(tiny.x)' > x.txt"
 
