@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
 # ones, which wait more).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs reference pictures test test-slow test-all durations retest test-torch ray learn check check-style check-types check-docs spine snapshots interop official e2b faces faces-ci agents constraints setup venv
+.PHONY: help demo wheels docs reference pictures test test-slow test-all durations retest test-torch ray learn check check-style check-types check-docs spine snapshots interop official e2b faces faces-ci agents constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
@@ -19,6 +19,9 @@ venv:
 
 demo: venv ## roll out real bug-fixing tasks with the oracle and with doing nothing, and print the table
 	@.venv/bin/python scripts/demo.py
+
+wheels: venv ## build the wheels of all packages: dist/
+	@scripts/wheels
 
 docs: venv ## build the documentation: docs/_build/index.html
 	@.venv/bin/sphinx-build -q -W --keep-going -b html docs docs/_build
@@ -100,7 +103,7 @@ FAULTS = extensions/integrations/tests/test_faults_are_dropped.py
 FACES = -m pytest -q -o filterwarnings=default --disable-warnings
 FACES_CI = test ! -d .venv-faces || .venv-faces/bin/python $(FACES) $(addprefix extensions/integrations/tests/test_,verifiers.py verifiers_tasks.py agent_lightning.py) $(FAULTS)
 agents: venv ## install every agent that --agent knows by name, and let each fix a bug in a slot (minutes, 5 GB)
-	@.venv/bin/python -m pytest -q -m "slow and network" tests/rollouts/test_installed_agents.py
+	@.venv/bin/python -m pytest -q -m "slow and network" packages/palaestra/tests/rollouts/test_installed_agents.py
 
 e2b: venv ## run the E2B SDKs for Python and JavaScript against our server, in an environment of their own
 	@scripts/e2b_env
@@ -123,8 +126,8 @@ faces: venv ## run the tests of the trainers' integrations with the trainers' ow
 	    .venv-faces-verl/bin/python $(FACES) $(addprefix extensions/integrations/tests/test_,verl.py areal.py slime.py rllm.py) $(FAULTS)
 
 constraints: venv ## pin the newest allowed versions again (needs uv)
-	@uv pip compile pyproject.toml packages/*/pyproject.toml --no-emit-package palaestra-slots --no-emit-package palaestra-tokens --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
-	    --extra data --group dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/development.txt
+	@uv pip compile packages/*/pyproject.toml --no-emit-package palaestra --no-emit-package palaestra-slots --no-emit-package palaestra-tokens --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
+	    --extra data --group pyproject.toml:dev --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/development.txt
 	@printf 'torch; python_version < "3"\ntml-renderers; python_version < "3"\n' > .venv/without-torch.txt
 	@printf 'gguf>=0.17\nmatplotlib>=3.10\npeft>=0.18\ntinker>=0.38,<0.40\ntinker-cookbook[math-rl]>=0.6.1,<0.7\ntokenizers>=0.22\ntransformers>=5\ntrl>=1.16,<2\n' | uv pip compile - --universal --python-version 3.11 \
 	    --generate-hashes --upgrade --quiet -c requirements/development.txt --override .venv/without-torch.txt --no-header --no-annotate --no-emit-index-url --no-emit-find-links \

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "extensions/suites/tests"))
 from suites.hard_coded import PROGRAMS, REPOSITORIES
 from suites.honest_variety import play_works
 from suites.swe.forgers import FORGERS, HARD_CODED, Forged, play_forgers

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "extensions/suites/tests"))
 from suites.honest_variety import PROGRAMS, SWE, Played, Work, play_works
 
 

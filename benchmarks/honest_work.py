@@ -22,7 +22,7 @@ from pathlib import Path
 
 import _measure as measure
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "extensions/suites/tests"))
 from suites.honest_work import PlayedVariant, play_variants
 
 DEMO = ["--env.dataset_name", "data/demo/tasks.jsonl", "--env.shuffle", "false"]

@@ -76,7 +76,7 @@ def main() -> int:
 
 def measured(tree: Path, model: str, kind: str, options: argparse.Namespace) -> Sample:
     """Measure a step in a new process that imports the packages of a checkout."""
-    folders = [tree / "src", *tree.glob("packages/*/src"), *tree.glob("extensions/*/src")]
+    folders = [*tree.glob("packages/*/src"), *tree.glob("extensions/*/src")]
     words = [sys.executable, __file__, "--model", model, "--one", kind, "--groups", str(options.groups)]
     words += ["--quick"] if options.quick else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}

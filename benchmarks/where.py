@@ -1,4 +1,4 @@
-"""Where the processor time of a rollout goes: python benchmarks/where.py [--quick] [--json FILE]
+"""Where the processor time of a rollout goes: python benchmarks/where.py [--quick] [--waterfall] [--json FILE]
 
 The rollout is the one of `throughput.py`: five turns with a shell command each, and a sixth command that scores it.
 With 1 and with 16 concurrent rollouts, the script reads the processor time of each process, as the kernel counts it:
@@ -14,14 +14,17 @@ warm up and are not counted. `main process` is also divided by stage and by func
 4 ms of its processor time, and the sample counts for the innermost function of the package on the stack, and
 for the innermost stage. Processor time says more than wall time on a machine that others use too.
 
-With 1 rollout at a time, the script also shows the `waterfall` of a rollout: what it waits for, one after the other, in
-wall time (means over the rollouts; the ratio is the share of the whole), and `between them`, the time of its own code.
+With 1 rollout at a time, the script also shows the `waterfall` of a rollout, and nothing else with `--waterfall`: what
+the fastest one waits for and, between the waits, what the process itself does, in wall time (the ratio is the share of
+the whole). The JSON has for each step when it begins, and the processor time of the main process and of the slot server
+meanwhile. The rest is the kernel, the programs in the slot, and waiting for a processor.
 
 Target: at 16, the bare commands take at least 0.55 of the time of the rollout.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -29,11 +32,13 @@ import resource
 import signal
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
+from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
+from typing import Any, NamedTuple
 
 import _measure as measure
 import throughput
@@ -65,25 +70,64 @@ WAITS = {
     "palaestra_tokens.engines.openai:OpenAIEngine.chat_completion": "model call",
     "palaestra_slots.sandbox.pool:Snapshots.compose": "prepare the files",
     "palaestra_slots.sandbox.pool:SlotPool.acquire": "get a slot",
+    "palaestra_slots.sandbox.local.direct.direct_slot:DirectClient.start_deferred": "make the second slot",
     "palaestra_slots.sandbox.local.local_slot:LocalSlot.execute": "command",
     "palaestra_slots.sandbox.local.local_slot:LocalSlot.freeze": "stop the processes",
     "palaestra_slots.sandbox.pool:SlotPool.seal": "seal the slot",
     "palaestra_slots.sandbox.pool:SlotPool.changes": "list the changes",
     "palaestra_slots.sandbox.pool:SlotPool.release": "end a slot",
+    "palaestra_slots.sandbox.pool:Snapshots.forget": "drop a layer",
     "palaestra.rollouts.journal.journal:Journal.commit": "write to the disk",
 }
-"""What a rollout waits for, by the coroutine methods that wait."""
+"""What a rollout waits for, by the coroutine methods that wait. A wait within another one ends the first part of it."""
+
+GAPS = {
+    ("", "prepare the files"): "begin the group",
+    ("prepare the files", "model call"): "begin the rollout",
+    ("model call", "get a slot"): "check the call",
+    ("model call", "command"): "check the call",
+    ("get a slot", "command"): "begin the command",
+    ("command", "model call"): "record the turn",
+    ("model call", "stop the processes"): "end the agent",
+    ("stop the processes", "seal the slot"): "close the tools",
+    ("seal the slot", "list the changes"): "begin the view",
+    ("list the changes", "get a slot"): "choose the view",
+    ("get a slot", "make the second slot"): "examine the work",
+    ("make the second slot", "command"): "begin the command",
+    ("command", "write to the disk"): "write the record",
+    ("command", "end a slot"): "write the record",
+    ("write to the disk", "write to the disk"): "end the group",
+    ("end a slot", "write to the disk"): "end the group",
+    ("drop a layer", "write to the disk"): "end the group",
+    ("", ""): "between the ends",
+}
+"""What the process does between two waits."""
+
+LEAST_MS = 0.5
+"""Shorter gaps between the waits are counted together."""
+SHORT = "gaps below 0.5 ms"
+
+
+class Step(NamedTuple):
+    """A wait of one rollout: its beginning since that of the rollout, its length, and the processor time that this
+    process and the slot server used meanwhile. Times are in seconds."""
+
+    name: str
+    at_s: float
+    took_s: float
+    own_s: float
+    server_s: float
 
 
 class Waterfall:
     """The waits of rollouts that run one after the other, each by its kind and its number in the rollout."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, list[float]] = defaultdict(list)
-        self._seen: Counter[str] = Counter()
-        self._waited_s = 0.0
-        self._busy = True
-        """Whether a wait is under way, whose parts do not count, or no rollout runs."""
+        self._rollouts: list[list[Step]] = []
+        self._current: list[Step] = []
+        self._open: ContextVar[list[tuple[float, float, float]] | None] = ContextVar("open", default=None)
+        """When and at which processor times the wait of this task began that is not over yet."""
+        self._server = 0
 
     def record(self) -> None:
         """Wrap the methods from now on."""
@@ -93,35 +137,72 @@ class Waterfall:
             kind = getattr(import_module(module), owner)
             setattr(kind, method, self._timed(getattr(kind, method), name))
 
+    def _now(self) -> tuple[float, float, float]:
+        return time.perf_counter(), time.process_time(), _running_s(self._server)
+
     def _timed(self, method, name: str):
         async def call(*arguments, **settings):
-            if name and self._busy:
+            outer = self._open.get()
+            within = outer is not None and name != "make the second slot"
+            if within or (name and not self._server):
                 return await method(*arguments, **settings)
-            began_s = time.perf_counter()
             if not name:
-                self._seen.clear()
-                self._waited_s = 0.0
-            self._busy = bool(name)
+                self._server = self._server or _server_pid()
+                self._current = []
+                self._rollouts.append(self._current)
+                self._began_s = time.perf_counter()
+                try:
+                    return await method(*arguments, **settings)
+                finally:
+                    self._current = []  # what follows belongs to no rollout
+            began = [self._now()]
+            token = self._open.set(began)
             try:
                 return await method(*arguments, **settings)
             finally:
-                took_s = time.perf_counter() - began_s
-                self._busy = not name
-                if name:
-                    self._seen[name] += 1
-                    self._waited_s += took_s
-                    self._seconds[f"{name} {self._seen[name]}"].append(took_s)
-                else:
-                    self._seconds["a rollout"].append(took_s)
-                    self._seconds["between them"].append(took_s - self._waited_s)
+                self._open.reset(token)
+                now = self._now()
+                took = [end - start for end, start in zip(now, began[-1], strict=True)]
+                self._current.append(Step(name, began[-1][0] - self._began_s, *took))
+                if outer is not None:
+                    outer.append(now)
 
         return call
 
-    def means(self) -> Iterator[tuple[str, float]]:
-        """Yield each wait with its mean in milliseconds, in their order; the whole and the rest come last."""
-        last = ("between them", "a rollout")
-        for name in [*(name for name in self._seconds if name not in last), *last]:
-            yield name, sum(self._seconds[name]) * 1e3 / len(self._seconds["a rollout"])
+    def steps(self) -> list[Step]:
+        """Return the waits of the fastest rollout in the order of their beginnings, with the gaps between them. It is
+        the fastest one, because others use the machine too. The last step is the whole rollout."""
+        fastest = min(self._rollouts, key=_end_s)
+        found: list[Step] = []
+        seen = Counter[str]()
+        short_s = 0.0
+        for step in _with_gaps(sorted(fastest, key=lambda step: step.at_s)):
+            if step.name in GAPS.values() and step.took_s * 1e3 < LEAST_MS:
+                short_s += step.took_s
+            else:
+                seen[step.name] += 1
+                found.append(step._replace(name=f"{step.name} {seen[step.name]}"))
+        end_s = _end_s(fastest)
+        return [*found, Step(SHORT, 0.0, short_s, short_s, 0.0), Step("a rollout", 0.0, end_s, 0.0, 0.0)]
+
+
+def _end_s(steps: list[Step]) -> float:
+    return max(step.at_s + step.took_s for step in steps)
+
+
+def _with_gaps(steps: list[Step]) -> Iterator[Step]:
+    """Yield the steps of a rollout and what its own code does between them."""
+    last, end_s = "", 0.0
+    for step in steps:
+        what = GAPS.get((last, step.name), GAPS["", ""])
+        yield Step(what, end_s, gap_s := max(0.0, step.at_s - end_s), gap_s, 0.0)
+        yield step
+        last, end_s = step.name, max(end_s, step.at_s + step.took_s)
+
+
+def _running_s(pid: int) -> float:
+    """Return how long a process has run, in seconds. Source: the kernel's `Documentation/scheduler/sched-stats.rst`."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 class Sampler:
@@ -251,13 +332,19 @@ async def sample(url: str, concurrency: int, rollouts: int) -> measure.Sample:
     return numbers
 
 
-async def waterfall(url: str, rollouts: int) -> measure.Sample:
-    """Return the milliseconds of each wait of a rollout."""
+async def waterfall(url: str, rollouts: int) -> list[dict[str, object]]:
+    """Return the steps of a rollout that runs alone, in milliseconds."""
     await throughput.palaestra(url, 1, 4)
     found = Waterfall()
     found.record()
     await throughput.palaestra(url, 1, rollouts)
-    return dict(found.means())
+    return [
+        {
+            "name": step.name,
+            **{key[:-1] + "ms": round(each * 1e3, 3) for key, each in step._asdict().items() if key != "name"},
+        }
+        for step in found.steps()
+    ]
 
 
 def rows(concurrency: int, numbers: measure.Sample) -> list[measure.Row]:
@@ -277,29 +364,39 @@ def rows(concurrency: int, numbers: measure.Sample) -> list[measure.Row]:
     return table
 
 
+def falls(url: str, options: argparse.Namespace) -> tuple[list[measure.Row], list[dict[str, Any]]]:
+    """Return the rows of the waterfall, and its steps; both are those of the fastest round."""
+    rollouts = str(QUICK[1] if options.quick else SIZES[1])
+    found: list[Any] = [measure.fresh_process(__file__, "--steps", url, rollouts) for _ in range(options.rounds)]
+    steps = min(found, key=lambda each: each[-1]["took_ms"])
+    whole = steps[-1]["took_ms"]
+    return [
+        measure.Row(f"waterfall: {step['name']}", step["took_ms"], "ms", step["took_ms"] / whole) for step in steps
+    ], steps
+
+
 def main() -> int:
     """Measure and print the table. The stages and functions are those of the last round."""
-    options = measure.parse_options(__doc__, rounds=3)
+    parser = measure.options_parser(__doc__, rounds=3)
+    parser.add_argument("--waterfall", action="store_true", help="only show the waits of one rollout")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (1 if options.quick else 3)
     table: list[measure.Row] = []
     with measure.serving(throughput.__file__, "--serve") as url:
-        for concurrency, rollouts in (QUICK if options.quick else SIZES).items():
+        for concurrency, rollouts in {} if options.waterfall else (QUICK if options.quick else SIZES).items():
             sizes = (str(concurrency), str(rollouts))
             samples = [measure.fresh_process(__file__, "--sample", url, *sizes) for _ in range(options.rounds)]
             by_whole = sorted(samples, key=lambda each: rows(concurrency, each)[0].value)
             table += rows(concurrency, by_whole[len(by_whole) // 2])  # the shares belong to one run, so no medians
-        rollouts = str(QUICK[1] if options.quick else SIZES[1])
-        falls = [measure.fresh_process(__file__, "--waterfall", url, rollouts) for _ in range(options.rounds)]
-        middle = sorted(falls, key=lambda each: each["a rollout"])[len(falls) // 2]
-        for name, took_ms in middle.items():
-            table.append(measure.Row(f"waterfall: {name}", took_ms, "ms", took_ms / middle["a rollout"]))
-    title = f"Processor time of a rollout, the middle one of {options.rounds} runs; ratios are shares"
-    return measure.report(title, table, options.json)
+        waits, steps = falls(url, options)
+    title = f"Time of a rollout, the middle one of {options.rounds} runs, waterfall: the fastest; ratios are shares"
+    return measure.report(title, [*table, *waits], options.json, steps=steps)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--sample"]:
         print(json.dumps(asyncio.run(sample(sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))))
-    elif sys.argv[1:2] == ["--waterfall"]:
+    elif sys.argv[1:2] == ["--steps"]:
         print(json.dumps(asyncio.run(waterfall(sys.argv[2], int(sys.argv[3])))))
     else:
         sys.exit(main())

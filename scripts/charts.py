@@ -45,6 +45,16 @@ class Bar:
 
 
 @dataclass(frozen=True)
+class Span:
+    """One bar of a waterfall from `start` on, with its parts: their colours (own, second, peer) and lengths."""
+
+    name: str
+    start: float
+    parts: Sequence[tuple[str, float]]
+    printed: str
+
+
+@dataclass(frozen=True)
 class Line:
     """One line through points in the colour `hue` (own, peer, second or third). Its name is printed next to its last
     point; a line without a name is thin."""
@@ -93,6 +103,41 @@ def bars(title: str, described: str, groups: dict[str, Sequence[Bar]], axis: Axi
     grid.append(f'<path class="axis" d="M{left} 44V{y:g}H{right}"/>')
     y += 38
     parts.append(_text(left, y, axis.label, "soft"))
+    return _svg(title, described, [*grid, *parts], y, notes)
+
+
+def waterfall(
+    title: str, described: str, spans: Sequence[Span], axis: Axis, legend: dict[str, str], notes: Sequence[str]
+) -> str:
+    """Draw bars below each other, each from its own beginning on the axis. `legend` names the colours."""
+    left, right = MARGIN + 172, WIDTH - MARGIN - 44
+
+    def x(value: float) -> float:
+        return left + (right - left) * value / axis.end
+
+    parts: list[str] = []
+    y = 44.0
+    for span in spans:
+        parts.append(_text(left - 8, y + 13, span.name, "soft end"))
+        at = span.start
+        for hue, length in span.parts:
+            width = max(0.0, x(at + length) - x(at))
+            parts.append(
+                f'<rect style="fill: var(--{hue})" x="{x(at):.1f}" y="{y + 2:g}" width="{width:.1f}" height="13"/>'
+            )
+            at += length
+        parts.append(_text(x(at) + 4, y + 14, span.printed, "soft"))
+        y += 19
+    grid = []
+    for tick in axis.ticks:
+        grid.append(f'<path class="grid" d="M{x(tick):.1f} 40V{y + 4:g}"/>')
+        grid.append(_text(x(tick), y + 20, f"{tick:g}", "soft mid"))
+    y += 42
+    parts.append(_text((left + right) / 2, y, axis.label, "soft mid"))
+    for hue, name in legend.items():
+        y += 20
+        parts.append(f'<rect style="fill: var(--{hue})" x="{MARGIN}" y="{y - 11:g}" width="13" height="13"/>')
+        parts.append(_text(MARGIN + 20, y, name, "soft"))
     return _svg(title, described, [*grid, *parts], y, notes)
 
 

@@ -1,4 +1,4 @@
-"""Runs the attacks behind the claims of docs/security/claims.md, stores their results, and writes the page's tables.
+"""Runs the attacks behind the claims of docs/reference/attacks.md, stores their results, and writes the page's tables.
 
     .venv/bin/python scripts/claims.py run      # runs the attacks, which takes minutes and needs root
     .venv/bin/python scripts/claims.py write    # only writes the tables from the stored results
@@ -20,7 +20,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE, RESULTS, SUITE = ROOT / "docs/security/claims.md", ROOT / "tests/abuse/results.json", "tests/abuse"
+PAGE, RESULTS, SUITE = ROOT / "docs/reference/attacks.md", ROOT / "tests/abuse/results.json", "tests/abuse"
 BEGIN, END = "<!-- claims: written by scripts/claims.py -->", "<!-- end of claims -->"
 LEVELS = ("full", "userns", "confined")
 
@@ -107,10 +107,10 @@ HOST: dict[str, tuple[str, ...]] = {
         "tests/cli/test_replay.py::test_a_resumed_run_starts_and_reaches_nothing_that_its_folder_names",
         "tests/cli/test_replay.py::test_a_foreign_run_of_an_installed_environment_chooses_no_server",
         "tests/cli/test_replay.py::test_the_files_of_a_run_are_for_its_owner_alone",
-        "tests/cli/test_foreign_runs.py",
+        "packages/palaestra/tests/cli/test_foreign_runs.py",
     ),
     "servers: the token before the body, requests from foreign pages, limits": ("tests/core/io/test_http_server.py",),
-    "cloud metadata addresses": ("tests/tools/net/test_host_policy.py",),
+    "cloud metadata addresses": ("packages/palaestra/tests/tools/net/test_host_policy.py",),
     "DNS answers and redirects to this machine": ("tests/tools/net/test_dns_answers.py",),
     "secrets in written text, and keys on command lines": (
         "tests/core/test_redaction.py", "packages/slots/tests/core/io/test_process_arguments.py",

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
-CAP = 71_000
+CAP = 45_000
 
 
 def counted() -> dict[str, int]:

@@ -44,11 +44,10 @@ PLACES = {
 }
 """The files and folders of each package. Of the names that fit a module, the longest counts."""
 PACKAGES = {place: package for package, names in PLACES.items() for place in names.split()}
-FOLDERS = {"palaestra": "src/palaestra"}
-FOLDERS |= {
+FOLDERS = {
     path.name: str(path.relative_to(ROOT))
     for kind in ("packages", "extensions")
-    for path in sorted(ROOT.glob(f"{kind}/*/src/palaestra_*"))
+    for path in sorted(ROOT.glob(f"{kind}/*/src/palaestra*"))
 }
 """The folders that have been split so far. Names of modules in `palaestra` are written without it."""
 

@@ -133,8 +133,9 @@ def draw_plot(_folder: Path, target: Path) -> None:
     target.write_text(plots.PLOTS[target.name].svg(PICTURES / "data"))
 
 
+_RUNTIME = "packages/palaestra/src/palaestra"
 ALL = {
-    "run.svg": Picture(record_run, {"README.md": _EXAMPLE, "src/palaestra/rollouts/observe/console.py": ""}),
+    "run.svg": Picture(record_run, {"README.md": _EXAMPLE, f"{_RUNTIME}/rollouts/observe/console.py": ""}),
     "chat.svg": Picture(
         record_chat,
         {f"extensions/chat/src/palaestra_chat/terminal/{name}.py": "" for name in ("screen", "renderers", "people")},

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from charts import Axis, Bar, Line, bars, lines
+from charts import Axis, Bar, Line, Span, bars, lines
+from charts import waterfall as spans_below
 
 Data = Mapping[str, Any]
 """The JSON that a benchmark writes."""
@@ -113,7 +114,36 @@ def floor(data: Data) -> str:
     return lines(*over(data, cases, rollouts, " at {}: CPU", "The agent loop"), axes, measured(data), 84)
 
 
+def waterfall(data: Data) -> str:
+    """Draw what a rollout that runs alone waits for, one after the other."""
+    *steps, whole = data["steps"]
+    spans = []
+    for step in steps:
+        if step["at_ms"] or step["name"].startswith("begin"):
+            own, server = step["own_ms"], step["server_ms"]
+            rest = max(0.0, step["took_ms"] - own - server)
+            parts = [("own", min(own, step["took_ms"])), ("second", server), ("peer", rest)]
+            spans.append(Span(step["name"], step["at_ms"], parts, f"{step['took_ms']:.1f}"))
+    legend = {
+        "own": "processor time of the main process",
+        "second": "processor time of the slot server",
+        "peer": "the kernel, the programs in the slot, and waiting",
+    }
+    most = whole["took_ms"]
+    axis = Axis("milliseconds", range(0, int(most) + 1, 10 if most < 80 else 20), most)
+    kinds: dict[str, float] = {}
+    for step in steps:
+        kind = step["name"].rstrip(" 0123456789")
+        kinds[kind] = kinds.get(kind, 0.0) + step["took_ms"]
+    largest = sorted(kinds.items(), key=lambda each: -each[1])[:6]
+    words = f"A rollout takes {most:.0f} ms: {', '.join(f'{name} {took:.1f}' for name, took in largest)} ms."
+    short = next(step for step in steps if not step["at_ms"] and not step["name"].startswith("begin"))
+    notes = [f"{short['name']}: {short['took_ms']:.1f} ms in all", *measured(data)]
+    return spans_below("One rollout alone", words, spans, axis, legend, notes)
+
+
 PLOTS = {
+    "waterfall.svg": Plot("where.json", waterfall),
     "slots.svg": Plot("slots.json", slots),
     "tokens.svg": Plot("token_exactness.json", tokens),
     "learning.svg": Plot("learn.json", learning),

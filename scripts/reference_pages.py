@@ -1,4 +1,4 @@
-"""Write the reference pages from the code: commands, settings, Python, errors and exit codes.
+"""Write the reference pages from the code: commands, settings, Python, labels, errors and exit codes.
 
 `python scripts/reference_pages.py` writes them; with `--check` it reports a page that differs from the code.
 """
@@ -15,13 +15,22 @@ from pathlib import Path
 
 import click
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 import palaestra
 from palaestra.cli.main import COMMANDS, cli
 from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig, HermesAgentEnvConfig
+from palaestra.rollouts.grading.labels import LABELS
+from palaestra.tools.mcp.mcp_config import MCPServerConfig, MCPToolChoice
 from palaestra.tools.settings import ToolSettings
+from palaestra_gateway.config import GatewayConfig, PlatformConfig, UserLimits
+from palaestra_gateway.session_reset import SessionResetPolicy
 from palaestra_slots.core import errors
+from palaestra_suites.endless_terminals.endless_terminals import EndlessTerminalsEnvConfig
+from palaestra_suites.hermes_swe.hermes_swe import HermesSweEnvConfig
+from palaestra_suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
+from palaestra_suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra_tokens.config import APIServerConfig
 
 TOPICS = {
@@ -46,6 +55,31 @@ SETTINGS: dict[str, type[BaseModel]] = {
 }
 """The classes of the page of settings, by its headings."""
 
+SUITES: dict[str, type[BaseModel]] = {
+    "Environment endless_terminals": EndlessTerminalsEnvConfig,
+    "Environment hermes_swe": HermesSweEnvConfig,
+    "Environment swe_smith_oracle": SweSmithOracleEnvConfig,
+    "Environment terminalbench_2": TerminalBench2EvalConfig,
+}
+"""The settings of the shipped environments, in addition to those of every environment."""
+
+FILES: dict[str, tuple[str, dict[str, type[BaseModel]]]] = {
+    "Gateway": (
+        "Keys of the file `gateway.yaml`.",
+        {
+            "": GatewayConfig,
+            "default_reset_policy.": SessionResetPolicy,
+            "limits.": UserLimits,
+            "platforms.NAME.": PlatformConfig,
+        },
+    ),
+    "MCP servers": (
+        "Keys of one server, in a file of MCP servers or under `env.mcp_servers`.",
+        {"": MCPServerConfig, "tools.": MCPToolChoice},
+    ),
+}
+"""Settings that only files have: a sentence, and the classes by the beginning of their keys."""
+
 HOOK_ARGUMENTS = {
     "task": "`Task`: the task, with its `answer` and `data`",
     "state": "the object that the hook `state` made for this rollout",
@@ -61,6 +95,7 @@ HOOK_ARGUMENTS = {
 def pages() -> dict[str, str]:
     """Return each page's text by the name of its file."""
     made = {"commands": _commands(), "settings": _settings(), "python": _python(), "errors": _errors()}
+    made["labels"] = _labels()
     return {f"{name}.md": "\n".join(lines) + "\n" for name, lines in made.items()}
 
 
@@ -109,18 +144,29 @@ def _settings() -> Iterator[str]:
         "environment."
     )
     seen: set[str] = set()
-    for title, model in SETTINGS.items():
+    for title, model in (SETTINGS | SUITES).items():
         prefix = "openai" if model is APIServerConfig else "env"
         yield f"\n## {title}\n"
         for name, field in model.model_fields.items():
             if f"{prefix}.{name}" in seen:
                 continue
-            seen.add(f"{prefix}.{name}")
-            kind = inspect.formatannotation(field.annotation).replace("typing.", "")
-            value = field.get_default(call_default_factory=True)
-            default = "required" if field.is_required() else f"default `{value!r}`"
-            text = (field.description or "").replace("<", r"\<")
-            yield f"`--{prefix}.{name}`\n: {text} (`{kind}`, {default})\n"
+            if title in SETTINGS:
+                seen.add(f"{prefix}.{name}")
+            yield _setting(f"--{prefix}.{name}", field)
+    for title, (sentence, models) in FILES.items():
+        yield f"\n## {title}\n\n{sentence}\n"
+        for prefix, model in models.items():
+            for name, field in model.model_fields.items():
+                yield _setting(f"{prefix}{name}", field)
+
+
+def _setting(name: str, field: FieldInfo) -> str:
+    kind = inspect.formatannotation(field.annotation).replace("typing.", "")
+    value = field.get_default(call_default_factory=True)
+    required = field.is_required()
+    default = "required" if required else "" if isinstance(value, BaseModel) else f"default `{value!r}`"
+    text = (field.description or "").replace("<", r"\<")
+    return f"`{name}`\n: {text} ({', '.join(filter(None, (f'`{kind}`', default)))})\n"
 
 
 def _python() -> Iterator[str]:
@@ -223,6 +269,16 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 def _sentence(text: str | None) -> str:
     """Return the first paragraph of a docstring as one line."""
     return " ".join((text or "").strip().split("\n\n")[0].split()).replace("|", "\\|")
+
+
+def _labels() -> Iterator[str]:
+    yield "# Labels of reward hacking\n"
+    yield (
+        "A label is a sign, with evidence, that work may not have earned its result. Work with a label that is certain "
+        "gets a reward of at most 0; [What a score says](../security/grading.md#what-a-score-says) has the rules.\n"
+    )
+    for name, meaning in sorted(LABELS.items()):
+        yield f"`{name}`\n: {meaning}\n"
 
 
 def _errors() -> Iterator[str]:

@@ -15,7 +15,7 @@ from palaestra.tools.registry.distributions import list_distributions
 from palaestra.tools.registry.toolsets import ALIASES, TOOL_ALIASES, TOOLSETS, resolve_toolsets
 from palaestra_slots.core.types import JSON
 
-TESTS = Path(__file__).parents[1] / "tests" / "tools"
+TESTS = Path(__file__).parents[1] / "packages/palaestra/tests/tools"
 SCHEMAS = TESTS / "golden"
 GROUPS = TESTS / "groups.json"
 

@@ -1,6 +1,7 @@
 """The public names of the package, and what importing it costs."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -37,16 +38,16 @@ def test_importing_the_package_loads_nothing_else() -> None:
 
 
 def test_own_modules_are_not_looked_for_elsewhere() -> None:
-    found = {path.stem for path in (ROOT / "src/palaestra").iterdir() if path.suffix in ("", ".py")}
+    found = {path.stem for path in (ROOT / "packages/palaestra/src/palaestra").iterdir() if path.suffix in ("", ".py")}
     assert found - {"__init__", "__pycache__"} == palaestra._OWN
 
 
-@pytest.mark.parametrize("folder", ["src", "packages/slots/src"])
+@pytest.mark.parametrize("folder", ["palaestra", "slots"])
 def test_annotations_are_not_read_from_the_namespace_of_a_class(folder: str) -> None:
     """From Python 3.14 on, they are not there; `inspect.get_annotations` finds them in every version."""
     found = [
         f"{path}:{node.lineno}"
-        for path in (ROOT / folder).rglob("*.py")
+        for path in (ROOT / "packages" / folder / "src").rglob("*.py")
         if "__annotations__" in (text := path.read_text())
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Constant) and node.value == "__annotations__"
@@ -58,7 +59,6 @@ def test_all_packages_have_one_version() -> None:
     projects = [
         tomllib.loads(path.read_text())["project"]
         for path in (
-            ROOT / "pyproject.toml",
             *ROOT.glob("packages/*/pyproject.toml"),
             *ROOT.glob("extensions/*/pyproject.toml"),
         )
@@ -69,3 +69,20 @@ def test_all_packages_have_one_version() -> None:
     assert {project["name"] for project in projects} == plugins._OWN
     for package in ("slots", "tokens"):
         assert f"palaestra-{package}=={palaestra.__version__}" in projects[0]["dependencies"]
+
+
+def test_printed_commands_install_what_the_packages_need() -> None:
+    """A package index may lack our packages, so a command names the folder of each one that is needed."""
+    projects = {
+        path.parent: tomllib.loads(path.read_text())["project"]
+        for path in (*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("extensions/*/pyproject.toml"))
+    }
+    folder_of = {project["name"]: folder for folder, project in projects.items()}
+    wrong = []
+    for page in (ROOT / "README.md", *ROOT.glob("*/*/README.md"), *ROOT.glob("docs/**/*.md")):
+        for line in re.findall(r"pip install (.*\./extensions/[^\n`#]*)", page.read_text("utf-8")):
+            words = re.findall(r"\./((?:extensions|packages)/[\w*]+)", line)
+            folders = {folder for word in words for folder in ROOT.glob(word)}
+            needed = {re.split("[=[]", each)[0] for folder in folders for each in projects[folder]["dependencies"]}
+            wrong += [(page.name, line, name) for name in needed & {*folder_of} if folder_of[name] not in folders]
+    assert wrong == []

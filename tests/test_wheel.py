@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-import sys
 import venv
 from pathlib import Path
 
@@ -28,16 +26,8 @@ def run(*command: str | Path, cwd: Path) -> str:
 def palaestra(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The command of wheels that were built from this checkout and installed into a new virtual environment."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    ignored = shutil.ignore_patterns("__pycache__", ".venv")
-    for name in ("src", "packages", "extensions"):
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for package in (source, *source.glob("packages/*"), *source.glob("extensions/*")):
-        run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder / "dist", cwd=package)
+    run(ROOT / "scripts/wheels", folder / "dist", cwd=folder)
     wheels = sorted((folder / "dist").glob("*.whl"))
-    shutil.rmtree(source)
     venv.create(folder / "venv", with_pip=True)
     run(folder / "venv/bin/python", "-m", "pip", "install", "--quiet", *wheels, cwd=folder)
     return folder / "venv/bin/palaestra"

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_checkout_is_named_by_its_path() -> None:
-    assert install_command("web") == f"pip install -e '{ROOT}[web]'"
+    assert install_command("web") == f"pip install -e '{ROOT}/packages/palaestra[web]'"
 
 
 @pytest.mark.parametrize(

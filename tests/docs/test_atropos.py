@@ -1,4 +1,4 @@
-"""docs/atropos.md: what it prints runs, and what it says is tested where it says so."""
+"""docs/atropos.md: an environment of Atropos runs, and what the page says is tested where it says so."""
 
 from __future__ import annotations
 
@@ -20,6 +20,38 @@ from palaestra_tokens.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "atropos.md").read_text("utf-8")
+SCRIPT = """
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+
+class CoinEnv(BaseEnv):
+    name = "coin"
+
+    @classmethod
+    def config_init(cls):
+        return BaseEnvConfig(group_size=2), [APIServerConfig(model_name="NAME", base_url="http://localhost:8000/v1")]
+
+    async def setup(self):
+        self.left = ["heads", "tails"]
+
+    async def get_next_item(self):
+        return self.left.pop() if self.left else None
+
+    async def collect_trajectory(self, item):
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            asked = [{"role": "user", "content": "Heads or tails?"}]
+            said = await managed.chat_completion(messages=asked, max_tokens=8)
+            node = managed.get_state()["nodes"][-1]
+        score = float(item in (said.choices[0].message.content or ""))
+        row = {"tokens": node.tokens, "masks": node.masked_tokens, "inference_logprobs": node.logprobs}
+        return row | {"scores": score}, []
+
+    async def evaluate(self, *args, **kwargs):
+        return None
+
+if __name__ == "__main__":
+    CoinEnv.cli()
+"""
+"""An environment as Atropos's documentation writes them."""
 
 
 async def rolled_out(script: Path, model: Path) -> tuple[int, str]:
@@ -37,10 +69,9 @@ async def rolled_out(script: Path, model: Path) -> tuple[int, str]:
 
 
 @pytest.mark.slots
-def test_the_printed_environment_runs_when_it_is_ported(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```python\n# their_env\.py\n(.*?)```", PAGE, re.DOTALL)
+def test_an_environment_runs_when_it_is_ported(tmp_path: Path) -> None:
     script, model = tmp_path / "their_env.py", tmp_path / "model"
-    script.write_text(block)
+    script.write_text(SCRIPT)
     assert main(["env", "port", str(script), "--write"]) in (0, None)
     model.mkdir()
     save_tokenizer(train_tokenizer(), model)
@@ -55,5 +86,5 @@ def test_each_test_that_is_named_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", PAGE))
     source = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests/interop").glob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)\(", source, re.MULTILINE))
+    assert named
     assert named <= defined
-    assert {name for name in defined if name.startswith("test_theirs_")} <= named

@@ -1,4 +1,4 @@
-"""The table of claims in docs/security/claims.md: what the attacks have shown; every attack is behind a claim."""
+"""The table of claims in docs/reference/attacks.md: what the attacks have shown; every attack is behind a claim."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_files_behind_claims_about_the_host_exist(claims: ModuleType) -> None:
 
 
 def test_tests_of_what_ends_in_a_score_exist() -> None:
-    table = (ROOT / "tests/rollouts/grading/README.md").read_text(encoding="utf-8")
+    table = (ROOT / "packages/palaestra/tests/rollouts/grading/README.md").read_text(encoding="utf-8")
     named = re.findall(r"`((?:extensions/|packages/)?[\w/]*tests/[\w/.]+)`", table)
     assert len(named) > 20
     assert [name for name in named if not (ROOT / name).is_file()] == []

@@ -45,7 +45,7 @@ NOT_RUN = {
     "gateway/platforms.md": "needs accounts of chat platforms",
     "harbor.md": "needs Harbor's data sets: `make faces`",
     "inspect.md": "needs Inspect: `make faces`",
-    "migration.md": "the printed environments run: test_migration.py",
+    "migration.md": "ports scripts and tasks that the reader has; the tests of both commands run them",
     "sandboxes/images.md": "pulls images from registries",
     "sandboxes/lifetimes.md": "asks a person before it removes what other runs left",
     "scaling.md": CLUSTER,

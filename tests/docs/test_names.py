@@ -12,8 +12,7 @@ import click
 from palaestra.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"palaestra": ROOT / "src/palaestra"}
-PACKAGES |= {path.name: path for path in (*ROOT.glob("packages/*/src/*"), *ROOT.glob("extensions/*/src/*"))}
+PACKAGES = {path.name: path for path in (*ROOT.glob("packages/*/src/*"), *ROOT.glob("extensions/*/src/*"))}
 PROJECTS = [ROOT, *ROOT.glob("packages/*"), *ROOT.glob("extensions/*")]
 FOLDERS = [
     *PROJECTS,
@@ -30,6 +29,7 @@ PAGES = [
     *sorted(ROOT.glob("packages/*/README.md")),
     *sorted(ROOT.glob("extensions/*/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "CONTRIBUTING.md",
 ]
 
 

@@ -28,8 +28,6 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.slots
 def test_the_commands_work_one_after_the_other(tmp_path: Path) -> None:
-    (block,) = blocks("python")
-    (tmp_path / "night_env.py").write_text(block)
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     argv = ["bash", "-euc", "\n".join(blocks("bash"))]
     done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
@@ -60,5 +58,5 @@ def test_every_setting_that_is_named_exists() -> None:
             assert name in HermesAgentEnvConfig.model_fields
         assert not stage or stage == "STAGE" or stage in IDLE_LIMITS
     assert len(named) > 8
-    assert set(re.findall(r"^```(\w*)$", PAGE, re.MULTILINE)) == {"", "python", "bash", "yaml"}
-    assert PAGE.count("```") == 2 * sum(len(blocks(language)) for language in ("python", "bash", "yaml"))
+    assert set(re.findall(r"^```(\w*)$", PAGE, re.MULTILINE)) == {"", "bash", "yaml"}
+    assert PAGE.count("```") == 2 * sum(len(blocks(language)) for language in ("bash", "yaml"))

@@ -1,4 +1,4 @@
-"""The environments in the docs run as they are printed there."""
+"""The environments of the pages and of the examples run as they are."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from envs.scripts import groups_file
 from palaestra.cli.main import main
 
 DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = DOCS.parent / "examples"
 
 
 def written(folder: Path, name: str) -> Path:
+    """The environment of a page, or of the examples, in this folder."""
     pages = "".join(page.read_text() for page in sorted(DOCS.glob("*/*.md")))
     block = re.search(rf"```python\n# {name}\n(.*?)```", pages, re.DOTALL)
-    assert block is not None
     path = folder / name
-    path.write_text(block.group(1))
+    path.write_text(block[1] if block is not None else (EXAMPLES / name).read_text())
     return path
 
 

@@ -50,7 +50,7 @@ def test_every_page_is_linked() -> None:
 
 
 def test_the_package_and_its_metadata_promise_the_same() -> None:
-    project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((README.parent / "packages/palaestra/pyproject.toml").read_text())["project"]
     topic = project["description"].partition(":")[0]
     assert topic.lower() in " ".join((palaestra.__doc__ or "").lower().split())
     names = ("chat", "batch", "view", "gateway", "report")

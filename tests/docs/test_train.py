@@ -1,4 +1,4 @@
-"""docs/train.md: its environment, its command and its program run as they are printed."""
+"""docs/train.md: its command and its program run as they are printed, with the environment of the examples."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs the extra 'trl': make test-torch"),
 ]
 
-PAGE = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "train.md").read_text()
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
     make_tiny(tmp_path / "tiny", practice=200)
-    environment, program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "note_env.py").write_text(environment)
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "train.py").write_text(program.replace("/tmp/tiny", str(tmp_path / "tiny")))
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    printed = re.search(r"^palaestra (train note_env.py .*)$", PAGE, re.MULTILINE)
+    printed = re.search(r"^palaestra (train examples/note_env.py .*)$", PAGE, re.MULTILINE)
     assert printed is not None
     words = shlex.split(printed[1].replace("/tmp/tiny", str(tmp_path / "tiny")).replace("--steps 20", "--steps 2"))
     for command in (["-m", "palaestra", *words], ["train.py"]):

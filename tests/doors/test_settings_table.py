@@ -38,6 +38,7 @@ from palaestra_chat.store import ConversationStore
 from palaestra_contract.contract_environment import OF_ROLLOUTS, plays_none
 from palaestra_gateway.assembly import assembled
 from palaestra_gateway.config import GatewayConfig
+from palaestra_slots.core import config as core
 from palaestra_slots.core.config import COMMAND_LINE
 from palaestra_slots.core.errors import ConfigError, PalaestraError
 from palaestra_slots.core.types import JSON
@@ -282,33 +283,80 @@ def test_a_gateway_refuses_the_settings_of_other_doors(name: str) -> None:
         GatewayConfig.model_validate({name: 1})
 
 
+PLAIN = [
+    "json.loads(handle_function_call('terminal', {'command': 'echo at $((6 * 7))'}, 't'))['output']",
+    "json.loads(terminal_tool('echo at $((6 * 7))', task_id='t'))['output']",
+    "ToolContext('t').terminal('echo at $((6 * 7))')['output']",
+]
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("backend", ["docker", "ssh"])
+def test_plain_python_has_its_slots_where_the_variables_say(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import palaestra_contract.tools.function_calls as calls
+    from palaestra import ToolContext, handle_function_call, process_registry
+    from palaestra_contract.helpers.tool_functions import terminal_tool
+
+    names = {
+        "handle_function_call": handle_function_call,
+        "json": json,
+        "terminal_tool": terminal_tool,
+        "ToolContext": ToolContext,
+    }
+    monkeypatch.setattr(calls, "_own", None)
+    monkeypatch.setattr(calls, "_chosen", False)
+    with place(backend, tmp_path, monkeypatch) as flags:
+        monkeypatch.setenv("TERMINAL_ENV", backend)
+        for name, value in zip(flags[::2], flags[1::2], strict=True):
+            monkeypatch.setenv(f"PALAESTRA_ENV_{name.removeprefix('--env.').upper()}", value)
+        session = calls.default_session()
+        try:
+            assert {eval(way, names) for way in PLAIN} == {"at 42\n"}
+            assert process_registry.list_sessions("t") == []
+            assert backend in type(session._tasks.slots.backend).__name__.lower()
+        finally:
+            session.close()
+
+
 @pytest.mark.parametrize(
-    "way",
+    ("variables", "problem"),
     [
-        "handle_function_call('terminal', {'command': 'true'})",
-        "terminal_tool('true')",
-        "ToolContext('t').terminal('true')",
-        "process_registry.completion_queue",
-        "cleanup_vm('t')",
+        ({"TERMINAL_ENV": "dokcer"}, "'dokcer' is unknown"),
+        ({"TERMINAL_TIMEOUT": "soon"}, "TERMINAL_TIMEOUT"),
+        ({"PALAESTRA_ENV_TERMINAL_BACKEN": "docker"}, "PALAESTRA_ENV_TERMINAL_BACKEN sets nothing"),
+        ({"PALAESTRA_ENV_ISOLATION": "none", "PALAESTRA_ENV_REQUIRE_SANDBOX": "true", "TERMINAL_TIMEOUT": "9"}, "none"),
     ],
 )
-def test_plain_python_refuses_variables_that_choose_a_backend(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_python_refuses_variables_as_a_run_does(
+    variables: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import palaestra_contract.tools.function_calls as calls
-    from palaestra import ToolContext, cleanup_vm, handle_function_call, process_registry
-    from palaestra_contract.helpers.tool_functions import terminal_tool
+    from palaestra import handle_function_call
 
     monkeypatch.setattr(calls, "_own", None)
     monkeypatch.setattr(calls, "_chosen", False)
-    monkeypatch.setenv("TERMINAL_ENV", "docker")
-    names = {
-        "handle_function_call": handle_function_call,
-        "terminal_tool": terminal_tool,
-        "ToolContext": ToolContext,
-        "process_registry": process_registry,
-        "cleanup_vm": cleanup_vm,
-    }
-    with pytest.raises(PalaestraError, match="TERMINAL_ENV is docker, but calls outside a run"):
-        eval(way, names)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PalaestraError, match=problem):
+        handle_function_call("terminal", {"command": "true"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting"), [("TERMINAL_LIFETIME_SECONDS", "terminal_lifetime"), ("TERMINAL_CWD", "terminal_cwd")]
+)
+@pytest.mark.parametrize("door", ["run", "eval", "batch", "chat"])
+def test_a_variable_without_effect_is_reported(
+    door: str, variable: str, setting: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(core, "_WARNED", set())
+    monkeypatch.setenv(variable, "1")
+    Path("env.py").write_text(ENVIRONMENT)
+    Path("prompts.jsonl").write_text('{"prompt": "go"}\n')
+    main([*DOORS[door], "--policy", "noop", "--show-config"])
+    (warning,) = [message for message in caplog.messages if setting in message]
+    assert "ignores settings that it does not have" in warning
 
 
 @pytest.mark.slots

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
@@ -25,3 +27,14 @@ def test_a_benchmark_finds_what_it_imports(path: Path) -> None:
         for alias in node.names:
             if not hasattr(module, alias.name):
                 importlib.import_module(f"{node.module}.{alias.name}")
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_a_benchmark_finds_what_it_imports_from_tests(path: Path) -> None:
+    text = path.read_text()
+    folders = [ROOT / name for name in re.findall(r'sys\.path\.insert\(0, .*parents\[1\] / "(.*)"\)', text)]
+    for node in ast.walk(ast.parse(text)):
+        parts = (getattr(node, "module", None) or "").split(".") if isinstance(node, ast.ImportFrom) else [""]
+        if any((tests / parts[0]).is_dir() for tests in (ROOT / "tests", *ROOT.glob("*/*/tests")) if parts[0]):
+            found = [folder / "/".join(parts) for folder in folders]
+            assert any(each.is_dir() or each.with_suffix(".py").is_file() for each in found), ".".join(parts)

@@ -101,7 +101,7 @@ def test_text_is_readable_on_a_phone() -> None:
 @pytest.mark.slow
 def test_the_check_finds_a_plot_that_is_older_than_its_data(tmp_path: Path) -> None:
     needed = [
-        "scripts", "docs/pictures", "README.md", "src/palaestra/rollouts/observe/console.py",
+        "scripts", "docs/pictures", "README.md", "packages/palaestra/src/palaestra/rollouts/observe/console.py",
         "extensions/chat/src/palaestra_chat/terminal", "extensions/view/src/palaestra_view/page",
     ]  # fmt: skip
     for path in needed:

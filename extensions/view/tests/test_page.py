@@ -101,6 +101,11 @@ def test_every_view_of_a_real_run_opens_without_an_error(real: Path, chromium: s
 
     async def visit(page: Page, base: str) -> None:
         assert await page.locator("table.wide tbody tr").count() == 1
+        await page.click("text=table of figures")
+        await page.wait_for_selector("table.wide caption")
+        assert "pass@1" in await page.locator("table.wide", has=page.locator("caption")).inner_text()
+        await page.click("text=table of figures")
+        assert await page.locator("table.wide").count() == 1
         await page.click("table.wide tbody th a")
         await page.wait_for_selector("a.row")
         assert await page.locator("a.row").count() == 12

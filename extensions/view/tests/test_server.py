@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import csv
 import json
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import aiohttp
 import pytest
 from recorded import TWO_CALLS, rollout, sky, write_run
 
+from palaestra.cli.main import main
 from palaestra.rollouts.events import RolloutEnded
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.observe.status_file import STATUS_NAME, STATUS_SCHEMA, started_ticks
@@ -107,6 +109,33 @@ def test_the_first_address_sets_a_cookie_that_then_opens_everything(tmp_path: Pa
                     assert response.headers["X-Content-Type-Options"] == "nosniff"
 
     visit(write_run(tmp_path / "run", sky()), scenario)
+
+
+def test_the_table_of_several_runs_is_the_one_that_the_command_prints(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "runs"
+    names = ["env--a/one", "env--b/two"]
+    for name in names:
+        write_run(root / name, sky(), config={"env": {"group_size": 4}})
+    assert main(["runs", "--table", "--format", "csv", *(str(root / name) for name in names)]) == 0
+    printed = list(csv.reader(capfd.readouterr().out.splitlines()))
+
+    async def scenario(caller: Caller) -> None:
+        found = await caller.get("table", run=names)
+        shown = [dict(zip(found["columns"], row["cells"], strict=True)) for row in found["rows"]]
+        assert [row["run"] for row in found["rows"]] == names
+        assert {"pass@1", "pass@k", "mean reward", "tasks scored", "time", "tokens"} <= {*found["columns"]}
+        for row, line in zip(shown, printed[1:], strict=True):
+            figures = dict(zip(printed[0], line, strict=True))
+            assert row["pass@1"].split()[0] == f"{float(figures['pass_1']):.3f}"
+            assert row["tasks scored"] == f"{figures['tasks_scored']} of {figures['tasks']}"
+        other = await caller.get("table", run=["env--a/one", "../outside"])
+        assert [row["run"] for row in other["rows"]] == ["env--a/one"]
+        assert "does not show a run" in other["problems"]["../outside"]
+        assert (await caller.get("table"))["rows"] == []
+
+    visit(root, scenario)
 
 
 def test_nothing_outside_the_runs_is_served(tmp_path: Path) -> None:

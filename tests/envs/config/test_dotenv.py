@@ -323,13 +323,11 @@ def test_a_foreign_folder_configures_no_command(
 def test_children_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
     """Python puts the current folder on the path of `python -m`, unless it is told not to."""
     root = Path(__file__).parents[3]
-    folders = (root / "src", *root.glob("packages/*/src"), *root.glob("extensions/*/src"))
+    folders = (*root.glob("packages/*/src"), *root.glob("extensions/*/src"))
     text = "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     assert not re.findall(r'sys\.executable,\s*"-[mc]"', text)
     (tmp_path / "pip").mkdir()
     (tmp_path / "pip/__main__.py").write_text("open('started', 'w').close()\n")
-    ask = (
-        "import asyncio; from palaestra_suites.toolchain.wheel_install import pip_settings; asyncio.run(pip_settings())"
-    )
+    ask = "import asyncio; from palaestra_slots.images.wheel_install import pip_settings; asyncio.run(pip_settings())"
     subprocess.run([sys.executable, "-P", "-c", ask], cwd=tmp_path, check=True)
     assert not (tmp_path / "started").exists()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -245,6 +246,59 @@ async def test_a_played_rollout_may_end_before_it_is_finished() -> None:
         play = await session.play("square-2")
         assert '"exit_code": 0' in await play.call("terminal", {"command": "echo 4 > answer.txt"})
         assert (await play.finish()).outcome is palaestra.Outcome.MAX_TURNS
+
+
+def asking(answers: int) -> Any:
+    @environment(toolsets=[])
+    def talk() -> Iterator[Task]:
+        yield Task("one", "Hello.")
+
+    @talk.user
+    def person(messages: Sequence[Any]) -> str | None:
+        said = [each["content"] for each in messages if each["role"] == "assistant" and each["content"]]
+        return f"and after {said[-1]}?" if len(said) <= answers else None
+
+    @talk.tool
+    def look(what: str) -> str:
+        """Look."""
+        return f"saw {what}"
+
+    @talk.score
+    def spoken(rollout: Any) -> float:
+        return float(sum(each["role"] == "assistant" and bool(each["content"]) for each in rollout.messages))
+
+    return talk
+
+
+@in_loop
+async def test_a_program_talks_to_the_environments_user() -> None:
+    async with Session(asking(2), policy="caller") as session:
+        play = await session.play("one")
+        assert await play.say("a") == "and after a?"
+        assert await play.call("look", {"what": "b"}) == "saw b"
+        assert await play.say("c") == "and after c?"
+        assert await play.say("d") is None  # the user has nothing to add
+        trajectory = await play.finish("unsaid")
+    assert (trajectory.reward, trajectory.messages[-1]["content"]) == (3.0, "d")
+    assert trajectory.outcome is palaestra.Outcome.NATURAL
+
+
+@in_loop
+async def test_the_last_word_is_said_once_whatever_the_user_would_answer() -> None:
+    async with Session(asking(99), policy="caller", max_agent_turns=5) as session:
+        silent, play = await session.play("one"), await session.play("one")
+        assert (await silent.finish("done")).messages[1:] == [{"role": "assistant", "content": "done"}]
+        assert await play.say("a") == "and after a?"
+        trajectory = await play.finish("done")
+    assert [each["content"] for each in trajectory.messages[1:]] == ["a", "and after a?", "done"]
+    assert (trajectory.reward, trajectory.outcome) == (2.0, palaestra.Outcome.NATURAL)
+
+
+def test_a_conversation_without_a_user_ends_with_the_first_word() -> None:
+    with Session(squares(n=2), policy="caller") as session:
+        play = session.play("square-1")
+        assert play.say("hello") is None
+        assert play.finish().messages[-1]["content"] == "hello"
 
 
 @in_loop

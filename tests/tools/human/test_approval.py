@@ -14,7 +14,9 @@ from palaestra_contract.tools.function_calls import ToolSession
 from palaestra_slots.core.errors import IsolationUnavailable
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Slot
-from tools.desk import AtDesk, Desk
+from tools.desk import AtDesk, Desk, at_desk
+
+__all__ = ["at_desk"]  # the fixture
 
 DANGEROUS = [
     "rm -rf build",

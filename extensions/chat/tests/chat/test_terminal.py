@@ -24,7 +24,7 @@ from palaestra_tokens.testing.echo_chat_server import EchoChatServer, reply_to
 
 pytestmark = pytest.mark.slow
 
-HOST_WRITER = str(Path(__file__).parents[4] / "tests/tools/mcp/host_writer.py")
+HOST_WRITER = str(Path(__file__).parents[4] / "packages/palaestra/tests/tools/mcp/host_writer.py")
 """A real MCP server whose tools write files on the host."""
 CTRL_C, CTRL_D = "\x03", "\x04"
 PROMPT = "(plan|ask|auto) · "

@@ -159,7 +159,7 @@ def test_a_turn_is_cancelled_and_a_session_is_listed_loaded_and_forked(tmp_path:
 
 
 def test_an_editor_decides_on_calls_that_change_the_host(tmp_path: Path) -> None:
-    script = str(Path(__file__).parents[4] / "tests/tools/mcp/host_writer.py")
+    script = str(Path(__file__).parents[4] / "packages/palaestra/tests/tools/mcp/host_writer.py")
     settings = tmp_path / "mcp.json"
     settings.write_text(json.dumps({"mcpServers": {"fs": {"command": sys.executable, "args": [script]}}}))
     file = tmp_path / "written"
@@ -188,7 +188,7 @@ def test_an_editor_chooses_the_model_and_brings_servers_and_the_user_has_hooks(t
     hooks = {"hooks": {"PreToolUse": [{"matcher": "mcp__my_fs__wipe", "hooks": [hook]}]}}
     (own / "hooks.json").write_text(json.dumps(hooks))
     (own / "hooks.json").chmod(0o600)
-    script = str(Path(__file__).parents[4] / "tests/tools/mcp/host_writer.py")
+    script = str(Path(__file__).parents[4] / "packages/palaestra/tests/tools/mcp/host_writer.py")
     file = tmp_path / "written"
     mine = schema.McpServerStdio(name="my fs", command=sys.executable, args=[script], env=[])
     gone = schema.HttpMcpServer(type="http", name="gone", url="http://127.0.0.1:9/mcp", headers=[])

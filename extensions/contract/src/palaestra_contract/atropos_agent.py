@@ -30,6 +30,13 @@ AGENT_SYSTEM_PROMPT = (
     "and check what your action did. Trust what the tools say over what you expect."
 )
 
+_OF_COMMANDS = frozenset({"exit_code", "returncode", "sandboxed"})
+_FOR_HOOKS = frozenset({
+    "returncode", "timeout", "sandboxed", "network_isolated", "stateful", "stdout", "stderr", "rung", "duration_s",
+    "cpu_s", "max_rss_bytes",
+})  # fmt: skip
+"""What results of commands tell hooks beyond what a model reads."""
+
 
 class CallResult(Protocol):
     """The result of a call: a `ToolResult`, or the `ExecutionResult` of an environment's `exec_tool`."""
@@ -217,7 +224,10 @@ class AtroposAgent:
         if self.config.working_dir is not None and self._takes_workdir(name):
             arguments = {"workdir": self.config.working_dir, **arguments}
         result = await self._execute(ToolCall(name, arguments))
-        return result_text(result.success, result.output, result.error, result.metadata)
+        metadata = result.metadata
+        if metadata.keys() >= _OF_COMMANDS:  # the form for hooks; the model reads the same text as in a rollout
+            metadata = {name: value for name, value in metadata.items() if name not in _FOR_HOOKS}
+        return result_text(result.success, result.output, result.error, metadata)
 
     def _takes_workdir(self, name: str) -> bool:
         tool = self.tools.get(name)

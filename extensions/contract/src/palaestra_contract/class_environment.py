@@ -26,6 +26,7 @@ from collections.abc import (
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
+from inspect import isawaitable
 from typing import Self
 
 from palaestra.agent.result import AgentResult, ended_loops
@@ -192,7 +193,7 @@ class ClassEnvironment(EvaluatedEnvironment):
     async def tasks(self) -> AsyncIterator[Task]:
         if self._items is not None:
             for number, item in enumerate(self._items, self._first):
-                yield self._task(item, number)
+                yield await self._task(item, number)
             return
         await self.set_up()
         number = 0
@@ -200,17 +201,19 @@ class ClassEnvironment(EvaluatedEnvironment):
             item = await run_hook(ConfigError, self.next_item(), f"{self.name} has no item {number}: get_next_item")
             if item is None:
                 return
-            yield self._task(item, number)
+            yield await self._task(item, number)
             number += 1
 
     async def next_item(self) -> Item:
         """Return the next item, or None at the end."""
         return await settled(self.inner.get_next_item())
 
-    def _task(self, item: Item, number: int) -> Task:
+    async def _task(self, item: Item, number: int) -> Task:
         """Return the task of an item. For an unusable item, return a task that `resolve` refuses with the reason."""
         try:
             task = self.task(item, number)
+            if isawaitable(task.prompt):
+                task = replace(task, prompt=await task.prompt)
             if not isinstance(task.prompt, str | Sequence):
                 raise TaskError(f"format_prompt returned {task.prompt!r:.100}, which is neither text nor messages")
         except Exception as error:
@@ -232,7 +235,7 @@ class ClassEnvironment(EvaluatedEnvironment):
             first, left, expected = self._evaluated, evaluation.limit, len(items)
             if self.choice is not None:
                 self._evaluated += len(items)
-                ids = [self._task(item, number).id for number, item in enumerate(items, first)]
+                ids = [(await self._task(item, number)).id for number, item in enumerate(items, first)]
                 evaluated.update(dict.fromkeys(ids))
                 choice = self.choice.among(ids)
                 chosen = [each for each in dict.fromkeys(ids) if each in choice]

@@ -253,7 +253,7 @@ class ContractEnvironment(CollectedEnvironment):
         opening = None
         if attempt is not None:
             inner, item = self.inner, attempt.item
-            prompt, solution = inner.format_prompt(item), inner.reference_solution(item)
+            prompt, solution = await settled(inner.format_prompt(item)), inner.reference_solution(item)
             rollout.use_task(replace(rollout.task, data=item, prompt=prompt, solution=solution))
             rollout.meta["hooks"], opening = attempt.hooks, attempt.messages
             if attempt.tools is not None:

@@ -23,7 +23,7 @@ from palaestra_contract.scored_data import PLACEHOLDER, ScoredDataItem, ScoredRo
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.printable import without_middle
 from palaestra_slots.core.types import JSON, Message
-from palaestra_slots.core.user_code import called, score_of
+from palaestra_slots.core.user_code import called, score_of, settled
 from palaestra_tokens.config import APIServerConfig
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class HermesAgentBaseEnv(BaseEnv):
         messages: list[Message] = []
         if prompt := system_prompt(self.config):
             messages.append({"role": "system", "content": prompt})
-        messages.append({"role": "user", "content": self.format_prompt(item)})
+        messages.append({"role": "user", "content": await settled(self.format_prompt(item))})
         rollout = CURRENT.get()
         task_id = str(uuid.uuid4()) if rollout is None else rollout.rollout_id
         path = self._collect_trajectory_sandbox if self._use_sandbox_backend() else self._collect_trajectory_local

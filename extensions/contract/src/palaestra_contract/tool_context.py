@@ -57,14 +57,18 @@ def _sync(
 def _placed(
     method: Callable[Concatenate[ToolContext, P], Coroutine[object, object, T]],
 ) -> Callable[Concatenate[ToolContext, P], Coroutine[object, object, T]]:
-    """Make the method run on its slot's event loop, which is not the caller's loop if a `ToolSession` holds the
-    slot."""
+    """Make the method run on its slot's event loop, which is not the caller's loop if a `ToolSession` holds the slot or
+    the caller has made a loop of its own."""
 
     @functools.wraps(method)
     async def run(self: ToolContext, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.session is None or asyncio.get_running_loop() is self.loop:
-            return await method(self, *args, **kwargs)
-        return await asyncio.wrap_future(self.session.post(method(self, *args, **kwargs)))
+        work = method(self, *args, **kwargs)
+        if asyncio.get_running_loop() is self.loop:
+            return await work
+        if self.session is not None:
+            return await asyncio.wrap_future(self.session.post(work))
+        # Waits in a thread, where it is noticed if a hook blocks the slot's loop until this call has ended.
+        return await asyncio.to_thread(wait_for_sync, work, loop=self.loop, twin=f"ToolContext.{method.__name__}")
 
     return run
 

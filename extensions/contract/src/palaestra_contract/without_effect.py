@@ -47,6 +47,7 @@ SETTINGS: Mapping[str, tuple[object, str]] = {
     "tool_result_overrides": (None, _LIMITS),
     "build_budget_config": (_budget, _LIMITS),
     "terminal_lifetime": (3600, "a slot lives as long as its rollout"),
+    "terminal_cwd": ("", "every slot has its own workspace at /workspace"),
     "modal_workspace_base": ("/data", "every slot has its own workspace at /workspace"),
     "rolling_buffer_length": (1000, "no latency statistics are kept"),
     "tool_batch_window_ms": (20, _CALLS),

@@ -19,7 +19,7 @@ from palaestra_gateway.service import Gateway
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import Prices
 
-HOST_WRITER = str(Path(__file__).parents[4] / "tests/tools/mcp/host_writer.py")
+HOST_WRITER = str(Path(__file__).parents[4] / "packages/palaestra/tests/tools/mcp/host_writer.py")
 """A real MCP server whose tools write files on the host."""
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 

@@ -10,6 +10,7 @@ header; no answer can run a script that is not the page's own (`POLICY`). Lists 
     GET /api/runs                    [{name, reward, official, labels, indexed, …}]: `summary.run_summary` of each run,
                                      with `problems` and the number of older runs that are left out (`more`)
     GET /api/run?run                 one run: {summary, settings, provenance, training}, and `overview.overview`
+    GET /api/table?run…              {columns, rows: [{run, cells}], …}: the table of `palaestra runs --table`
     GET /api/compare?base&by&run…    paired differences between each run and `base`, by `reward` or `official`
     GET /api/rollouts?run            {total, rows}; with `where` (JSON: [[field, comparison, value], …]), `sort`,
                                      `descending=1`, `offset`, `limit`: `run_index.RunIndex.rows`
@@ -42,6 +43,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from palaestra.envs.run.run_table import ABOUT, TableRow, cells, table_row
 from palaestra.rollouts.annotations import Annotation, annotation, write_annotations
 from palaestra_slots.core.errors import ConfigError, PalaestraError
 from palaestra_slots.core.io.durable_files import UNREADABLE
@@ -133,6 +135,7 @@ class Viewer:
         return {
             "runs": lambda asked: all_runs(self.runs),
             "run": lambda asked: one_run(self.runs, asked.run),
+            "table": lambda asked: table(self.runs, asked.every("run")),
             "compare": lambda asked: compared(
                 {name: self.runs[name] for name in dict.fromkeys((*asked.every("run"), asked.one("base")))},
                 asked.one("base"),
@@ -324,6 +327,19 @@ class Query:
 
 
 _Answer = Callable[[Query], JSON]
+
+
+def table(runs: OpenRuns, names: Sequence[str]) -> JSON:
+    """Return the table over these runs. A run that has none, such as a file of another program, is a problem."""
+    rows, problems = dict[str, TableRow](), dict[str, str]()
+    for name in dict.fromkeys(names):
+        try:
+            rows[name] = table_row(runs[name].path.parent)
+        except (PalaestraError, OSError, ValueError) as error:
+            problems[name] = str(error)
+    columns, lines = cells(list(rows.values()))
+    shown = [{"run": name, "cells": line} for name, line in zip(rows, lines, strict=True)]
+    return {"columns": columns, "rows": shown, "about": ABOUT, "problems": problems}
 
 
 def all_runs(runs: OpenRuns) -> JSON:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import queue
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from palaestra_slots.core import sync_bridge
 from palaestra_slots.core.sync_bridge import bridged, called_with_sync, wait_for_sync
+from palaestra_slots.core.types import JSON
 
 Sync = Callable[[int], int]
 
@@ -175,13 +179,130 @@ def test_a_plain_hook_may_wait_for_its_own_threads() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.slow
-def test_an_async_hook_that_waits_for_its_own_threads_fails() -> None:
-    async def hook(double: Sync) -> list[int]:
+def in_a_bare_thread(double: Sync) -> list[int]:
+    """Call a function in a thread whose errors nobody sees."""
+    values: list[int] = []
+    thread = threading.Thread(target=lambda: values.append(double(5)))
+    thread.start()
+    thread.join()
+    return values
+
+
+def behind_an_event(double: Sync) -> list[int]:
+    values, done = list[int](), threading.Event()
+
+    def work() -> None:
+        try:
+            values.append(double(5))
+        finally:
+            done.set()
+
+    threading.Thread(target=work).start()
+    done.wait()
+    return values
+
+
+def a_future(double: Sync) -> list[int]:
+    pool = ThreadPoolExecutor(1)
+    return [pool.submit(double, 5).result()]
+
+
+def a_queue(double: Sync) -> list[int]:
+    values: queue.Queue[int] = queue.Queue()
+    threading.Thread(target=lambda: values.put(double(5)), daemon=True).start()
+    try:
+        return [values.get(timeout=3)]
+    except queue.Empty:
+        return []
+
+
+def caught(double: Sync) -> list[int]:
+    """A hook that swallows the refusal, and would score the work with it."""
+    try:
         return in_two_threads(double)
+    except RuntimeError:
+        return []
+
+
+WAYS = [in_two_threads, in_a_bare_thread, behind_an_event, a_future, a_queue, caught]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_an_async_hook_may_wait_for_its_own_threads(
+    way: Callable[[Sync], list[int]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync_bridge, "BLOCKED_S", 0.5)
+    monkeypatch.setattr(sync_bridge, "_blocking", set())
+    begun = 0
+
+    async def hook(double: Sync) -> list[int]:
+        nonlocal begun
+        begun += 1
+        await asyncio.sleep(0)
+        return [*way(double), double(1)]
+
+    async def main() -> None:
+        double = doubling()
+        right = [*((2, 4) if way in (in_two_threads, caught) else (10,)), 2]
+        assert await called_with_sync(hook, double) == right
+        assert await called_with_sync(hook, double) == right
+
+    asyncio.run(main())
+    assert begun == 3  # the second call knows the hook
+    assert caplog.text.count("hook blocks the event loop") == 1
+
+
+@pytest.mark.slow
+def test_only_the_hook_that_blocks_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_bridge, "BLOCKED_S", 0.5)
+    begun: list[str] = []
+
+    async def main() -> None:
+        double = doubling()
+
+        async def blocking() -> list[int]:
+            begun.append("blocking")
+            return in_two_threads(double)
+
+        async def beside() -> int:
+            begun.append("beside")
+            await asyncio.sleep(0.1)
+            return double(7)
+
+        assert await asyncio.gather(called_with_sync(beside), called_with_sync(blocking)) == [14, [2, 4]]
+
+    asyncio.run(main())
+    assert sorted(begun) == ["beside", "blocking", "blocking"]
+
+
+@pytest.mark.slow
+def test_a_hook_around_the_hook_that_blocks_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_bridge, "BLOCKED_S", 0.5)
+    begun: list[str] = []
+
+    async def inner(double: Sync) -> list[int]:
+        begun.append("inner")
+        return in_two_threads(double)
+
+    async def outer(double: Sync) -> JSON:
+        begun.append("outer")
+        return await called_with_sync(inner, double)
+
+    async def main() -> JSON:
+        return await called_with_sync(outer, doubling())
+
+    assert asyncio.run(main()) == [2, 4]
+    assert begun == ["outer", "inner", "inner"]
+
+
+@pytest.mark.slow
+def test_a_loop_that_is_blocked_outside_a_hook_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_bridge, "BLOCKED_S", 0.5)
 
     async def main() -> None:
         with pytest.raises(RuntimeError, match=r"has blocked the event loop.*double_async"):
-            await called_with_sync(hook, doubling())
+            in_two_threads(doubling())
 
     asyncio.run(main())

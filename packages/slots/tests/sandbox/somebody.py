@@ -32,7 +32,7 @@ def interpreter() -> str | None:
 def as_somebody(*argv: str, cwd: str | Path = "/", timeout_s: float = 20) -> subprocess.CompletedProcess[str]:
     """Run without root, without our groups and with a clean environment."""
     # An editable install is a .pth file of site-packages, which only a Python of its own environment reads.
-    ours = [ROOT / "src", *ROOT.glob("packages/*/src"), *ROOT.glob("extensions/*/src")]
+    ours = [*ROOT.glob("packages/*/src"), *ROOT.glob("extensions/*/src")]
     path = ":".join(map(str, [*ours, sysconfig.get_paths()["purelib"]]))
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     try:

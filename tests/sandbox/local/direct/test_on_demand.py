@@ -250,14 +250,20 @@ def test_reads_that_are_given_up_leave_no_file_open(over_work: Callable[[Body], 
 
 
 def test_a_score_that_reads_a_file_needs_one_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of the agent make the only slot; a score that runs a command makes the second."""
+    """The commands of the agent make the only slot, however many files they write; a score that runs a command makes
+    the second, and so does work with links."""
     counts: dict[str, int] = {}
 
     @environment(toolsets=["terminal"])
     def copies() -> Iterator[Task]:
-        yield Task(id="copy", prompt="Copy a to b", files={"a": "1"}, solution="cp a b")
+        yield Task(id="copy", prompt="Copy a to b", files={"a": "1"}, solution="cp a b; cp a c; mkdir d; cp a d/b")
+
+    @environment(toolsets=["terminal"])
+    def links() -> Iterator[Task]:
+        yield Task(id="copy", prompt="Copy a to b", files={"a": "1"}, solution="cp a b; ln b c")
 
     @copies.score
+    @links.score
     async def copied(sandbox: Slot) -> bool:
         return await sandbox.read_text("b") == "1"
 
@@ -276,7 +282,7 @@ def test_a_score_that_reads_a_file_needs_one_slot(tmp_path: Path, monkeypatch: p
         return await started(self)
 
     monkeypatch.setattr(OnDemandSlot, "_make_slot", counted)
-    for env, made_for_score in ((copies, {}), (listed, {"made": 1})):
+    for env, made_for_score in ((copies, {}), (listed, {"made": 1}), (links, {"made": 2})):
         try:
             run = palaestra.run_sync(env, policy="oracle", folder=tmp_path, isolation="full")
         except IsolationUnavailable as error:

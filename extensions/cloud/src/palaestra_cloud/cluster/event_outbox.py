@@ -15,6 +15,7 @@ import msgspec
 
 from palaestra.rollouts.events import (
     Alive,
+    CostSpent,
     Graded,
     Handlers,
     JournalEvent,
@@ -146,7 +147,9 @@ class Forwarding:
         self._unheard = unheard
 
     def handlers(self) -> Handlers:
-        heard = [each for each in (RolloutBegun, TokensSpent, Graded, Note) if _KIND[each] not in self._unheard]
+        heard = [
+            each for each in (RolloutBegun, TokensSpent, CostSpent, Graded, Note) if _KIND[each] not in self._unheard
+        ]
         return dict.fromkeys(heard, self._forward) | {Alive: self._on_alive}
 
     def _forward(self, event: MemoryEvent) -> None:

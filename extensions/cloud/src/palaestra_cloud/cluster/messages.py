@@ -30,6 +30,7 @@ import msgspec
 from palaestra.rollouts.events import (
     Alive,
     AttemptDiscarded,
+    CostSpent,
     Graded,
     GroupEnded,
     GroupStarted,
@@ -52,7 +53,7 @@ LONGEST_FRAME = 1 << 30
 
 KINDS: tuple[type[msgspec.Struct], ...] = (
     GroupStarted, TurnTaken, ReplyReceived, RolloutResumed, RolloutEnded, AttemptDiscarded, GroupEnded,
-    RolloutBegun, Alive, TokensSpent, Graded, Note,
+    RolloutBegun, Alive, TokensSpent, Graded, Note, CostSpent,
 )  # fmt: skip
 """The events that a worker returns. The place of a class in this list is the `kind` of its entries."""
 

@@ -33,7 +33,7 @@ from palaestra.tools.runtime.runtime import ToolRecordings, ToolRuntime, tools_o
 from palaestra.tools.settings import ToolSettings
 from palaestra_contract.tools.executor import DelegationSource, ToolExecutorConfig
 from palaestra_contract.tools.session_tasks import SessionTasks, ToolSessionConfig
-from palaestra_slots.core.errors import ConfigError, SandboxError
+from palaestra_slots.core.errors import SandboxError
 from palaestra_slots.core.sync_bridge import wait_for_sync
 from palaestra_slots.core.types import JSON
 from palaestra_slots.processes.notifications import Notifications
@@ -283,30 +283,31 @@ def lent_session(make: Callable[[], ToolSession]) -> Iterator[None]:
 
 def default_session() -> ToolSession:
     """Return the process's session: the one that `use_session` set, the one that the run lends, or else a session with
-    default settings. It is closed when the interpreter exits."""
+    the settings of the process's variables. It is closed when the interpreter exits."""
     global _own
     with _choosing:
         if _lent and not _chosen:
             return _lent[-1]()
         if _own is None:
-            _own = ToolSession(config=_of_variables())
+            _own = _session_of_variables()
             atexit.register(_own.close)
         return _own
 
 
-def _of_variables() -> ToolSessionConfig:
-    """Return the settings of a session that nobody configured. Existing programs configure it with the variables of the
-    process. Raises `ConfigError` for a variable that would choose other slots."""
-    backend = os.environ.get("TERMINAL_ENV", "local")
-    if backend not in ("", "local", "default"):
-        raise ConfigError(
-            f"TERMINAL_ENV is {backend}, but calls outside a run have slots on this machine: unset it, or call "
-            "use_session(ToolSession(backend=…)) first"
-        )
-    try:
-        return ToolSessionConfig(timeout_s=float(os.environ.get("TERMINAL_TIMEOUT") or 120))
-    except ValueError as error:
-        raise ConfigError(f"TERMINAL_TIMEOUT: {error}") from None
+def _session_of_variables() -> ToolSession:
+    """Return a session that nobody configured. Existing programs configure it with the variables of the process, which
+    are those of a run. Raises `ConfigError`."""
+    if not any(name.startswith(("TERMINAL_", "PALAESTRA_ENV_")) for name in os.environ):
+        return ToolSession()
+    # Imported here, because most programs set no variable and need nothing of runs.
+    from palaestra.envs.config.fields import HermesAgentEnvConfig
+    from palaestra.envs.config.layers import read_environ
+    from palaestra_contract.own_tasks import session
+    from palaestra_slots.core.config import merge
+
+    config = merge(HermesAgentEnvConfig, [read_environ(os.environ, "env", HermesAgentEnvConfig)]).value
+    config.check_runnable()
+    return session(config, (), None)
 
 
 def use_session(session: ToolSession) -> None:

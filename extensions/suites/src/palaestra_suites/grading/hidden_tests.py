@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from palaestra_slots.core.types import Label, Score
+from palaestra_slots.sandbox.python_call import PACKAGES_DIR
 from palaestra_slots.sandbox.slot import WORKSPACE, Rung, Slot
 from palaestra_suites.grading.copied_answers import copied_answers, python_files, python_texts
 from palaestra_suites.grading.falsified import control, tests_in
@@ -148,7 +149,7 @@ async def run_suite(
         slot,
         python,
         "python_test_runner.py",
-        {"root": root, "tests": text, "watching": watching, "python_path": list(python_path)},
+        {"root": root, "tests": text, "watching": watching, "python_path": [*python_path, PACKAGES_DIR]},
         env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "TZ": "UTC"},
         timeout_s=timeout_s,
     )

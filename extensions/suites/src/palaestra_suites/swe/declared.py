@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from palaestra_slots.core.config import read_toml
 from palaestra_slots.core.types import JSON
-from palaestra_suites.toolchain.requirements import is_requirement
+from palaestra_slots.images.requirements import is_requirement
 
 _GROUPS = ("test", "tests", "testing", "unittest", "dev", "develop", "development", "all")
 _TEST_FILES = (

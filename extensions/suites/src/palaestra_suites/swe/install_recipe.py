@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping
 
 from palaestra_slots.core.errors import TaskError
 from palaestra_slots.core.types import JSON
+from palaestra_slots.images.requirements import is_requirement
 from palaestra_slots.images.task_files import RowFields
-from palaestra_suites.toolchain.requirements import is_requirement
 from palaestra_suites.toolchain.toolchain import Install
 
 _PIP = re.compile(r"(?:^|[;&|]\s*)(?:python3?\s+-m\s+)?pip3?\s+install\s+([^;&|\n]*)", re.MULTILINE)

@@ -36,6 +36,7 @@ from palaestra_slots.core.config import local_path
 from palaestra_slots.core.errors import ConfigError, GraderError, PrepareError, TaskError
 from palaestra_slots.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numbers
 from palaestra_slots.images.build_once import CACHE_DIR
+from palaestra_slots.images.requirements import is_requirement
 from palaestra_slots.images.slot_commands import check_execute
 from palaestra_slots.images.task_images import PullPolicy, TaskImages
 from palaestra_slots.sandbox.slot import WORKSPACE, Change, Mount, Slot, SlotSpec, View
@@ -92,7 +93,6 @@ from palaestra_suites.toolchain.interpreters import (
     this_interpreter,
 )
 from palaestra_suites.toolchain.repository_venv import VENV_DIR, RepositoryVenv, venv_toolchain
-from palaestra_suites.toolchain.requirements import is_requirement
 from palaestra_suites.toolchain.toolchain import DependencyCache, Toolchain
 
 REPOSITORY = WORKSPACE

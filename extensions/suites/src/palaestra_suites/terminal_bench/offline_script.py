@@ -17,9 +17,9 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from palaestra_slots.images.requirements import check_requirements
 from palaestra_slots.images.task_files import read_text
 from palaestra_suites.terminal_bench.terminal_task import TaskStep, TerminalTask
-from palaestra_suites.toolchain.requirements import check_requirements
 
 PROVIDED = frozenset({"pytest", "pytest-json-ctrf", "pip", "uv", "setuptools", "wheel", "pluggy", "iniconfig"})
 """Python packages that scripts request and that are provided or not needed."""

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from palaestra_slots.core.errors import PrepareError
+from palaestra_slots.images.requirements import check_requirements
 from palaestra_slots.images.slot_commands import check_execute
 from palaestra_slots.sandbox.slot import ExecutionResult, Slot
 from palaestra_suites.toolchain.interpreters import Interpreter, this_interpreter
-from palaestra_suites.toolchain.requirements import check_requirements
 from palaestra_suites.toolchain.toolchain import Install, Toolchain
 
 _log = logging.getLogger(__name__)

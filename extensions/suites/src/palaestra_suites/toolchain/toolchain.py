@@ -21,11 +21,11 @@ from pathlib import Path
 from palaestra_slots.core.errors import TaskError
 from palaestra_slots.core.types import JSON
 from palaestra_slots.images.build_once import build_once
+from palaestra_slots.images.requirements import check_requirements
 from palaestra_slots.images.task_files import RowFields
+from palaestra_slots.images.wheel_install import install_wheels
 from palaestra_slots.sandbox.slot import Mount
 from palaestra_suites.toolchain.interpreters import this_interpreter
-from palaestra_suites.toolchain.requirements import check_requirements
-from palaestra_suites.toolchain.wheel_install import install_wheels
 
 DEPENDENCIES_DIR = "/opt/palaestra/dependencies"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

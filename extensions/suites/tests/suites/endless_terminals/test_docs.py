@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -17,8 +16,7 @@ PAGE = (ROOT / "docs" / "environments" / "endless_terminals.md").read_text()
 
 
 def test_the_page_counts_what_there_is() -> None:
-    areas = dict(re.findall(r"^\| (\w+) \| (\d+) \|", PAGE, re.MULTILINE))
-    assert {area: int(count) for area, count in areas.items()} == {area: len(known) for area, known in AREAS.items()}
+    assert [name for name in AREAS if f"`{name}`" not in PAGE] == []
     assert f"There are {len(FAMILIES)} families in ten areas" in PAGE
     assert len(AREAS) == 10
     assert HIGHEST_LEVEL == 5

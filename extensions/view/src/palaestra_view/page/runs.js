@@ -27,6 +27,7 @@ export async function show(params, shell) {
   input.value = filter;
   const table = h("div.scroll", {});
   const notes = h("div", {});
+  let listed = [];
   function paint() {
     const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
     const runs = found.runs.filter((run) => words.every((word) => `${run.name} ${run.env} ${run.model} ${run.state} ${run.kind}`.toLowerCase().includes(word)));
@@ -37,6 +38,7 @@ export async function show(params, shell) {
       if (two === null) return -1;
       return (one < two ? -1 : 1) * (sorting[1] ? -1 : 1);
     });
+    listed = runs;
     const names = [...new Set(runs.flatMap((run) => Object.keys(run.criteria)))].slice(0, MOST_CRITERIA);
     const judged = runs.some((run) => run.official), labelled = runs.some((run) => Object.keys(run.labels).length), costs = runs.some((run) => run.totals.cost !== null);
     const failed = runs.some((run) => Object.keys(run.blame).length);
@@ -82,7 +84,22 @@ export async function show(params, shell) {
       result.interval ? h("div.dim.small", {}, `${result.interval[0].toFixed(2)} to ${result.interval[1].toFixed(2)}`) : null, h("div.dim.small", {}, `${plural(result.tasks, "task")}${result.undecided ? ", no winner" : ""}`),
       whole ? h("div.dim.small", {}, `unscored as 0: ${whole.difference > 0 ? "+" : ""}${whole.difference.toFixed(3)}`) : null);
   }
-  node.append(h("div.tools", {}, h("h1", {}, "Runs"), input, h("span.dim", {}, `${plural(found.runs.length, "run")} in ${found.root}`)), table, notes);
+  const benchmark = isFile() ? null : h("button.quiet", { type: "button", title: "pass@1, pass@k, cost, time and tokens of the listed runs, as palaestra runs --table prints them", onclick: () => figures().catch((error) => say(error.message)) }, "table of figures");
+  const shown = h("div.scroll", {});
+  async function figures() {
+    if (shown.firstChild) return shown.replaceChildren();
+    benchmark.disabled = true;
+    try {
+      const result = await get("table", { run: listed.map((run) => run.name) });
+      const numbers = new Set(["pass@1", "pass@k", "mean reward", "official", "tasks scored", "cost", "time", "tokens"]);
+      shown.replaceChildren(h("table.wide", {}, h("caption", {}, result.about), h("thead", {}, h("tr", {}, result.columns.map((name) => h("th", { scope: "col" }, name)))),
+        h("tbody", {}, result.rows.map((row) => h("tr", {}, row.cells.map((cell, n) => n === 0 ? h("th", { scope: "row" }, link("run", { run: row.run }, cell)) : h(numbers.has(result.columns[n]) ? "td.num" : "td", {}, cell)))))),
+      ...Object.entries(result.problems).map(([name, why]) => h("p.note", {}, `${name} is not in the table: ${why}`)));
+    } finally {
+      benchmark.disabled = false;
+    }
+  }
+  node.append(h("div.tools", {}, h("h1", {}, "Runs"), input, benchmark, h("span.dim", {}, `${plural(found.runs.length, "run")} in ${found.root}`)), shown, table, notes);
   paint();
   if (base) compare().catch((error) => say(error.message));
   return { node, live: "*", following: found.runs.some((run) => run.state === "running"), keys: { "/": ["filter", () => input.focus()] } };

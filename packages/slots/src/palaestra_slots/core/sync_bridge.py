@@ -10,22 +10,29 @@ Cancellation reaches the waiting call; context variables are shared.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import wait
+from types import CodeType
 from typing import Any, TypeVar
 
 from greenlet import getcurrent, greenlet
 
-from palaestra_slots.core.io.threads import running_loop
+from palaestra_slots.core.io.threads import in_own_thread, running_loop
 from palaestra_slots.core.types import JSON
 from palaestra_slots.core.user_code import called_off_loop
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 BLOCKED_S = 5.0
 """Seconds after which a loop that runs no callback counts as blocked."""
+
+_blocking: set[CodeType] = set()
+"""The code that was on the stack of a blocked loop. A hook with such code runs on a loop of its own."""
 
 
 class _Yield:
@@ -103,8 +110,23 @@ async def bridged(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def called_with_sync(hook: Callable[..., object], *args: object, **named: object) -> JSON:
-    """Call a hook that may make synchronous tool calls, as `called_off_loop` does, and return its answer."""
-    return await bridged(called_off_loop(hook, *args, **named))
+    """Call a hook that may make synchronous tool calls, as `called_off_loop` does, and return its answer.
+
+    An async hook that has blocked the loop, because it waited there for threads that make tool calls, is called once
+    more, and from then on, in a thread with a loop of its own.
+    """
+    code = getattr(hook, "__code__", None)
+    if code not in _blocking:
+        try:
+            answer = await bridged(called_off_loop(hook, *args, **named))
+        except Exception:
+            if code not in _blocking:
+                raise
+        else:
+            if code not in _blocking:
+                return answer
+        logger.warning("%s blocks the event loop; it runs in a thread of its own instead", hook.__qualname__)
+    return await in_own_thread(lambda: asyncio.run(bridged(called_off_loop(hook, *args, **named))))
 
 
 def is_bridged() -> bool:
@@ -132,8 +154,9 @@ def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEv
         )
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     while not wait([future], timeout=BLOCKED_S).done:
-        if not _turns(loop) and _joins(loop):
+        if not _turns(loop) and (stack := _joins(loop)):
             future.cancel()
+            _blocking.update(stack)
             raise RuntimeError(
                 f"a hook has blocked the event loop, for which the synchronous tool call of this thread waits. Make "
                 f"the hook a plain function (def), which runs in a thread of its own, or await {twin} in it"
@@ -148,10 +171,17 @@ def _turns(loop: asyncio.AbstractEventLoop) -> bool:
     return turned.wait(BLOCKED_S)
 
 
-def _joins(loop: asyncio.AbstractEventLoop) -> bool:
-    """Return whether the thread of a loop waits for another thread. It may also compute, which ends by itself."""
+def _joins(loop: asyncio.AbstractEventLoop) -> list[CodeType]:
+    """Return the code on the stack of a loop's thread if it waits for another thread; empty if it computes, which ends
+    by itself."""
     frame = sys._current_frames().get(getattr(loop, "_thread_id", 0))
-    return frame is not None and frame.f_code.co_filename == threading.__file__
+    if frame is None or frame.f_code.co_filename != threading.__file__:
+        return []
+    stack = []
+    while frame is not None:
+        stack.append(frame.f_code)
+        frame = frame.f_back
+    return stack
 
 
 def wait_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]], twin: str) -> T:

@@ -169,6 +169,9 @@ class Task:
     `solutions` are further reference solutions, each a different correct way to do the task; `env check` plays them
     too, and each must get the full score. `data`, `solution`, `solutions` and `answer` never enter an agent's slot.
 
+    `packages` are Python packages that the task's sandboxes have, in addition to those of its environment: requirements
+    such as `pandas==2.3.3`. They are installed once per image on this machine, and need no network in the sandbox.
+
     `max_turns` limits the model calls of a rollout, `time_limit` its seconds and `tokens` the tokens that it reads and
     writes. They, `system_prompt` and `temperature` come before those of the environment, and after what the user of a
     run sets. None leaves a value to the environment.
@@ -196,6 +199,7 @@ class Task:
     tokens: int | None = None
     system_prompt: str | None = None
     temperature: float | None = None
+    packages: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", str(self.id))  # rows of data sets often have numeric ids

@@ -17,12 +17,15 @@ from palaestra_slots.core.errors import WorkError
 from palaestra_slots.core.printable import without_middle
 from palaestra_slots.core.types import JSON
 
+PACKAGES_DIR = "/opt/palaestra/packages"
+"""Where a slot shows the Python packages that its task declares."""
+
 _MOST_CHARS = 2000
 _NO_PROGRAM = 127
 
 # Workspace directories come last on the import path, so that no file of the work stands in for a standard module. After
-# them come the packages that the agent installed with pip, which chooses this directory if it cannot write another. The
-# reply goes to descriptor 3, which the work cannot confuse with what it prints.
+# them come the packages of the task, and those that the agent installed with pip, which chooses this directory if it
+# cannot write another. The reply goes to descriptor 3, which the work cannot confuse with what it prints.
 # The functions that send the reply are looked up before the work is imported, because the work may replace them.
 _PROGRAM = """
 import asyncio, importlib, inspect, json, os, site, sys, traceback
@@ -65,7 +68,12 @@ def request(
         raise ValueError(f"{function!r:.100} is not a function: write package.module:function")
     if isinstance(args, str | bytes):
         raise TypeError(f"the arguments of {function} must be a list, such as [{args!r:.60}]")
-    fields = {"function": function, "args": list(args), "kwargs": dict(kwargs), "python_path": list(python_path)}
+    fields = {
+        "function": function,
+        "args": list(args),
+        "kwargs": dict(kwargs),
+        "python_path": [*python_path, PACKAGES_DIR],
+    }
     return ["python3", "-I", "-B", "-c", _PROGRAM], json.dumps(fields).encode()
 
 

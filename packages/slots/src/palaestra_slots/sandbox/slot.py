@@ -115,13 +115,15 @@ class Change:
     `kind` is file, dir, symlink, other or deleted. A file or link with the same content is not a change, whatever its
     owner, times and permissions to read and write are. `content` is False for a file with the same content that may
     run differently or has further names (hard links). `opaque` marks a directory that replaced an entry of another
-    kind; each entry of the new directory is a Change too.
+    kind; each entry of the new directory is a Change too. `single` is True for a file that is known to have no further
+    name.
     """
 
     path: str
     kind: str
     opaque: bool = False
     content: bool = True
+    single: bool = False
 
 
 @dataclass(frozen=True, slots=True)

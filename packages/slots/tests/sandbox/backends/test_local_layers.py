@@ -17,6 +17,7 @@ from palaestra_slots.core.errors import IsolationUnavailable, SandboxError, Slot
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.local.local_slot import LocalSlot
 from palaestra_slots.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
+from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots
 
@@ -493,3 +494,21 @@ def test_a_former_holder_is_refused(ground: Ground) -> None:
                 await call
 
     ground.run(body())
+
+
+def test_a_file_is_known_to_be_single_only_without_further_names(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        await slot.execute("echo a > prepared")
+        prepared = await backend.seal(slot)
+        slot = await backend.create(prepared.spec, "next", prepared)
+        await slot.execute(
+            "echo b > one; echo c > two; ln two three; ln prepared four; echo d > five; ln five /var/tmp/six"
+        )
+        await slot.execute("ln -s one link; mkdir folder; echo e > seven; ln seven folder/eight; rm folder/eight")
+        sealed = await backend.seal(slot, View(without=("/workspace/one",)))
+        single = {each.path for each in await backend.changes(sealed) if each.single}
+        assert single == {"/workspace/seven"}
+        await backend.forget(sealed)
+        await backend.forget(prepared)
+
+    on_each_rung(body)

@@ -20,11 +20,15 @@ PLAYER: ContextVar[Player | None] = ContextVar("player", default=None)
 
 class Player(ChatServer):
     """The replies of one rollout. `asked` receives the conversation when a reply is needed; the program puts the reply
-    into `replies`."""
+    into `replies`. Once it is `over`, the program has said its last word, and no user answers it."""
 
     def __init__(self) -> None:
         self.asked: asyncio.Queue[list[Message]] = asyncio.Queue()
         self.replies: asyncio.Queue[AssistantMessage] = asyncio.Queue()
+        self.over = False
+
+    def is_over(self, messages: Sequence[Message]) -> bool:
+        return self.over
 
     async def chat_completion(
         self,

@@ -34,8 +34,8 @@ from palaestra_slots.core.errors import ConfigError, PrepareError
 from palaestra_slots.core.io.durable_files import replaced
 from palaestra_slots.core.io.host_process import check_process, run_process
 from palaestra_slots.core.redaction import redacted
+from palaestra_slots.images.wheel_install import pip_settings
 from palaestra_slots.sandbox.images.unpack import Archive
-from palaestra_suites.toolchain.wheel_install import pip_settings
 
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 _LINK = re.compile(r"""<a\s[^>]*?href=["']([^"']+)["'][^>]*>([^<]+)</a>""", re.IGNORECASE)

@@ -401,11 +401,17 @@ class OnDemandSlot(Requests):
             self._slot.slot_ended()
 
     def close_in_child(self) -> None:
-        self._close_root()
-
-    def _close_root(self) -> None:
         pipes.close(self._root)
         self._root = -1
+
+    def _close_root(self) -> None:
+        """Close the mount in a thread, because the kernel then unmounts it, which can take milliseconds."""
+        root, self._root = self._root, -1
+        if root >= 0:
+            try:
+                asyncio.get_running_loop().run_in_executor(None, os.close, root)
+            except RuntimeError:  # no loop runs, or it is about to end
+                os.close(root)
 
     def _send(self, kind: FrameKind, number: int, fields: Fields, data: bytes = b"") -> None:
         raise AssertionError("an unmade slot has no requests of its own")

@@ -205,13 +205,13 @@ def _walk(
         elif stat.S_ISDIR(status.st_mode):
             yield from _walk_directory(directory, name, child, status, old, below, marks, hidden, depth)
         elif old is None:
-            yield change(child, kind_of(status.st_mode))
+            yield _change_of(child, status)
         else:
             differs = yield from content_differs(directory, name, status, old.path, old.status)
             if differs is None and stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
                 differs = False  # what writes to its other name changes it
             if differs is not None:
-                yield change(child, kind_of(status.st_mode), content=differs)
+                yield _change_of(child, status, content=differs)
 
 
 def _walk_directory(
@@ -243,6 +243,13 @@ def _walk_directory(
 def change(path: str, kind: str, opaque: bool = False, content: bool = True) -> Fields:
     """Return a change as an object with the fields of `Change` of `sandbox/slot.py`."""
     return {"path": path, "kind": kind, "opaque": opaque, **({} if content else {"content": False})}
+
+
+def _change_of(path: str, status: os.stat_result, content: bool = True) -> Fields:
+    """Return the change to an entry of the layer that is not a directory."""
+    found = change(path, kind_of(status.st_mode), content=content)
+    # A hard link to an entry below is one within the layer, because the first link copies the entry up.
+    return {**found, "single": True} if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 else found
 
 
 def _attributes(status: os.stat_result) -> tuple[int, int, int]:

@@ -1,0 +1,1 @@
+"""How environments are written, configured and run."""

@@ -1,0 +1,1 @@
+"""How flags, files and variables become settings."""

@@ -1,0 +1,1 @@
+"""The run of an environment, from its settings to its results."""

@@ -1,0 +1,1 @@
+"""What subscribes to the events of a run, and what is read from finished runs."""

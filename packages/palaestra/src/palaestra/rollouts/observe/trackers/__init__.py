@@ -1,0 +1,1 @@
+"""Experiment trackers that receive the metrics of a run."""

@@ -1,0 +1,1 @@
+"""How a killed run and its rollouts continue from the journal."""

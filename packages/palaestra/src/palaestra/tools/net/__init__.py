@@ -1,0 +1,1 @@
+"""Requests of tools to addresses that a model chooses."""

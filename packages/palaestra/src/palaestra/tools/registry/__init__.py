@@ -1,0 +1,1 @@
+"""Which tools there are, with their definitions and toolsets."""
