@@ -215,6 +215,25 @@ def test_the_failure_of_the_model_server_keeps_its_blame(way: str) -> None:
     assert {str(each.blame) for each in group.trajectories} == {"engine"}
 
 
+FAILS_ONCE = """
+    async def compute_reward(self, item, result, ctx):
+        if not os.path.exists("failed"):
+            open("failed", "w").close()
+            raise GraderError("the service of the check is busy")
+        return 1.0
+"""
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rollout_of_a_collected_group_is_played_again_after_a_failure_of_its_check(way: str) -> None:
+    collect, reward = WAYS[way]
+    imports = "from palaestra_slots.core.errors import GraderError\n"
+    Path("collecting_env.py").write_text(imports + HERMES.replace("COLLECT", collect + FAILS_ONCE))
+    assert main(line()) == 0
+    assert [[each.reward for each in group.trajectories] for group in groups()] == [[reward, reward]] * 2
+
+
 KILLED = """
     async def METHOD(self, item):
         got = await super().METHOD(item)

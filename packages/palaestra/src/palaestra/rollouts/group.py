@@ -298,7 +298,6 @@ class GroupRun:
         """Play one rollout with its retries and add its record. If `recorded_later`, return the rollout unrecorded
         instead."""
         assert self._kit is not None
-        event: RolloutEnded | AttemptDiscarded | None = None
         events, recorded, tried = self.run_context.events, self._recorded(index), 0
         start = self._start
         while True:
@@ -311,29 +310,22 @@ class GroupRun:
             )
             rollout = Rollout(self.env, self.run_context, spec, recorded)
             events.announce(RolloutBegun(rollout.rollout_id))
-            retried = False
+            event: RolloutEnded | AttemptDiscarded | None = None
             try:
                 await rollout.run()
             finally:
                 # In `finally`, because a cancelled attempt leaves a record too.
                 not_repeated = _not_repeated(rollout, recorded)
                 if not_repeated is None:
-                    retried = not rollout.check_is_wrong and self._retries(_record_of(rollout), tried)
-                    if retried or not recorded_later:
-                        try:
-                            event = self._write(AttemptDiscarded if retried else RolloutEnded, rollout)
-                        except BaseException:
-                            await rollout.release()
-                            raise
-            if not_repeated is not None or retried or recorded_later:
+                    event = await self._write_attempt(rollout, tried, recorded_later=recorded_later)
+            if not isinstance(event, RolloutEnded):
                 await rollout.release()
             if not_repeated is not None:
                 self._start_over(index, not_repeated)
                 recorded = None
                 continue
-            if not retried:
+            if not isinstance(event, AttemptDiscarded):
                 break
-            assert event is not None
             tried += 1
             recorded = start.retried(recorded)
             events.announce(event)
@@ -390,6 +382,20 @@ class GroupRun:
         events.emit(RolloutResumed(at=time.time(), rollout_id=rollout_id, turns=turns, replies=replies, anew=reason))
         if turns or replies:
             events.note(f"{rollout_id} starts over and discards {plural(turns, 'turn')}: {recorded.why}")
+
+    async def _write_attempt(
+        self, rollout: Rollout, tried: int, *, recorded_later: bool
+    ) -> RolloutEnded | AttemptDiscarded | None:
+        """Write the record of an attempt, which is discarded if another one follows. The last attempt of a rollout that
+        is `recorded_later` is not written."""
+        retried = not rollout.check_is_wrong and self._retries(_record_of(rollout), tried)
+        if recorded_later and not retried:
+            return None
+        try:
+            return self._write(AttemptDiscarded if retried else RolloutEnded, rollout)
+        except BaseException:
+            await rollout.release()
+            raise
 
     def _write(self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout) -> RolloutEnded | AttemptDiscarded:
         """Write the record of an attempt, without any data from the environment that the journal refuses, and return
