@@ -37,6 +37,7 @@ _NO_REFERENCE = "the task has no reference solution"
 _NO_FILES = "the score sees no files that the reference solution leaves"
 _NO_TOOL = "the agent has no tool that runs commands"
 _FREE = "doing nothing may earn the full score (the floor of the task)"
+_FLAKY = "the score of the reference solution is flaky"
 _FAILS = "the reference solution does not get the full score"
 
 WORLDS = (
@@ -83,6 +84,8 @@ class Audited:
     before: Mapping[str, bytes] = field(default_factory=dict)
     unprepared: str = ""
     """Why the workspace could not be prepared, so that nothing can be tried."""
+    flaky: bool = False
+    """Whether chance decides the score of the reference solution, so that other causes cannot be told."""
 
     async def play(self, trial: Trial, reads: LeftFiles | None = None) -> tuple[Verdict, Trajectory | None, Group]:
         self.played += 1
@@ -113,6 +116,7 @@ class Audited:
         ):
             again, _, _ = await self.play(each)
             if before is not None and again.reward != before.reward:
+                self.flaky = True
                 said = f"{what} {_scored(before)} and, played again, {_scored(again)}"
                 return Finding(kind=Kind.FLAKY, what=said, wanted="the same", trial=each, verdict=again)
         return None
@@ -290,6 +294,9 @@ async def false_zero(audited: Audited) -> AsyncIterator[Found]:
     trials = [(each, audited.with_files(each.files)) for each in variants(audited.before, audited.left.files)]
     trials += [(Changed(what, {}, certain=False), audited.with_files({}, then)) for what, then in others.items()]
     for variant, trial in trials:
+        if audited.flaky:
+            yield Untried(Kind.FALSE_ZERO, f"variants of the reference solution: {_FLAKY}")
+            return
         if audited.trials.has_turns(audited.task, trial):
             continue
         verdict, _, _ = await audited.play(trial)
@@ -330,6 +337,7 @@ async def flaky(audited: Audited) -> AsyncIterator[Found]:
         rewards.append(verdict.reward)
         if verdict.reward != rewards[0]:
             listed = ", ".join("unscored" if each is None else f"{each:g}" for each in rewards)
+            audited.flaky = True
             what = f"{work} scores {listed} in {len(rewards)} trials"
             yield Finding(kind=Kind.FLAKY, what=what, wanted="the same", trial=trial, verdict=verdict)
             return
@@ -347,6 +355,9 @@ async def world(audited: Audited) -> AsyncIterator[Found]:
     follows: bool | None = None
     online = any(each != Network.OFF for each in (spec.network, policy.agent, policy.grade))
     for each in WORLDS:
+        if audited.flaky:
+            yield Untried(Kind.WORLD, _FLAKY)
+            return
         if each.clock and clock_library() is None:
             yield Untried(
                 Kind.WORLD, f"{each.name}: this machine has no libfaketime (Debian: apt-get install faketime)"
@@ -425,9 +436,13 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
             named = _names(_text_of(task.solution), place, "")
             yield Finding(kind=Kind.LEAKS, what=what, note=named or len(text) < _LEAST_COPY, detail=text)
         if answer is not None:
-            grep = f"grep -rIlF -e {shlex.quote(answer.strip())} {WORKSPACE} /tmp /home /root 2>/dev/null | head -5"
+            line = max(answer.strip().split("\n"), key=len)  # for grep, each line of a pattern is one of its own
+            grep = f"grep -rIlF -e {shlex.quote(line)} {WORKSPACE} /tmp /home /root 2>/dev/null | head -5"
             found = await slot.execute(grep, cwd="/", timeout_s=_WAIT_S)
-            if places := [line for line in found.output.split("\n") if line.strip()]:
+            places = [line for line in found.output.split("\n") if line.strip()]
+            if "\n" in answer.strip():
+                places = [each for each in places if answer.strip() in await slot.read_text(each, missing="")]
+            if places:
                 what = f"the answer stands in {', '.join(places)} before the agent acts"
                 yield Finding(kind=Kind.LEAKS, what=what, note=True, detail=answer)
     except InfraError:

@@ -341,6 +341,8 @@ def further():
     yield Task(id="protocol", prompt="Write x to a.txt.", solution="echo x > a.txt", answer="x")
     yield Task(id="reply", prompt="Which gas do plants take in?", answer="carbon dioxide")
     yield Task(id="stored", prompt="Write the total to a.txt.", solution="echo 93 > a.txt", answer=93, files=EXPECTED)
+    yield Task(id="lines", prompt="Write the words of in.txt to a.txt.", solution="tac in.txt > a.txt",
+               answer="a\\nlongest", files={"in.txt": "longest\\na\\n"})
     yield Task(id="broken", prompt="Write y to a.txt.", solution="echo y > a.txt", answer="y", setup="no-such-program")
 
 @further.score
@@ -361,6 +363,7 @@ def test_the_protocol_the_answer_and_what_lies_about_count(tmp_path: Path, monke
         "protocol": {Kind.PAYS_FOR_NOTHING},
         "reply": {Kind.FLAKY},
         "stored": {Kind.LEAKS},
+        "lines": set(),
         "broken": set(),
     }
     # What could not be prepared was not audited.
