@@ -311,7 +311,7 @@ class GroupRun:
             events.announce(RolloutBegun(rollout.rollout_id))
             retried = False
             try:
-                await rollout.run()
+                await rollout.play()
             finally:
                 # In `finally`, because a cancelled attempt leaves a record too.
                 restarts = recorded is not None and recorded.failed is not None
