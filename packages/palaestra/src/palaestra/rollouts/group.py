@@ -312,7 +312,7 @@ class GroupRun:
             events.announce(RolloutBegun(rollout.rollout_id))
             event: RolloutEnded | AttemptDiscarded | None = None
             try:
-                await rollout.run()
+                await rollout.play()
             finally:
                 # In `finally`, because a cancelled attempt leaves a record too.
                 not_repeated = _not_repeated(rollout, recorded)

@@ -2,8 +2,8 @@
 
 The agent's slot and tools are its `seat`, and `workspace` seals what it leaves. Whatever happens, cancellation
 included, `run` leaves a complete `trajectory` (invariant A3), and an infrastructure failure never becomes a reward
-(invariant R1). `release` follows `run`, and may run while the record is written. Hooks such as `act` and `grade` get
-the rollout as the argument `rollout`. `group.py` decides about retries.
+(invariant R1). After `play`, `release` may run while the record is written. Hooks such as `act` and `grade` get the
+rollout as the argument `rollout`. `group.py` decides about retries.
 """
 
 from __future__ import annotations
@@ -171,9 +171,13 @@ class Rollout:
         self.log = TurnLog(run, self.seat, self.workspace, self.calls, settings.prices, recorded)
 
     async def run(self) -> None:
+        """Play the rollout as `play` does, and release its slots."""
+        await self.play()
+        await self.release()
+
+    async def play(self) -> None:
         """Play the rollout; its slots are left to `release`. Raises only on cancellation, for bugs, and for errors that
-        end the run (`ConfigError` and `DiskError`), and then releases them. Every other failure is in the record.
-        """
+        end the run (`ConfigError` and `DiskError`), and then releases them. Every other failure is in the record."""
         try:
             async with self.stages.watched():
                 await self._play()
