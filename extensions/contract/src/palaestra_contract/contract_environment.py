@@ -352,9 +352,9 @@ class ContractEnvironment(CollectedEnvironment):
         """Return a context in which the tasks that the class names itself, outside rollouts, have the settings of the
         run: its backend, limits, permissions, tools and recordings."""
         from palaestra_contract.own_tasks import session
-        from palaestra_contract.tools.function_calls import lent_session
+        from palaestra_contract.tools.function_calls import ToolSession, lent_session
 
-        return lent_session(lambda: session(self.inner.config, self.inner.own_tools(), self.world))
+        return lent_session(lambda: session(ToolSession, self.inner.config, self.inner.own_tools(), self.world))
 
     def _row(self, rollout: Rollout, score: Score) -> Row:
         assert rollout.result is not None

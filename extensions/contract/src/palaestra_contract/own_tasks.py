@@ -1,8 +1,9 @@
-"""The settings of a run, for the tasks that a class runs itself outside rollouts."""
+"""The settings of a run, for the tasks that a class or a program runs itself outside rollouts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from palaestra.envs.config.build import command_timeout_s, pool_limits
 from palaestra.envs.config.fields import HermesAgentEnvConfig
@@ -10,9 +11,11 @@ from palaestra.rollouts.spec import RecordedTools
 from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import Tool
-from palaestra_contract.tools.function_calls import ToolSession
 from palaestra_contract.tools.session_tasks import ToolSessionConfig
 from palaestra_slots.sandbox.backends.registry import make_backend
+
+if TYPE_CHECKING:
+    from palaestra_contract.tools.function_calls import ToolSession
 
 
 def policy(config: HermesAgentEnvConfig) -> ToolSessionConfig:
@@ -26,10 +29,12 @@ def policy(config: HermesAgentEnvConfig) -> ToolSessionConfig:
     )
 
 
-def session(config: HermesAgentEnvConfig, tools: Iterable[Tool], world: RecordedTools | None) -> ToolSession:
+def session(
+    kind: type[ToolSession], config: HermesAgentEnvConfig, tools: Iterable[Tool] = (), world: RecordedTools | None = None
+) -> ToolSession:
     """Return a session for tasks by name. `tools` are the environment's own, in addition to all others."""
     replayed = world is not None and world.replayed
-    return ToolSession(
+    return kind(
         unrestricted(ToolRegistry(tools, settings=config, replayed=replayed)),
         config=policy(config),
         backend=make_backend(config.slot_backend, config),

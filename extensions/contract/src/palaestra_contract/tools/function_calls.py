@@ -307,7 +307,7 @@ def _session_of_variables() -> ToolSession:
 
     config = merge(HermesAgentEnvConfig, [read_environ(os.environ, "env", HermesAgentEnvConfig)]).value
     config.check_runnable()
-    return session(config, (), None)
+    return session(ToolSession, config)
 
 
 def use_session(session: ToolSession) -> None:
