@@ -351,10 +351,11 @@ class ContractEnvironment(CollectedEnvironment):
     def _own_tasks(self) -> AbstractContextManager[None]:
         """Return a context in which the tasks that the class names itself, outside rollouts, have the settings of the
         run: its backend, limits, permissions, tools and recordings."""
-        from palaestra_contract.own_tasks import session
+        from palaestra_contract.own_tasks import session_settings
         from palaestra_contract.tools.function_calls import ToolSession, lent_session
 
-        return lent_session(lambda: session(ToolSession, self.inner.config, self.inner.own_tools(), self.world))
+        inner = self.inner
+        return lent_session(lambda: ToolSession(**session_settings(inner.config, inner.own_tools(), self.world)))
 
     def _row(self, rollout: Rollout, score: Score) -> Row:
         assert rollout.result is not None

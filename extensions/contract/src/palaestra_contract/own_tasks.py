@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from palaestra.envs.config.build import command_timeout_s, pool_limits
 from palaestra.envs.config.fields import HermesAgentEnvConfig
@@ -13,9 +13,6 @@ from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import Tool
 from palaestra_contract.tools.session_tasks import ToolSessionConfig
 from palaestra_slots.sandbox.backends.registry import make_backend
-
-if TYPE_CHECKING:
-    from palaestra_contract.tools.function_calls import ToolSession
 
 
 def policy(config: HermesAgentEnvConfig) -> ToolSessionConfig:
@@ -29,16 +26,17 @@ def policy(config: HermesAgentEnvConfig) -> ToolSessionConfig:
     )
 
 
-def session(
-    kind: type[ToolSession], config: HermesAgentEnvConfig, tools: Iterable[Tool] = (), world: RecordedTools | None = None
-) -> ToolSession:
-    """Return a session for tasks by name. `tools` are the environment's own, in addition to all others."""
+def session_settings(
+    config: HermesAgentEnvConfig, tools: Iterable[Tool] = (), world: RecordedTools | None = None
+) -> dict[str, Any]:
+    """Return the arguments of a `ToolSession` for tasks by name. `tools` are the environment's own, in addition to all
+    others."""
     replayed = world is not None and world.replayed
-    return kind(
-        unrestricted(ToolRegistry(tools, settings=config, replayed=replayed)),
-        config=policy(config),
-        backend=make_backend(config.slot_backend, config),
-        settings=config,
-        world=world,
-        limits=pool_limits(config, config.slot_backend),
-    )
+    return {
+        "registry": unrestricted(ToolRegistry(tools, settings=config, replayed=replayed)),
+        "config": policy(config),
+        "backend": make_backend(config.slot_backend, config),
+        "settings": config,
+        "world": world,
+        "limits": pool_limits(config, config.slot_backend),
+    }

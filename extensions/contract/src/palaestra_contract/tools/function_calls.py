@@ -302,12 +302,12 @@ def _session_of_variables() -> ToolSession:
     # Imported here, because most programs set no variable and need nothing of runs.
     from palaestra.envs.config.fields import HermesAgentEnvConfig
     from palaestra.envs.config.layers import read_environ
-    from palaestra_contract.own_tasks import session
+    from palaestra_contract.own_tasks import session_settings
     from palaestra_slots.core.config import merge
 
     config = merge(HermesAgentEnvConfig, [read_environ(os.environ, "env", HermesAgentEnvConfig)]).value
     config.check_runnable()
-    return session(ToolSession, config)
+    return ToolSession(**session_settings(config))
 
 
 def use_session(session: ToolSession) -> None:
