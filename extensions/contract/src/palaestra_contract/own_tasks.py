@@ -1,4 +1,4 @@
-"""The settings of a run, for the tasks that a class runs itself outside rollouts."""
+"""The settings of a run, for the tasks that a class or a program runs itself outside rollouts."""
 
 from __future__ import annotations
 

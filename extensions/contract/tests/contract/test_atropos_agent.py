@@ -427,3 +427,32 @@ def test_a_structured_call_is_read_back_from_its_text(value: JSON) -> None:
 def test_an_output_that_looks_like_a_result_is_shown_as_it_is(text: str) -> None:
     element = observation(text)
     assert json.loads(element.removeprefix("<tool_response>").removesuffix("</tool_response>"))["output"] == text
+
+
+OF_HOOKS: dict[str, JSON] = {
+    "exit_code": 0,
+    "returncode": 0,
+    "sandboxed": True,
+    "stdout": "2",
+    "stderr": "",
+    "cpu_s": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "shown"),
+    [
+        (OF_HOOKS, {"exit_code": 0}),
+        ({**OF_HOOKS, "session_id": "p1"}, {"exit_code": 0, "session_id": "p1"}),
+        ({"stdout": "2"}, {"stdout": "2"}),  # of a program's own tool
+        ({"exit_code": 3, "timeout": True}, {"exit_code": 3, "timeout": True}),
+    ],
+)
+def test_a_model_reads_no_metadata_that_hooks_get(metadata: dict[str, JSON], shown: dict[str, JSON]) -> None:
+    async def execute(call: ToolCall) -> ToolResult:
+        return ToolResult(True, "2", metadata=metadata)
+
+    agent = AtroposAgent(server=Exact([call("add", a=1), "Two."]), tools=TOOLS, execute_tool=execute)
+    asyncio.run(agent.run("Add"))
+    (seen,) = [each["content"] for each in agent.result.messages if "<tool_response>" in str(each["content"])[:20]]
+    assert json.loads(seen.removeprefix("<tool_response>").removesuffix("</tool_response>"))["metadata"] == shown
