@@ -30,7 +30,7 @@ from pathlib import Path
 TICK_S = 0.01
 
 _ROOT = Path(__file__).parents[1]
-SOURCES = (*_ROOT.glob("packages/*/src"), *_ROOT.glob("extensions/*/src"))
+SOURCES = (_ROOT / "packages/palaestra/src/palaestra", *_ROOT.glob("packages/*/src"), *_ROOT.glob("extensions/*/src"))
 """The folders of our code, to which the paths of files in tables are relative."""
 
 Sample = Mapping[str, float]

@@ -18,7 +18,7 @@ from palaestra_toolsets.browser import chromium
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"
-DRAWN = ("slots.svg", "tokens.svg", "learning.svg", "chat_turns.svg", "floor.svg", "spine.svg")
+DRAWN = ("slots.svg", "tokens.svg", "learning.svg", "chat_turns.svg", "floor.svg", "spine.svg", "waterfall.svg")
 
 PHONE, LEAST = 368, 11
 """The width of the text column on a phone of 400 pixels, and the least size of text there."""

@@ -60,8 +60,8 @@ def test_nothing_is_overwritten(folder: Path, tmp_path: Path, capsys: pytest.Cap
 def test_a_folder_gets_the_file_under_its_formats_name(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(folder, "--to", "atif", "--out", tmp_path) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'atif.jsonl'}\n"
+    assert run(folder, "--to", "table", "--out", tmp_path) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'table.csv'}\n"
 
 
 def test_all_takes_the_unscored_ones_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,8 +72,8 @@ def test_all_takes_the_unscored_ones_too(folder: Path, capsys: pytest.CaptureFix
     assert "left out" not in captured.err
     rewards = [json.loads(line)["reward"] for line in lines(Path(captured.out.strip()))]
     assert rewards == [1.0, 0.25, 0.0, None]
-    assert run(folder, "--to", "atif", "--scored-only") == 0
-    assert len(lines(Path(capsys.readouterr().out.strip()))) == 3
+    assert run(folder, "--to", "table", "--scored-only") == 0
+    assert lines(Path(capsys.readouterr().out.strip()))[1].startswith("sky,3,3,")
 
 
 def test_stdout_is_the_data_alone(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -134,7 +134,7 @@ def test_wrong_usage_says_the_way_out(
 
 
 def test_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path / "none", "--to", "atif") == 2
+    assert run(tmp_path / "none", "--to", "table") == 2
     assert "there is no run folder" in capsys.readouterr().err
 
 
@@ -265,9 +265,11 @@ def test_rollouts_are_chosen_by_reward_outcome_and_task(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = write_run(tmp_path / "run", sky())
-    assert run(folder, "--to", "openai", "--all", "--out", tmp_path / "out.jsonl", *flags, "--json") == 0
+    assert run(folder, "--to", "table", "--out", tmp_path / "out.csv", *flags, "--json") == 0
     facts = json.loads(capsys.readouterr().out)
-    found = [json.loads(line)["reward"] for line in lines(tmp_path / "out.jsonl")]
+    rows = [dict(zip(*(line.split(",") for line in (lines(tmp_path / "out.csv")[0], row)), strict=True))
+            for row in lines(tmp_path / "out.csv")[1:-1]]  # fmt: skip
+    found = [float(reward) for row in rows for reward in row["rewards"].split()]
     assert (found, facts["left_out"]) == (rewards, left_out)
 
 
@@ -331,7 +333,7 @@ def test_rows_that_cannot_be_made_name_the_reason(
 
 @pytest.mark.parametrize(
     ("option", "name"),
-    [("--tokenizer=x", "openai"), ("--tokenizer=x", "atif"), ("--placeholders", "openai"), ("--text-content", "rows")],
+    [("--tokenizer=x", "openai"), ("--tokenizer=x", "table"), ("--placeholders", "openai"), ("--text-content", "rows")],
 )
 def test_an_option_of_another_format_is_refused(
     option: str, name: str, folder: Path, capsys: pytest.CaptureFixture[str]

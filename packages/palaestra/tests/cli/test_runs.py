@@ -62,7 +62,7 @@ def test_an_evaluation_is_listed_as_one_and_an_impossible_folder_is_an_error(
     assert "nope" in json.loads(capsys.readouterr().err)["error"]["message"]
 
 
-@pytest.mark.parametrize("command", [["status"], ["export", "--to", "atif", "--out", "-"], ["replay"], ["verify"]])
+@pytest.mark.parametrize("command", [["status"], ["export", "--to", "table", "--out", "-"], ["replay"], ["verify"]])
 def test_every_command_takes_the_short_name_of_a_run(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     codes = {main([command[0], name, *command[1:]]) for name in ("last", open_run().path.name[:16])}
     assert codes == ({2} if command == ["verify"] else {0})  # nothing to prove without tokens

@@ -77,7 +77,7 @@ def test_every_limit_reaches_the_agent(tmp_path: Path) -> None:
     ("limits", "said"),
     [
         ({"worker_timeout": 60}, r"no argument 'worker_timeout'.* Did you mean time_limit\?"),
-        ({"max_turn": 3}, r"its arguments are name, toolsets, label_names, max_turns, .* Did you mean max_turns\?"),
+        ({"max_turn": 3}, r"its arguments are name, toolsets, label_names, .*max_turns, .* Did you mean max_turns\?"),
         ({"max_turns": 0}, "max_turns=0"),
         ({"tokens": "many"}, "tokens='many'"),
         ({"temperature": -1}, "temperature=-1"),

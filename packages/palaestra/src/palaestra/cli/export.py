@@ -61,7 +61,7 @@ class _Help(click.Command):
       palaestra export RUN --to openai
       palaestra export RUN --to rows --out rows.jsonl     # exact tokens, for a trainer
       palaestra export last --to openai --min-reward 1    # solved tasks only, for fine-tuning
-      palaestra export last --to atif --task 'astropy-*' --outcome natural
+      palaestra export last --to table --task 'astropy-*' --outcome natural
       palaestra export --from sessions --to openai --out chats.jsonl     # conversations of palaestra chat
 
     RUN is a run's folder, an id or `last`, ended or not. The file is written to RUN/exports or --out. An

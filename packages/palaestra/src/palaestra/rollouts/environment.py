@@ -16,7 +16,7 @@ from functools import cached_property
 from palaestra.agent.result import AgentResult
 from palaestra.rollouts.grading.blame import blame
 from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.recorded_tools.recorded_session import in_check
+from palaestra.rollouts.recorded_tools.recorded_session import JUDGING
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.schedule import TaskChoice
@@ -286,11 +286,13 @@ def broken(failure: Exception, reference: Rollout) -> Score:
 
 async def _score_soundly(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> Score:
     doing = f"scoring {rollout.rollout_id}"
+    judging = JUDGING.set(True)
     try:
-        with in_check():
-            found = checked_score(await run_hook(GraderError, score(grading), doing), doing)
+        found = checked_score(await run_hook(GraderError, score(grading), doing), doing)
     except WorkError as error:
         found = Score(0.0, detail={"work_failed": str(error)})
+    finally:
+        JUDGING.reset(judging)
     await grading.check_sound()
     seen: dict[str, JSON] = {}
     if grading.left_out:

@@ -116,14 +116,14 @@ class Change:
     owner, times and permissions to read and write are. `content` is False for a file with the same content that may
     run differently or has further names (hard links). `opaque` marks a directory that replaced an entry of another
     kind; each entry of the new directory is a Change too. `single` is True for a file that is known to have no further
-    name.
+    name, which is not part of the change: two changes that differ in it alone are equal.
     """
 
     path: str
     kind: str
     opaque: bool = False
     content: bool = True
-    single: bool = False
+    single: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

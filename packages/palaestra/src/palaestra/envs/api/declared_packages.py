@@ -38,7 +38,7 @@ class DeclaredPackages:
 
     def check(self) -> None:
         """Raise `ConfigError` if sandboxes without an image of their own cannot have the environment's packages."""
-        if self._own and (problem := self._refusal(self._wanted(Task("", ""), ())[0])):
+        if problem := self._refusal(self._wanted(Task("", ""), ())[0]):
             raise ConfigError(f"environment {self._environment}: {problem}")
 
     async def install(self, task: Task) -> None:
@@ -46,8 +46,6 @@ class DeclaredPackages:
         of the task."""
         named = checked_packages(f"task {task.id}", task.packages)
         wanted = self._wanted(task, named)
-        if not wanted[1]:
-            return
         failure, owner = (TaskError, f"task {task.id}") if named else (ConfigError, f"environment {self._environment}")
         async with self._installing:
             if wanted not in self._mounts and wanted not in self._failed:
@@ -85,8 +83,6 @@ class DeclaredPackages:
 
     def added_to(self, spec: SlotSpec, task: Task) -> SlotSpec:
         """Return the settings of a sandbox that has the task's packages, once they are installed."""
-        if not self._own and not task.packages:
-            return spec
         mount = self._mounts.get(self._wanted(task, task.packages))
         if mount is None:
             return spec

@@ -33,14 +33,16 @@ from palaestra_slots.sandbox.slot import Slot, SlotSpec
 class FunctionEnvironment(HeldOutEnvironment):
     """One run's view of a function environment."""
 
+    config: FunctionEnvConfig
+
     def __init__(self, form: Declaration, config: FunctionEnvConfig) -> None:
         super().__init__(config)
         self.form = form
-        self._packages = DeclaredPackages(form.name, form.packages, config)
 
     async def open(self) -> None:
         await super().open()
-        self._packages.check()
+        if self.form.packages:
+            self._packages.check()
         self._task_kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # report errors early
 
     @property
@@ -96,12 +98,18 @@ class FunctionEnvironment(HeldOutEnvironment):
 
     installs_packages = True
 
+    @functools.cached_property
+    def _packages(self) -> DeclaredPackages:
+        return DeclaredPackages(self.form.name, self.form.packages, self.config)
+
     async def resolve(self, task: Task) -> Task:
-        await self._packages.install(task)
+        if self.form.packages or task.packages:
+            await self._packages.install(task)
         return task
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
-        return self._packages.added_to(super().slot_spec(task, phase), task)
+        spec = super().slot_spec(task, phase)
+        return self._packages.added_to(spec, task) if self.form.packages or task.packages else spec
 
     def prepares(self, task: Task) -> bool:
         return self.form.preparation is not None or super().prepares(task)

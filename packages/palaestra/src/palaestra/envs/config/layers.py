@@ -149,7 +149,8 @@ def read_environ(
     For `env`, the layer includes the API keys and addresses of web providers. `where` names the source. Raises
     `ConfigError`."""
     start = f"PALAESTRA_{prefix.upper()}_"
-    named = _known(_CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS, model_type)
+    exported = _CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS
+    named = _known({variable: name for variable, name in exported.items() if environ.get(variable)}, model_type)
     if environ.get(_SLOT_POOL[0]) == _SLOT_POOL[1]:
         named.pop(_SLOT_POOL[0], None)
     # Added last: of two variables for one setting, the later one counts, which is the one with our name.

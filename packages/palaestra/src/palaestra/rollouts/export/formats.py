@@ -26,6 +26,8 @@ FORMATS = {
         "palaestra.rollouts.export.token_rows:RowsExporter",
         "exact tokens, for trainers that take token ids",
     ),
+    "table": ("palaestra.rollouts.export.table:TableExporter", "one line per group: rewards and outcomes (CSV)"),
+    "markdown": ("palaestra.rollouts.export.table:MarkdownExporter", "the same table as Markdown, to paste into pages"),
 }
 """Maps a format's name to its class and its description."""
 

@@ -37,22 +37,13 @@ _CALLS_PER_TURN = 100_000
 _user_turn: ContextVar[int] = ContextVar("user_turn", default=0)
 
 
-_judging: ContextVar[bool] = ContextVar("judging", default=False)
-
-
-@contextmanager
-def in_check() -> Iterator[None]:
-    """Within the block, a model is asked for verdicts on finished work: equal questions have one verdict in a run."""
-    token = _judging.set(True)
-    try:
-        yield
-    finally:
-        _judging.reset(token)
+JUDGING: ContextVar[bool] = ContextVar("judging", default=False)
+"""Whether a model is asked for verdicts on finished work: equal questions have one verdict in a run."""
 
 
 def judges(call: RecordedCall) -> bool:
     """Return whether a check asks a model with this call, which is made now."""
-    return call.tool == MODEL and _judging.get()
+    return call.tool == MODEL and JUDGING.get()
 
 
 def unpaid(reply: JSON) -> ToolOutcome:
