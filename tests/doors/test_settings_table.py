@@ -560,7 +560,10 @@ def play(door: str, *flags: str) -> Play:
     return Play(rc, err.getvalue(), model.requests)
 
 
-SERVER = {"command": sys.executable, "args": [str(Path(__file__).parents[1] / "tools/mcp/wrong_server.py"), "[]", "{}"]}
+SERVER = {
+    "command": sys.executable,
+    "args": [str(Path(__file__).parents[2] / "packages/palaestra/tests/tools/mcp/wrong_server.py"), "[]", "{}"],
+}
 
 
 def online(play: Play) -> bool:

@@ -29,7 +29,7 @@ from palaestra_tokens.testing.echo_chat_server import EchoChatServer
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
 
-SERVER = str(Path(__file__).with_name("host_writer.py"))
+SERVER = str(Path(__file__).parents[3] / "packages/palaestra/tests/tools/mcp/host_writer.py")
 
 
 class Person:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RolloutSpe
 from palaestra.rollouts.turn_log import SLOT_ENDED, RolloutCalls, TurnLog
 from palaestra.rollouts.watchdog import Stages
 from palaestra.rollouts.workspaces import RolloutWorkspace
-from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolRuntime
+from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolMiddleware, ToolRuntime
 from palaestra.tools.tool import RolloutState, ToolOutcome
 from palaestra_slots.core.errors import (
     EngineError,
@@ -161,7 +162,7 @@ class Rollout:
             user_task=_first_user_text(spec.task.messages()),
             timeout_s=settings.tool_timeout_s,
             middleware=(
-                self._known_to_tools,
+                _known_to_tools(self),
                 self.calls.by_agent,
                 *(make(self.rollout_id) for make in run.middleware.tool),
                 self.calls.recorded,
@@ -259,14 +260,6 @@ class Rollout:
         """Share this state with the tools, and write it to the journal. Call this before the agent starts."""
         self.state = self.log.state = state
         self.seat.share(state)
-
-    async def _known_to_tools(self, call: CheckedCall, then: Next) -> ToolOutcome:
-        """Let a tool ask models for this rollout. This is tool middleware."""
-        token = CURRENT.set(self)
-        try:
-            return await then(call)
-        finally:
-            CURRENT.reset(token)
 
     def use_task(self, task: Task) -> None:
         """Play this task in place of the group's, of which it is a variant. Call this before the agent starts."""
@@ -519,6 +512,20 @@ def _first_user_text(messages: list[Message]) -> str:
         if message.get("role") == "user":
             return str(message.get("content") or "")
     return ""
+
+
+def _known_to_tools(rollout: Rollout) -> ToolMiddleware:
+    """Return middleware that lets a tool ask models for this rollout."""
+    asking = weakref.ref(rollout)  # its seat has the middleware, and a cycle would keep its messages in memory
+
+    async def known(call: CheckedCall, then: Next) -> ToolOutcome:
+        token = CURRENT.set(asking())
+        try:
+            return await then(call)
+        finally:
+            CURRENT.reset(token)
+
+    return known
 
 
 def _unknown_ends(result: AgentResult) -> list[Label]:

@@ -100,7 +100,7 @@ class FunctionForm(Declaration):
         for kind, given in (("toolsets", toolsets), ("label_names", label_names)):
             if isinstance(given, str):
                 raise ConfigError(f"environment {name}: {kind} must be a list, such as [{given!r}]")
-        declared = checked_packages(f"environment {name}", packages) if packages else ()
+        declared = checked_packages(f"environment {name}", packages) if packages != () else ()
         super().__init__(source, name, tuple(toolsets), tuple(label_names), declared)
         self.limits = _checked_limits(name, {key: value for key, value in limits.items() if value is not None})
         self.bound: FunctionEnvConfig | None = None
