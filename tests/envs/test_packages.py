@@ -115,6 +115,9 @@ def test_a_package_is_a_name_with_versions_and_never_an_address_a_path_or_an_opt
 def test_packages_that_are_no_list_of_names_are_refused_at_once(packages: Any) -> None:
     with pytest.raises(TaskError, match="packages must be a list of names"):
         using(packages)
+    wrong, right = palaestra.run_sync(using([], [packages, []]), policy="oracle", folder="runs").groups
+    assert "task t0: packages must be a list of names" in wrong.error
+    assert not right.error
 
 
 @pytest.mark.parametrize("level", ["none", "confined"])

@@ -46,6 +46,8 @@ class DeclaredPackages:
         of the task."""
         named = checked_packages(f"task {task.id}", task.packages)
         wanted = self._wanted(task, named)
+        if not wanted[1]:
+            return
         failure, owner = (TaskError, f"task {task.id}") if named else (ConfigError, f"environment {self._environment}")
         async with self._installing:
             if wanted not in self._mounts and wanted not in self._failed:

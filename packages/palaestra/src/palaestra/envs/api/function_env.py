@@ -102,14 +102,18 @@ class FunctionEnvironment(HeldOutEnvironment):
     def _packages(self) -> DeclaredPackages:
         return DeclaredPackages(self.form.name, self.form.packages, self.config)
 
+    def _declares_packages(self, task: Task) -> bool:
+        # Not by its truth: None or an empty text is no list of names, which `install` reports.
+        return bool(self.form.packages) or task.packages != ()
+
     async def resolve(self, task: Task) -> Task:
-        if self.form.packages or task.packages:
+        if self._declares_packages(task):
             await self._packages.install(task)
         return task
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         spec = super().slot_spec(task, phase)
-        return self._packages.added_to(spec, task) if self.form.packages or task.packages else spec
+        return self._packages.added_to(spec, task) if self._declares_packages(task) else spec
 
     def prepares(self, task: Task) -> bool:
         return self.form.preparation is not None or super().prepares(task)
