@@ -494,11 +494,12 @@ def _has(content: str, text: str) -> bool:
     return all(each.strip() in lines for each in text.split("\n") if each.strip())
 
 
-_PROMISES = "(?<![a-z])(answers?|expected|solutions?|solve|oracle|gold(en)?|truth|targets?|references?)(?![a-z])"
+_PROMISING = "(answers?|expected|solutions?|solve|oracle|gold(en)?|truth|targets?|references?)"
+_PROMISES = f"(?<![a-z]){_PROMISING}(?![a-z])"
 _TELLING_NAMES = (
     r"find / -xdev \( -path /proc -o -path /sys -o -path /dev -o -path /usr -o -path /etc -o -path '/lib*' "
     r"-o -path /var/lib -o -name .git \) -prune -o -type f -size -64k -print 2>/dev/null | "
-    r"grep -iE '(^|[^a-z])(answers?|expected|solutions?|solve|oracle|gold(en)?|truth|targets?|references?)([^a-z]|$)' "
+    rf"grep -iE '(^|[^a-z]){_PROMISING}([^a-z]|$)' "
     r"| head -50"
 )
 

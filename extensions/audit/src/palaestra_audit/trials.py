@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
-import functools
-import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.form import Form
@@ -25,8 +21,10 @@ from palaestra_audit.cheats.proof import TERMINAL, CommandTool, actions, writing
 from palaestra_audit.opening import opened_environment
 from palaestra_audit.records import Step, Trial, Verdict, World
 from palaestra_slots.core.config import cache_folder
-from palaestra_slots.core.errors import SandboxError, TaskError
+from palaestra_slots.core.errors import InfraError, SandboxError, TaskError
+from palaestra_slots.core.io.host_process import check_process
 from palaestra_slots.core.types import Blame, Limits, Message, Network, Say, Task, ToolStep
+from palaestra_slots.images.build_once import build_once
 from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import (
     Mount,
@@ -66,32 +64,29 @@ def clock_library() -> str | None:
     return next((path for path in CLOCKS if Path(path).is_file()), None)
 
 
-@functools.cache
-def locale_folder() -> Path | None:
+async def locale_folder() -> Path | None:
     """Return a folder with the locale that sorts as dictionaries do, made once; None if this machine cannot make it."""
-    folder = cache_folder("locales")
-    if not (folder / LOCALE).is_dir():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=folder) as made:
-                line = ["localedef", "-i", "en_US", "-f", "UTF-8", "--no-archive", f"{made}/{LOCALE}"]
-                subprocess.run(line, check=True, capture_output=True, timeout=_WAIT_S)
-                Path(made, LOCALE).rename(folder / LOCALE)
-        except (OSError, subprocess.SubprocessError):
-            return folder if (folder / LOCALE).is_dir() else None  # another process may have made it
-    return folder
+
+    async def make(fresh: Path) -> None:
+        line = ["localedef", "-i", "en_US", "-f", "UTF-8", "--no-archive", f"{fresh}/{LOCALE}"]
+        await check_process(line, f"making the locale {LOCALE} failed", timeout_s=_WAIT_S)
+
+    try:
+        return await build_once(cache_folder("locales"), make, timeout_s=_WAIT_S)
+    except (OSError, InfraError):
+        return None
 
 
 class WorldPool(SlotPool):
     """A pool whose slots are on the machine of the trial."""
 
     async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
-        return await super().make(_in_world(spec, self.rung), trajectory_id, snapshot)
+        return await super().make(await _in_world(spec, self.rung), trajectory_id, snapshot)
 
     async def add(
         self, slot: Slot, number: int | None, spec: SlotSpec, name: str, snapshot: Snapshot | None = None
     ) -> Slot:
-        return await super().add(slot, number, _in_world(spec, self.rung), name, snapshot)
+        return await super().add(slot, number, await _in_world(spec, self.rung), name, snapshot)
 
 
 @contextmanager
@@ -104,7 +99,7 @@ def _on(world: World) -> Iterator[None]:
         _WORLD.reset(token)
 
 
-def _in_world(spec: SlotSpec, rung: Rung) -> SlotSpec:
+async def _in_world(spec: SlotSpec, rung: Rung) -> SlotSpec:
     world = _WORLD.get()
     if world is None:
         return spec
@@ -118,7 +113,7 @@ def _in_world(spec: SlotSpec, rung: Rung) -> SlotSpec:
         env |= {"LD_PRELOAD": f"{at}/{Path(library).name}", "FAKETIME": world.clock, "FAKETIME_DONT_RESET": "1"}
         # Otherwise, waits for a given time could end too early or never.
         env |= {"FAKETIME_DONT_FAKE_MONOTONIC": "1"}
-    if world.env.get("LC_ALL") == LOCALE and (locales := locale_folder()) is not None:
+    if world.env.get("LC_ALL") == LOCALE and (locales := await locale_folder()) is not None:
         place = _LOCALE_AT if rung >= Rung.USERNS else str(locales)
         mounts, env = (*mounts, Mount(str(locales), place)), env | {"LOCPATH": place}
     limits: Limits = spec.limits if world.cpus is None else replace(spec.limits, cpus=world.cpus)
@@ -238,7 +233,6 @@ class Trials:
 
     async def sorts_like_dictionaries(self, spec: SlotSpec) -> bool:
         """Return whether programs in a slot sort as dictionaries do in the locale for it. Raises `InfraError`."""
-        await asyncio.to_thread(locale_folder)
         world = World(env={"LC_ALL": LOCALE})
         return await self._shown(spec, world, r"printf 'B\na\n' | sort | head -1") == "a"
 
