@@ -121,10 +121,11 @@ def _graded_lines(run: Run, found: Sequence[Regraded], unwritten: Sequence[str])
 
 def _judges(found: Sequence[Regraded]) -> str | None:
     """Return how many questions models were asked, and what that cost; None if the scores ask no model."""
+    from palaestra.rollouts.records import KNOWN_REPLIES, MODEL_CALLS, MODEL_COST
+
     metrics = [each.score.metrics for each in found if each.score is not None]
-    asked, known, cost = (
-        sum(each.get(name, 0.0) for each in metrics) for name in ("model_calls", "model_calls_cached", "model_cost")
-    )
+    names = (MODEL_CALLS, KNOWN_REPLIES, MODEL_COST)
+    asked, known, cost = (sum(each.get(name, 0.0) for each in metrics) for name in names)
     if not asked and not known:
         return None
     price = f", cost {cost:.4f}" if cost else ""

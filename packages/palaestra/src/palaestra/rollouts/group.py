@@ -38,7 +38,7 @@ from palaestra.rollouts.events import (
 )
 from palaestra.rollouts.export.atropos import check_own
 from palaestra.rollouts.journal.journal import checksum
-from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.records import MODEL_COST, Group, Trajectory
 from palaestra.rollouts.resume.recorded_turns import FROM_OPENING, Mismatch, RecordedTurns, Start
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.schedule import Places
@@ -351,7 +351,7 @@ class GroupRun:
             return None
         for tokens in cut_off.paid() if cut_off.ended is None else ():  # an existing record was already counted
             self.run_context.events.announce(TokensSpent(rollout_id, *tokens))
-        if cut_off.ended is None and (asked := cut_off.model_calls.get("model_cost")):
+        if cut_off.ended is None and (asked := cut_off.model_calls.get(MODEL_COST)):
             self.run_context.events.announce(CostSpent(rollout_id, asked))
         if cut_off.tools_hash == self.group.tools_hash:
             return recorded

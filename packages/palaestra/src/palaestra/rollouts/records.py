@@ -26,6 +26,10 @@ PLACEHOLDER = "placeholder"
 CUT_OFF = frozenset({Blame.RUN, Blame.ENGINE})
 """A rollout whose failure has one of these attributions is continued or rolled out again."""
 
+MODEL_CALLS, KNOWN_REPLIES, MODEL_COST = "model_calls", "model_calls_cached", "model_cost"
+"""The metrics of a rollout about models that its environment asked: how often, how many of the replies the run had
+already, and the cost of the others."""
+
 
 class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One model call: its finish reason, its token counts and the names of the tools that it called."""

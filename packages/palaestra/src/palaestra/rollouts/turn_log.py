@@ -21,6 +21,7 @@ from palaestra.agent.seat import Seat
 from palaestra.rollouts.events import CostSpent, ReplyReceived, RolloutResumed, TokensSpent, TurnTaken
 from palaestra.rollouts.journal.journal import checksum
 from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
+from palaestra.rollouts.records import KNOWN_REPLIES, MODEL_CALLS, MODEL_COST
 from palaestra.rollouts.resume.recorded_turns import RecordedTurns, described
 from palaestra.rollouts.spec import RecordedTools, RunContext
 from palaestra.rollouts.watchdog import Stages
@@ -302,17 +303,17 @@ class TurnLog:
 
     def count_model_call(self, tokens: Sequence[int], prices: Prices | None) -> None:
         """Count a call of a model that the environment asked."""
-        added = {"model_calls": 1.0, "model_prompt_tokens": tokens[0], "model_completion_tokens": tokens[1]}
+        added = {MODEL_CALLS: 1.0, "model_prompt_tokens": tokens[0], "model_completion_tokens": tokens[1]}
         if prices is not None:
-            added["model_cost"] = prices.cost(tokens[0], tokens[1])
+            added[MODEL_COST] = prices.cost(tokens[0], tokens[1])
             if not (self._run.recorded_tools.replayed or (self.recorded is not None and self.recorded.replaying)):
-                self._events.announce(CostSpent(self._seat.name, added["model_cost"]))
+                self._events.announce(CostSpent(self._seat.name, added[MODEL_COST]))
         for name, amount in added.items():
             self.model_calls[name] = self.model_calls.get(name, 0.0) + amount
 
     def count_known_reply(self) -> None:
         """Count a question to a model whose reply the run had already."""
-        self.model_calls["model_calls_cached"] = self.model_calls.get("model_calls_cached", 0.0) + 1.0
+        self.model_calls[KNOWN_REPLIES] = self.model_calls.get(KNOWN_REPLIES, 0.0) + 1.0
 
     def _note(self, branch: int, reply: _Reply) -> None:
         """Write one reply of a turn that delegates work. The rollout's own reply is counted when its turn ends."""

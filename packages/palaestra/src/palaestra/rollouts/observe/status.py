@@ -25,7 +25,7 @@ from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_i
 from palaestra.rollouts.observe.metrics import quantile, stage_seconds
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
 from palaestra.rollouts.observe.verdicts import OFFICIAL
-from palaestra.rollouts.records import CUT_OFF
+from palaestra.rollouts.records import CUT_OFF, MODEL_COST
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of
@@ -215,10 +215,6 @@ class _Ended(NamedTuple):
     metrics: Mapping[str, float] = {}
 
 
-MODEL_COST = "model_cost"
-"""The metric of a rollout with the cost of the models that its environment asked."""
-
-
 @dataclass(slots=True)
 class _Paid:
     """Tokens read and written, and their cost if it is known; `unpriced` counts the tokens without a known cost.
@@ -391,10 +387,8 @@ class RunReader:
             self.paid.add(key)
             status.discarded += not kept
             paid, flown = _Paid.by(rollout), self._flying.pop(rollout.rollout_id, _Flying())
-            if (flown.tokens, flown.models) > (
-                paid.tokens,
-                paid.models,
-            ):  # replies that were lost in a kill had a cost too
+            # Replies that were lost in a kill had a cost too.
+            if (flown.tokens, flown.models) > (paid.tokens, paid.models):
                 paid = flown
             self.settled.add(paid)
             if kept and rollout.blame in CUT_OFF:
