@@ -22,7 +22,7 @@ import msgspec
 
 from palaestra import __version__
 from palaestra.envs.config.dotenv import exported, read_keys
-from palaestra.envs.config.secret_flags import split_secrets
+from palaestra.envs.config.secret_flags import missing_settings, split_secrets
 from palaestra.envs.form import Form
 from palaestra.envs.policy_runs import first_tasks
 from palaestra.envs.run.run_folder import RunLine
@@ -44,7 +44,6 @@ from palaestra_audit.records import (
     read_audit,
     write_audit,
 )
-from palaestra_audit.settings import missing_settings
 from palaestra_audit.trials import Trials, clock_library, open_trials
 from palaestra_slots.core.errors import ConfigError, DiskError, InfraError, PalaestraError, TaskError
 from palaestra_slots.core.types import JSON, Task
@@ -279,9 +278,8 @@ async def _audit_task(
                         result.untried.append(each)
                         continue
                     count = sum(other.kind is each.kind for other in result.findings) + 1
-                    if each.kind is kind or (
-                        each.kind in plan.kinds and count == 1
-                    ):  # a check may come upon another kind
+                    # A check may come upon another kind, which is reported once.
+                    if each.kind is kind or (each.kind in plan.kinds and count == 1):
                         each.id = f"{task.id}/{each.kind}/{count}"
                         result.findings.append(each)
     except InfraError as failure:

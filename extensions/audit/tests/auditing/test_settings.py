@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.envs.config.secret_flags import split_secrets
+from palaestra.envs.config.secret_flags import missing_settings, split_secrets
 from palaestra_audit.audit import _digest
 from palaestra_audit.code_digests import _named
-from palaestra_audit.settings import missing_settings
 from palaestra_slots.core.types import Task
 
 
@@ -37,6 +36,8 @@ def test_a_secret_setting_is_missing_unless_something_sets_it() -> None:
     secret = ["--openai.api-key", "--env.judge_api_key", "--base-url"]
     sources = {"openai.api_key": "default", "env.judge_api_key": "environment"}
     assert missing_settings(secret, ["--base-url", "http://a:b@host"], sources) == ["--openai.api-key"]
+    several = {"openai[0].api_key": "environment", "openai[1].api_key": "default"}
+    assert missing_settings(secret[:1], [], several) == []
 
 
 def test_results_depend_on_the_files_of_the_code_and_of_the_task(

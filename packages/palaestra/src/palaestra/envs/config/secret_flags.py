@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from palaestra.envs.config.command_line import flags_of, setting_of
+from palaestra.envs.config.fields import UNSAID
 from palaestra.rollouts.journal.journal import without_secrets
-from palaestra_slots.core.config import SHORT_FORMS, is_secret
+from palaestra_slots.core.config import DEFAULT, SHORT_FORMS, is_secret
 from palaestra_slots.core.types import JSON
 
 
@@ -26,6 +27,19 @@ def split_secrets(words: Sequence[str], hidden: Collection[str] = ()) -> tuple[l
         else:
             kept += group
     return kept, secret
+
+
+def missing_settings(secret: Collection[str], given: Sequence[str], sources: Mapping[str, str]) -> list[str]:
+    """Return the secret flags, or settings such as `env.seed`, that are neither among the `given` words nor set in
+    another way, as `sources` shows."""
+    again = {group[0].partition("=")[0] for group in flags_of(given)}
+    known = by_flag(sources)
+    return [each for each in secret if each not in again and known.get(setting_of(each), DEFAULT) in UNSAID]
+
+
+def by_flag(sources: Mapping[str, str]) -> dict[str, str]:
+    """Return the sources of settings by the names that flags have: of several servers, those of the first one."""
+    return {name.replace("openai[0].", "openai."): source for name, source in sources.items()}
 
 
 def has_secret(word: str) -> bool:

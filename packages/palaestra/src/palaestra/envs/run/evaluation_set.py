@@ -22,9 +22,8 @@ import msgspec
 
 from palaestra.envs.config.command_line import Answer, flags_of, is_flag, setting_of
 from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
-from palaestra.envs.config.fields import UNSAID
 from palaestra.envs.config.layers import ENVIRONMENT
-from palaestra.envs.config.secret_flags import has_secret, split_secrets
+from palaestra.envs.config.secret_flags import by_flag, has_secret, missing_settings, split_secrets
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.form import Form
 from palaestra.envs.run.command import command_line, take_variables
@@ -38,7 +37,7 @@ from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, Recording
 from palaestra.rollouts.limits import INTERRUPTED_BY
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.schedule import escaped
-from palaestra_slots.core.config import DEFAULT, is_secret
+from palaestra_slots.core.config import is_secret
 from palaestra_slots.core.errors import ConfigError, PalaestraError
 from palaestra_slots.core.exits import DONE, TOO_MANY_FAILURES, ended_by_second_interrupt, plural
 from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular, replaced, writing
@@ -124,8 +123,8 @@ def _without_secrets(line: _Line) -> Member:
 
 def _of_variables(parsed: RunLine, hidden: Collection[str]) -> Iterator[str]:
     """Yield a flag for each setting that a variable gives, so that a resumed set has it too; none for secrets."""
-    for setting, source in parsed.sources.items():
-        group, _, name = setting.replace("openai[0].", "openai.").partition(".")
+    for setting, source in by_flag(parsed.sources).items():
+        group, _, name = setting.partition(".")
         if source != ENVIRONMENT or f"{group}.{name}" in hidden or is_secret(name):
             continue
         values = (parsed.env_config if group == "env" else parsed.server_configs[0]).recorded()
@@ -148,9 +147,8 @@ def _hidden_settings(parsed: RunLine) -> set[str]:
 
 def _check_given_again(line: _Line) -> None:
     """Raise `ConfigError` if a setting of the line, which `set.json` does not record, is not given again."""
-    sources = {name.replace("openai[0].", "openai."): source for name, source in line.parsed.sources.items()}
     named = [each for each in line.member.left_out if each.startswith(("env.", "openai."))]
-    missing = [each for each in named if sources.get(each, DEFAULT) in UNSAID]
+    missing = missing_settings(named, (), line.parsed.sources)
     if missing:
         group, _, name = missing[0].partition(".")
         raise ConfigError(
