@@ -78,21 +78,16 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_value_for_a_number(cls, value: JSON, info: ValidationInfo) -> JSON:
-        """Reject a boolean: YAML reads an unquoted yes, no, on or off as a boolean, which Python would treat as 1
-        or 0."""
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
+    def _as_meant(cls, value: JSON, info: ValidationInfo) -> JSON:
+        """Expand `~` and variables in the fields that `host_path` declares, and reject a boolean for a number: YAML
+        reads an unquoted yes, no, on or off as a boolean, which Python would treat as 1 or 0."""
+        # One validator for both, because the schema has one per field, and building it takes most of a short start.
+        name = str(info.field_name)
+        if isinstance(value, bool) and cls.model_fields[name].annotation in (int, float, int | None, float | None):
             raise ConfigError("must be a number")
+        if isinstance(value, str | Path) and {"~", "$"} & {*str(value)} and _is_host_path(cls, name):
+            return str(local_path(value))
         return value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _expand_host_paths(cls, value: JSON, info: ValidationInfo) -> JSON:
-        """Expand `~` and variables in the fields that `host_path` declares."""
-        if not isinstance(value, str | Path) or not {"~", "$"} & {*str(value)}:
-            return value
-        return str(local_path(value)) if _is_host_path(cls, str(info.field_name)) else value
 
     if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
 

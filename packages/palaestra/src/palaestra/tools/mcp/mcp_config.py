@@ -26,6 +26,7 @@ from palaestra_slots.core.types import JSON
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
+TOOLSET_PREFIX = "mcp-"
 _HEADINGS = ("mcpServers", "mcp_servers")
 
 
@@ -249,3 +250,8 @@ def checked_names(servers: Mapping[str, MCPServerConfig]) -> None:
     for name in servers:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} cannot be a server's name: use at most 40 letters, digits, -, _ and .")
+
+
+def toolset_of(server: str) -> str:
+    """Return the name of the toolset that contains a server's tools."""
+    return TOOLSET_PREFIX + server
