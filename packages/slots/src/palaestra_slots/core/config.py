@@ -134,6 +134,7 @@ def _without_keys_of_others(kind: type[Settings], values: dict[str, Any]) -> dic
 def _without_unknown(kind: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of the fields; warn once of each other key."""
     fields = kind.model_fields
+    # Scripts may use either name of a field.
     names = {*fields, *(field.alias for field in fields.values() if field.alias)}
     unknown = [name for name in values if name not in names]
     if new := [name for name in unknown if (kind.__qualname__, name) not in _WARNED]:

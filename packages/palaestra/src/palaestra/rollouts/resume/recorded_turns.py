@@ -213,6 +213,8 @@ class RecordedTurns:
         event = self._events[self._at] if self.failed is None else None
         if event is None or not event.turn or event.sampled or self._asked or not _same(messages, self._said):
             raise self.fail(Mismatch.QUESTION)
+        # A second question before the reply was used would mean that the recorded conversation is not the one being
+        # played.
         self._asked = True
         return _completion(event)
 

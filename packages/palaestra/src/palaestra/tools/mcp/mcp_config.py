@@ -159,6 +159,7 @@ class MCPServerConfig(Settings):
         no default."""
         env = {name: self._value(value) for name, value in self.env.items()}
         headers = {name: self._value(value) for name, value in self.headers.items()}
+        # Before a server starts, because it may print these values, for example in an error message.
         remember_named({**self._variables, **env, **headers})
         arguments = [self._value(each) for each in self.args]
         for each, shown in zip(arguments, redacted_arguments(arguments), strict=True):

@@ -101,6 +101,7 @@ def is_of_backends(setting: str) -> bool:
 def require_read(names: str, settings: Iterable[str]) -> None:
     """Raise `ConfigError` for a setting that none of the backends in `names` reads. A backend of another package may
     read any setting."""
+    # `local_direct` and `local` read the same settings: one is only a shorter way to the other.
     used = {name.removesuffix("_direct") for name in backend_words(names)}
     if not used <= {name.removesuffix("_direct") for name in BUILTIN}:
         return
