@@ -127,11 +127,11 @@ class ListedEnvironment(HeldOutEnvironment):
 
     @property
     def refused(self) -> Mapping[str, str]:
-        return {_task_of(error): str(error) for error in self.left_out}
+        return {**self._of_others, **{_task_of(error): str(error) for error in self.left_out}}
 
     def chosen(self) -> list[JSON]:
         """Return the items of this run or evaluation. Raises `ConfigError` if there are none."""
-        items = [item for item in self.items if self.config.serves(self.item_id(item), evaluating=self._evaluating)]
+        items = [item for item in self.items if self._serves(self.item_id(item))]
         if self.choice is not None:
             known = [self.item_id(each) for each in items]
             choice = self.choice.among(known)

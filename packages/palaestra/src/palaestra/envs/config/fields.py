@@ -452,7 +452,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         {}, "Price of an hour of a container or sandbox, by backend, for the report and max_cost, such as modal=0.14."
     )
     drain_file: str | None = host_path(
-        None, "A file with hosts that get no new slots, separated by white space. It may change during the run."
+        None, "A file with named hosts that get no new slots, separated by white space. It may change during the run."
     )
     backend_options: dict[str, JSON] = setting({}, "Settings of a backend from another package, NAME: VALUE.")
     docker_image: str | None = setting(None, "Docker: the image for tasks that name none; it needs Python 3.11.")
