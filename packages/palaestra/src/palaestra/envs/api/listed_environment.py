@@ -127,7 +127,7 @@ class ListedEnvironment(HeldOutEnvironment):
 
     @property
     def refused(self) -> Mapping[str, str]:
-        return {**self._of_others, **{_task_of(error): str(error) for error in self.left_out}}
+        return {_task_of(error): str(error) for error in self.left_out}
 
     def chosen(self) -> list[JSON]:
         """Return the items of this run or evaluation. Raises `ConfigError` if there are none."""
@@ -135,7 +135,7 @@ class ListedEnvironment(HeldOutEnvironment):
         if self.choice is not None:
             known = [self.item_id(each) for each in items]
             choice = self.choice.among(known)
-            choice.check(known, self.name, self.refused)
+            choice.check(known, self.name, {**self._of_others, **self.refused})
             return [each for each, name in zip(items, known, strict=True) if name in choice]
         if not items:
             raise ConfigError(

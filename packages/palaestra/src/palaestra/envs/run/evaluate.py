@@ -145,9 +145,8 @@ class HeldOutEnvironment(EvaluatedEnvironment):
         )
         return False
 
-    @property
-    def refused(self) -> Mapping[str, str]:
-        return self._of_others
+    def chosen_tasks(self) -> AsyncIterator[Task]:
+        return self.tasks() if self.choice is None else self.choice.of(self.tasks(), self.name, self._of_others)
 
     async def evaluated_tasks(self) -> AsyncIterator[Task]:
         return self.evaluating().chosen_tasks()
