@@ -29,13 +29,13 @@ from pydantic_core import PydanticUndefined
 
 from gateway.conftest import free_port
 from gateway.echo_model import EchoModel
-from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 from palaestra.cli.main import main
 from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig
 from palaestra.tools.settings import ToolSettings
 from palaestra_chat.batch.prompts import BatchConfig
 from palaestra_chat.config import OF_RUNS, ChatConfig, ChatOptions, chat_service, read_options
 from palaestra_chat.store import ConversationStore
+from palaestra_contract import AgentEnv, AgentEnvConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 from palaestra_contract.contract_environment import OF_ROLLOUTS, plays_none
 from palaestra_gateway.assembly import assembled
 from palaestra_gateway.config import GatewayConfig
@@ -44,6 +44,7 @@ from palaestra_slots.core.config import COMMAND_LINE
 from palaestra_slots.core.errors import ConfigError, PalaestraError
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.backends.registry import BUILTIN, is_of_backends
+from palaestra_tokens import APIServerConfig
 from sandbox.containers import docker
 from sandbox.python_image import make_python_root
 from sandbox.ssh_server import sshd
@@ -287,7 +288,7 @@ def test_plain_python_has_its_slots_where_the_variables_say(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import palaestra_contract.tools.function_calls as calls
-    from palaestra import ToolContext, handle_function_call, process_registry
+    from palaestra_contract import ToolContext, handle_function_call, process_registry
     from palaestra_contract.helpers.tool_functions import terminal_tool
 
     names = {
@@ -324,7 +325,7 @@ def test_plain_python_refuses_variables_as_a_run_does(
     variables: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import palaestra_contract.tools.function_calls as calls
-    from palaestra import handle_function_call
+    from palaestra_contract import handle_function_call
 
     monkeypatch.setattr(calls, "_own", None)
     monkeypatch.setattr(calls, "_chosen", False)

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.tools.mcp.mcp_server import TOOLSET_PREFIX
+from palaestra.tools.mcp.mcp_config import TOOLSET_PREFIX
 from palaestra.tools.tool import Tool
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON

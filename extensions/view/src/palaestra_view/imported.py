@@ -32,13 +32,7 @@ from palaestra_slots.core.io.durable_files import private, unfinished_name
 from palaestra_slots.core.types import JSON
 from palaestra_view.imports.files import log_files, open_source
 from palaestra_view.imports.source import Imported, Source
-from palaestra_view.run_index import RunIndex
-
-IMPORTS = "imports"
-"""The folder of the journals' folders, below the folder of the indexes."""
-
-COMMAND = "import"
-"""The command in the settings of such a journal."""
+from palaestra_view.run_index import COMMAND, IMPORTS, RunIndex
 
 _FORMAT = "2"
 _MOST_SAID_BYTES = 16 << 20

@@ -15,8 +15,7 @@ from palaestra.rollouts.observe.metrics import BY_OFFICIAL, group_size, pass_met
 from palaestra.rollouts.observe.verdicts import VerdictCounts
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.types import JSON
-from palaestra_view.imported import COMMAND
-from palaestra_view.run_index import RESUMED, RolloutEvidence, RunIndex, evidence
+from palaestra_view.run_index import COMMAND, RESUMED, RolloutEvidence, RunIndex, evidence
 
 _IN_TABLE = re.compile(r"/(pass@\d+|mean_reward|pass_rate|scored|planned|tasks|attempts|unscored|tasks_not_run)(/|$)")
 _MOST_CATEGORIES = 200

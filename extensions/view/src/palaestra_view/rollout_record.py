@@ -24,8 +24,7 @@ from palaestra_tokens.ledger import LedgerRecord, TokenRow, verify_ledger
 from palaestra_tokens.ledger.records import ITEM_BYTES, packed, unpacked_ids
 from palaestra_view.check_evidence import CUT, check_facts, nonzero_exits, short
 from palaestra_view.divergence import Call, calls_of, differing_call
-from palaestra_view.imported import ImportedIndex
-from palaestra_view.run_index import RunIndex, number_of
+from palaestra_view.run_index import COMMAND, RunIndex, number_of
 
 LONG_CHARS = 20_000
 _HEAD_CHARS, _TAIL_CHARS = 12_000, 4_000
@@ -119,7 +118,7 @@ def _named(calls: Sequence[Call], place: int) -> list[str] | None:
 def commands(index: RunIndex, trajectory: Trajectory) -> dict[str, str]:
     """Return the commands that continue the work on this rollout, by their purpose."""
     run, task = shlex.quote(str(index.folder)), shlex.quote(trajectory.task_id)
-    if isinstance(index, ImportedIndex):
+    if index.config().get("command") == COMMAND:
         return {"look at this file": f"palaestra view {run}"}
     rollout, turn = shlex.quote(trajectory.rollout_id), max(0, len(trajectory.turns) - 1)
     return {

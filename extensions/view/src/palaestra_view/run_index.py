@@ -34,6 +34,12 @@ from palaestra_slots.core.types import JSON
 from palaestra_view.check_evidence import breaks, exit_code
 from palaestra_view.search_texts import Wanted
 
+IMPORTS = "imports"
+"""The folder of the journals that are made from files of other programs, below the folder of the indexes."""
+
+COMMAND = "import"
+"""The command in the settings of such a journal."""
+
 _FORMAT = "7"
 _TAIL_BYTES = 4096
 _EXIT = re.compile(rb'\\?"exit_code\\?":\s*-?[1-9]')

@@ -22,10 +22,8 @@ from palaestra.rollouts.journal.reader import BATCHES, JOURNAL_NAME, RUNS, find_
 from palaestra_slots.core.config import cache_folder
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular
-from palaestra_view.imported import IMPORTS, ImportedIndex
-from palaestra_view.imports.files import READABLE, sources_below
 from palaestra_view.marks import Marks
-from palaestra_view.run_index import RunIndex
+from palaestra_view.run_index import IMPORTS, RunIndex
 from palaestra_view.summary import run_state
 
 MOST = 200
@@ -125,6 +123,8 @@ class OpenRuns:
     def _opened(self, path: Path) -> RunIndex:
         if path.is_dir() and (path / JOURNAL_NAME).is_file():
             return RunIndex(path / JOURNAL_NAME, self._store)
+        from palaestra_view.imported import ImportedIndex  # imported here, because a run reads none for its report
+
         return ImportedIndex(path, self._store)
 
     def _below(self) -> list[Path]:
@@ -209,6 +209,8 @@ def open_runs(target: str, store: Path | None = None) -> OpenRuns:
         return _file(folder, store)
     runs = OpenRuns(folder, store=store)
     if not list(runs) and not runs.problems:
+        from palaestra_view.imports.files import READABLE, sources_below  # as above
+
         found = sources_below(folder)
         if not found:
             raise ConfigError(

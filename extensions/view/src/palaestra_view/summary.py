@@ -19,8 +19,7 @@ from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra_slots.core.config import is_secret
 from palaestra_slots.core.types import JSON
-from palaestra_view.imported import COMMAND
-from palaestra_view.run_index import NODE, ROLLOUTS_ON, RunIndex
+from palaestra_view.run_index import COMMAND, NODE, ROLLOUTS_ON, RunIndex
 
 
 def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:

@@ -235,6 +235,7 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
     """Check that the parser can read calls in the form that the template writes, because the model has learned that
     form."""
     written = {}
+    # Some parsers read plain words and fail on quotes, line ends or other scripts.
     for arguments in (_PLAIN_ARGUMENTS, ARGUMENTS):
         text = _written(renderer, template, tokenizer, arguments)
         if text is None:
@@ -252,6 +253,7 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
     missed = [text for text, arguments in written.items() if not _reads(chosen, text, arguments)]
     if not missed:
         return passed(ROUND_TRIP, f"{parser} reads the calls that the template writes")
+    # The check knows the right answer, so it names it.
     fitting = [name for name in list_parsers() if all(_reads(get_parser(name), *pair) for pair in written.items())]
     return failed(
         ROUND_TRIP,

@@ -11,10 +11,9 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from palaestra.agent.loop import AgentLoop, Answer, LoopSettings, OnTurn
-from palaestra.agent.subagents import Agent, Subagents
 from palaestra.agent.tool_calls import ToolHandler, handler_runtime
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK, Delegation
 from palaestra.tools.inner_calls import InnerCall, InnerCalls
@@ -22,6 +21,9 @@ from palaestra.tools.registry.registry import Kit
 from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRuntime
 from palaestra_slots.sandbox.slot import Slot
 from palaestra_tokens.chat_server import ChatServer, chat_server
+
+if TYPE_CHECKING:
+    from palaestra.agent.subagents import Agent
 
 
 class SlotPlace(Protocol):
@@ -145,6 +147,8 @@ class Seat:
         loop itself."""
         bound = tools or self.tools
         if bound.registry.get(DELEGATE_TASK.name) is not None:
+            from palaestra.agent.subagents import Subagents  # imported here, because few agents delegate work
+
             Subagents(loop, bound, self.on_progress, numbers=self._numbers, agent=agent).offer()
 
     def next_branch(self) -> int:

@@ -53,6 +53,8 @@ def command(run: str, others: tuple[str, ...], by: str, as_json: bool) -> None:
     from palaestra.rollouts.observe.compare_runs import differing_settings
 
     runs = [_scores(each) for each in (run, *others)]
+    # A run may have official verdicts beside its rewards. Then both are compared, because either can favour the other
+    # run.
     judged = any(each.judged for each in runs) and by == "reward"
     runs = [each.by_official() for each in runs] if by == "official" else runs
     officials = [each.by_official() for each in runs] if judged else []
@@ -150,6 +152,7 @@ def _show(run: RunScores, other: RunScores, found: RunComparison, whole: RunComp
         click.echo(f"          only the {_SHOWN} tasks that differ most are shown; {len(changed)} differ")
     counts = f"{plural(len(found.pairs), 'task')}: better on {found.better}, worse on {found.worse}"
     click.echo(f"{found.difference:+.3f}{found.interval} over {counts}")
+    # A run can seem better because its failed rollouts are left out; this line shows the result if they count as 0.
     if whole.pairs != found.pairs:
         click.echo(
             f"{whole.difference:+.3f}{whole.interval} with unscored rollouts as 0, over "

@@ -133,6 +133,7 @@ def _values(context: click.Context, flag: str, incomplete: str) -> list[Completi
         return complete_runs(context, context.command.params[0], incomplete)
     own = context.command.own_flags if isinstance(context.command, SettingsCommand) else {}
     flag = own.get(flag, flag)
+    # Known lists come before the form, because loading an environment can take seconds.
     listed = _LISTS.get(SHORT_FORMS.get(flag, flag.removeprefix("--")).partition(".")[2])
     if listed is not None:
         return starting(incomplete, ((name, "") for name in listed()))

@@ -141,6 +141,7 @@ def _grouped(checks: Sequence[DoctorCheck]) -> list[tuple[str, str, str, str]]:
     """Return the lines of the checks: state, names, finding and fix. The checks that do not apply share one line."""
     from palaestra_tokens.server_checks import AGREES, DISTRIBUTION, SAMPLING, WRITING, CheckState
 
+    # Checks that do not apply say the same thing many times, so they share a line.
     left_out = [each for each in checks if each.state is CheckState.NOT_APPLICABLE]
     lines = [(each.state.value, each.name, each.found, each.way_out) for each in checks if each not in left_out]
     if left_out:
@@ -193,6 +194,7 @@ def _show_findings(findings: Sequence[BackendFindings]) -> None:
         images = None if each.images is None else " ".join(each.images) or "none"
         facts = (each.reachable, each.credentials, each.isolation, each.capacity, images, each.checkpoints)
         times = (_milliseconds(each.seconds.get(what)) for what in MEASURED)
+        # Everything a backend lacks has a column, so that two backends can be compared at a glance.
         rows.append((each.name, _word(not each.problem), *map(_word, facts), *times))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -246,6 +248,7 @@ def _machine(as_json: bool) -> None:
             click.echo(f"{name}: {value}")
         for step in ladder:
             click.echo(f"{step.rung.label}: {_state(step)}: {step.reason}")
+    # Last, because a person reads the last line first.
     if not as_json:
         click.echo(verdict(ladder))
     if not any(step.available and step.rung > Rung.NONE for step in ladder):

@@ -136,6 +136,7 @@ def _flipped(found: Sequence[Regraded]) -> Iterator[str]:
     """Yield the names of the rollouts that pass now and did not before, and the reverse."""
     from palaestra.rollouts.observe.metrics import PASSED
 
+    # A rollout without an earlier reward counts as failed, so that its first passing score is shown.
     pairs = [(each.trajectory, (each.trajectory.reward or 0.0) >= PASSED, each.score) for each in found]
     for verdict, passes in (("pass", True), ("fail", False)):
         names = [

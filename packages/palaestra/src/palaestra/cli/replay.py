@@ -91,6 +91,7 @@ def _lines(comparison: Comparison, recording: Recording) -> list[str]:
     for each in comparison.differences[:_SHOWN]:
         whose = f", sub-agent {each.subagent}" if each.subagent else ""
         lines.append(f"{each.rollout_id}{whose}, turn {each.turn}: {each.kind}")
+        # Turn 0 is the opening, which answers no call.
         lines += [f"  call      {printable(each.call.strip())[:200]}"] if each.turn else []
         lines += [f"  recorded  {printable(each.recorded)}", f"  replayed  {printable(each.replayed)}"]
     for end in comparison.other_ends[:_SHOWN]:

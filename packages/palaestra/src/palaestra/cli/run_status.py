@@ -149,6 +149,8 @@ def _print_table(runs: tuple[str, ...], root: Path | None, form: str, out: Path 
     from palaestra_slots.core.errors import ConfigError
     from palaestra_slots.core.io.durable_files import replaced, writing
 
+    # Named runs may be folders of runs, such as evaluation sets; without a name, only those of the usual folder are
+    # listed.
     folders = find_runs(runs) if runs else list_runs(root or RUNS)
     if not folders:
         raise ConfigError(f"there are no runs in {(root or RUNS).resolve()}")
@@ -273,6 +275,7 @@ def _nodes(status: RunStatus) -> Iterator[str]:
     losses = sum(each.losses for each in status.nodes)
     lost = f"; a node was lost {plural(losses, 'time')}" if losses else ""
     yield f"nodes      {plural(len(used), 'node')}, {busy} of {slots} slots busy{lost}"
+    # Lost nodes come last, and so are the first that a long list leaves out: their rollouts run elsewhere.
     for each in sorted(status.nodes, key=lambda each: (bool(each.lost), each.host, each.node))[:_SHOWN_NODES]:
         what = f"{each.in_flight} of {each.slots} slots busy, {plural(each.groups, 'group')}"
         what = f"lost: {each.lost}" if each.lost else what

@@ -117,6 +117,7 @@ def clean(
                 "cannot ask for confirmation without a terminal: add --yes, or --dry-run to only list what "
                 "would be removed"
             )
+        # The person confirms a list of names, not a kind.
         listed = swept(only_list=True)
         _show_swept(listed, err=True)
         if not any(listed.values()) or not click.confirm("Remove them?", err=True):
@@ -168,12 +169,15 @@ async def _clean(
     swept = sweep_control_groups(find_control_groups(), only_list)
     gone: dict[str, list[str]] = {"control groups": swept, "services": [], "workspaces": []}
     for path in _sockets(directory) if services else ():
+        # A service is ended only if it answers and nobody is attached, because its slots may belong to a running
+        # program.
         seen = await service_client.look(path)
         if seen is not None and not seen.attached:
             if not only_list:
                 await service_client.end(path)
             gone["services"].append(seen.name)
     folder = directory or service_client.default_directory()
+    # After the services have ended, so that their sockets are among those that are removed.
     gone["services"] += await service_client.sweep(folder, only_list=only_list)
     kept = _open(store)
     if kept is not None:

@@ -15,13 +15,12 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from palaestra.agent.loop import AgentLoop
 from palaestra.agent.middleware import MiddlewareServer, freezing
 from palaestra.agent.result import AgentResult
 from palaestra.agent.seat import Seat
-from palaestra.agent.subagents import Agent
 from palaestra.rollouts.events import Graded
 from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.limits import CutShort
@@ -58,6 +57,9 @@ from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot
 from palaestra_tokens.chat_server import ChatServer, SessionContext, chat_server
 from palaestra_tokens.finish_reasons import ending_of
 from palaestra_tokens.ledger import Ledger
+
+if TYPE_CHECKING:
+    from palaestra.agent.subagents import Agent
 
 logger = logging.getLogger(__name__)
 

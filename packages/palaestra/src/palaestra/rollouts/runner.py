@@ -70,6 +70,7 @@ class Totals:
         self.rollouts += len(group.trajectories)
         self.scored += len(scored)
         self.reward_sum += sum(trajectory.reward or 0.0 for trajectory in scored)
+        # Work of a process that was still running when the slot was sealed may be missing from the graded files.
         self.cut_off += [each.rollout_id for each in scored if not each.reward and each.detail.get("processes_at_end")]
         for each in scored:
             self._add_missing(each)

@@ -182,6 +182,7 @@ class ArgumentSchema:
         for name, schema in self._properties.items():
             kind = schema.get("type", "any") if isinstance(schema, Mapping) else "any"
             kind = "|".join(kind) if isinstance(kind, list) else kind
+            # The allowed values say more than the type. A long list would fill the reply, and the model has it already.
             options = schema.get("enum") if isinstance(schema, Mapping) else None
             if isinstance(options, list) and len(options) <= _MOST_OPTIONS:
                 kind = "|".join(_show(option) for option in options)

@@ -252,6 +252,7 @@ def reply_from(answer: object) -> ToolReply:
 def _context_of(parameter: inspect.Parameter, of_environment: bool) -> str | None:
     """Return the name in `CONTEXT` for which a parameter stands, or None if the parameter is an argument of the
     model."""
+    # Without an annotation, the name decides; with one, a model may have an argument named `task` or `sandbox`.
     if parameter.annotation is inspect.Parameter.empty:
         return parameter.name if parameter.name in CONTEXT else None
     if of_environment and parameter.name == "state":

@@ -78,21 +78,16 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_value_for_a_number(cls, value: JSON, info: ValidationInfo) -> JSON:
-        """Reject a boolean: YAML reads an unquoted yes, no, on or off as a boolean, which Python would treat as 1
-        or 0."""
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
+    def _as_meant(cls, value: JSON, info: ValidationInfo) -> JSON:
+        """Expand `~` and variables in the fields that `host_path` declares, and reject a boolean for a number: YAML
+        reads an unquoted yes, no, on or off as a boolean, which Python would treat as 1 or 0."""
+        # One validator for both, because the schema has one per field, and building it takes most of a short start.
+        name = str(info.field_name)
+        if isinstance(value, bool) and cls.model_fields[name].annotation in (int, float, int | None, float | None):
             raise ConfigError("must be a number")
+        if isinstance(value, str | Path) and {"~", "$"} & {*str(value)} and _is_host_path(cls, name):
+            return str(local_path(value))
         return value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _expand_host_paths(cls, value: JSON, info: ValidationInfo) -> JSON:
-        """Expand `~` and variables in the fields that `host_path` declares."""
-        if not isinstance(value, str | Path) or not {"~", "$"} & {*str(value)}:
-            return value
-        return str(local_path(value)) if _is_host_path(cls, str(info.field_name)) else value
 
     if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
 
@@ -139,6 +134,7 @@ def _without_keys_of_others(kind: type[Settings], values: dict[str, Any]) -> dic
 def _without_unknown(kind: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of the fields; warn once of each other key."""
     fields = kind.model_fields
+    # Scripts may use either name of a field.
     names = {*fields, *(field.alias for field in fields.values() if field.alias)}
     unknown = [name for name in values if name not in names]
     if new := [name for name in unknown if (kind.__qualname__, name) not in _WARNED]:

@@ -92,6 +92,7 @@ def remember(secret: str | None) -> None:
     if not secret or len(secret) < 4 or secret in _known or (len(secret) < 16 and _WORDS.fullmatch(secret)):
         return
     _known[secret] = None
+    # A limit, because the pattern is searched in every text that is shown, and a gateway may see many keys.
     while len(_known) > _MOST_KNOWN:
         del _known[next(iter(_known))]
     _known_pattern = re.compile("|".join(form for each in _known for form in _forms(each)))

@@ -303,6 +303,8 @@ def checked_score(score: object, doing: str) -> Score:
     if not isinstance(score, Score) or not isinstance(score.metrics, Mapping) or not isinstance(score.detail, Mapping):
         raise GraderError(f"{doing} returned {score!r:.100}, not a Score")
     reward = _checked_number(score.reward, "a reward", doing)
+    # The reward and the verdict must be numbers, because a rollout is paid by them. Metrics only describe it, so a bad
+    # one is left out.
     official = None if score.official is None else _checked_number(score.official, "an official verdict", doing)
     if not isinstance(score.labels, Sequence) or not all(map(_is_label, score.labels)):
         raise GraderError(

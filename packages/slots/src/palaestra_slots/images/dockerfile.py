@@ -155,6 +155,7 @@ def needed(stages: Sequence[BuildStage]) -> list[tuple[int, BuildStage]]:
     """Return the numbers of the stages from which the last one copies, and these stages, in order. Raises
     `Unsupported` for a copy from another image, and `TaskError` for one from a later stage."""
     numbers = {each.name: number for number, each in enumerate(stages)}
+    # From the last stage backwards, as Docker does: a stage that nothing copies from is not built.
     wanted, left = set[int](), [len(stages) - 1]
     while left:
         here = left.pop()

@@ -183,6 +183,7 @@ async def _export_step(command: Sequence[str]) -> ProcessResult:
 
 
 def _config(found: JSON) -> ImageConfig:
+    # Docker writes null for an image without variables.
     pairs = (pair.partition("=") for pair in (found or {}).get("Env") or ())
     env = {name: value for name, _, value in pairs if is_variable(name, value)}
     found = found or {}
@@ -240,6 +241,7 @@ def known_config(image: Path) -> ImageConfig | None:
     itself if it is an OCI layout or an archive of `docker save`. Return None if neither states it."""
     path = _config_path(image)
     if not path.is_file():
+        # The time is part of the key of a cache, so that an image that was replaced is read again.
         return _stated(str(image), image.stat().st_mtime_ns) if image.exists() else None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

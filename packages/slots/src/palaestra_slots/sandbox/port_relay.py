@@ -117,6 +117,7 @@ class Relay:
             payload = bytes(self.buffer[HEAD.size : size])
             del self.buffer[:size]
             if kind == b"a":
+                # The host has read some of what was sent, so connections that had to wait are read again.
                 full, self.on_the_way = self.on_the_way >= WINDOW, self.on_the_way - length
                 for each in list(self.connections) if full else ():
                     self.watch(each)

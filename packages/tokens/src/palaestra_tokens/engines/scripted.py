@@ -365,11 +365,14 @@ class ScriptedSession(ChatServer):
         """Return the policy's next turn. Sampling settings have no effect."""
         act = self._policy.act(self._context, messages)
         if isinstance(self._policy, OraclePolicy):
+            # A reference that calls a tool which the agent lacks is a mistake of the environment, and must not look
+            # like failed work.
             self._check(act, self._context.tools if tools is None else [tool["function"]["name"] for tool in tools])
         turn = 1 + sum(message.get("role") == "assistant" for message in messages)
         message, finish_reason = _said(act, turn)
         prompt_tokens, completion_tokens = _tokens(messages), _tokens([msgspec.to_builtins(message)])
         if isinstance(act, RecordedReply):
+            # A replay has the cost of the recorded run, not of its scripted stand-in.
             prompt_tokens = prompt_tokens if act.prompt_tokens is None else act.prompt_tokens
             completion_tokens = completion_tokens if act.completion_tokens is None else act.completion_tokens
         return ChatCompletion(

@@ -206,9 +206,12 @@ class TokenServer(TokenChat):
         Raises `ContextExceeded` if the prompt leaves no room, and `EngineRefused` if there is neither a limit nor a
         known window.
         """
+        # The neutral values come first: a server would otherwise sample by its `generation_config.json`.
         settings = {**self._neutral, **{name: value for name, value in sampling.items() if value is not None}}
         limits = [settings.pop(name, None) for name in ("max_completion_tokens", "max_tokens")]
         limit = next((each for each in limits if each is not None), None)
+        # The window is looked up only now, because a server that does not report it can still serve requests with a
+        # limit.
         if self.window_tokens is None and limit is None:
             await self._look_up_window()
         if self.window_tokens is not None:

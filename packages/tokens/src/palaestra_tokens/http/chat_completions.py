@@ -112,6 +112,7 @@ def content_texts(content: JSON) -> tuple[str | None, str]:
         return content if content is None or isinstance(content, str) else _dumped(content), ""
     texts, thoughts = [], []
     for part in content:
+        # The thinking may itself be a list of parts.
         if isinstance(part, dict) and part.get("thinking"):
             thoughts.append(content_texts(part["thinking"])[0] or "")
         else:

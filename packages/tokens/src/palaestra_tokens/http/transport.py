@@ -479,6 +479,7 @@ def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
         field = _WINDOW_FIELD.search(body)
         error.window_tokens = window_tokens(said) or (int(field[1]) if field else None)
         return error
+    # With a status of 500 or above, the filter itself failed, and another attempt may succeed.
     if status < 500 and _is_withheld(body):
         return ReplyWithheld(
             f"A content filter refused the prompt. Source: {shown(url)} (HTTP {status}, model '{model}'): {said}"

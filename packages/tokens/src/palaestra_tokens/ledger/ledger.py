@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice, takewhile
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import msgspec
 
@@ -37,7 +37,9 @@ from palaestra_tokens.ledger.records import (
     unpacked_ids,
     unpacked_logprobs,
 )
-from palaestra_tokens.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from palaestra_tokens.tokenizers import Tokenizer
 
 LONG_PROMPT = 2048
 """Segments with at least this many ids keep their JSON, which takes more memory than the ids. Shorter segments need no

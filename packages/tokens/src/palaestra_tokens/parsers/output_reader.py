@@ -260,11 +260,14 @@ class OutputReader:
         if mention is not None and mark.text == self._end_of[mention.mark.text]:
             since = self.pieces[mention.pieces :]
             calls = any(isinstance(piece, ParsedCall) for piece in since)
+            # A tag in the middle of a sentence is a mention of the tag, not thinking. If a call follows it and the line
+            # goes on after the end tag, the call is part of the sentence, too.
             if mention.begins_line and not (calls and self._line_continues(mark.end)):
                 self._make_thinking(mention, mark)
             else:
                 self.pieces[mention.pieces :] = [self._refused(piece) for piece in since]
         elif self._thinking is None and not any(isinstance(piece, ReasoningPiece) for piece in self.pieces):
+            # The thinking began in the prompt, so all text so far is thinking.
             self.pieces.clear()
             self.reasoning(0, slice(0, mark.start), mark.end)
 

@@ -152,6 +152,7 @@ def sampling(body: Mapping[str, JSON]) -> dict[str, JSON]:
             fits = has_form(value)
         if not fits:
             raise invalid(name, f"{name} must be {form}")
+    # Checked first, also those that the run decides: an agent with a wrong request should learn it.
     return {name: value for name, value in settings.items() if name in AGENTS_OWN}
 
 

@@ -136,6 +136,8 @@ def _control_texts(tokenizer: Tokenizer) -> tuple[set[str], set[str]]:
     vocabulary = getattr(tokenizer, "get_added_vocab", None)
     added = getattr(tokenizer, "added_ids", None) or (vocabulary().values() if vocabulary is not None else ())
     texts = {number: tokenizer.decode([number], skip_special_tokens=False).strip() for number in {*special, *added}}
+    # Some tokenizers do not list their tags of calls and thinking as special, but a model would still read them as
+    # control tokens.
     control = {text for number, text in texts.items() if number in special or _BRACKETED.fullmatch(text)}
     return control, {texts[number] for number in special}
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from palaestra.envs.api.declaration import FunctionEnvConfig
 from palaestra_slots.core.errors import ConfigError, PrepareError, TaskError
 from palaestra_slots.core.types import Task
-from palaestra_slots.images.python_packages import installed_packages
 from palaestra_slots.images.requirements import checked_packages
 from palaestra_slots.sandbox.backends.registry import backend_words
 from palaestra_slots.sandbox.python_call import PACKAGES_DIR
@@ -59,6 +58,8 @@ class DeclaredPackages:
         image, names = wanted
         problem = self._refusal(image)
         if not problem:
+            from palaestra_slots.images.python_packages import installed_packages  # imported here: few declare any
+
             try:
                 self._mounts[wanted] = await installed_packages(names, image)
                 return

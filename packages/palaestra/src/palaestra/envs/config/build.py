@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from palaestra.agent.budget import Budget
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -14,8 +15,7 @@ from palaestra.rollouts.grading.reward import RewardRule
 from palaestra.rollouts.journal.reader import open_recording
 from palaestra.rollouts.recorded_tools.recording_policy import open_world
 from palaestra.rollouts.spec import AgentSettings, RecordedTools
-from palaestra.tools.mcp.mcp_server import toolset_of
-from palaestra.tools.mcp.run_servers import MCPServers
+from palaestra.tools.mcp.mcp_config import toolset_of
 from palaestra.tools.registry.build import RunConditions, ToolServer, build_tool_registry, installed_tools
 from palaestra.tools.registry.distributions import sample_toolsets_from_distribution
 from palaestra.tools.registry.registry import Kit, ToolRegistry
@@ -30,6 +30,9 @@ from palaestra_slots.sandbox.slot import Backend, Rung
 from palaestra_slots.sandbox.snapshots.cache import Prepared
 from palaestra_slots.sandbox.snapshots.folder import SnapshotStore, default_folder
 from palaestra_tokens.config import APIServerConfig
+
+if TYPE_CHECKING:
+    from palaestra.tools.mcp.run_servers import MCPServers
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +108,8 @@ def mcp_servers(config: BaseEnvConfig) -> MCPServers | None:
     from the recorded run's journal. Raises `ConfigError`."""
     if not isinstance(config, HermesAgentEnvConfig) or not config.mcp_servers:
         return None
+    from palaestra.tools.mcp.run_servers import MCPServers  # imported here, because most runs have no servers
+
     without = config.disabled_toolsets or ()
     if config.world != "replay" or config.world_file is None:
         return MCPServers(config.mcp_servers, without=without)

@@ -271,6 +271,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             if is_flag(word):
                 written, equals, value = word.partition("=")
                 flags.append((written, [value] if equals else []))
+            # A flag takes all words up to the next flag, so that lists need no repeated flag.
             elif flags:
                 flags[-1][1].append(word)
             else:
@@ -301,6 +302,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             case "--failed-of":
                 given.choose(_failed_of(self._read(str, written, words)), written)
             case _:
+                # Before the value is read, because an error message about it would show it.
                 if is_secret(written.replace("-", "_")):
                     _hide_secret(written, words)
                 self._set(given, written, words)
@@ -323,6 +325,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         group, _, key = SHORT_FORMS.get(written, written.removeprefix("--")).partition(".")
         name, dot, rest = key.partition(".")
         model_type = {"env": self.env_type, "openai": self.server_type}.get(group)
+        # Both `--env.group-size` and `--env.group_size` are common spellings.
         name = name if model_type is None or name in model_type.model_fields else name.replace("-", "_")
         if model_type is not None and name not in model_type.model_fields and is_old(model_type, name):
             return group, name, rest if dot else None, JSON
@@ -671,6 +674,7 @@ def _shown(name: str, value: JSON) -> str:
 
 def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iterator[tuple[str, list[str]]]:
     env, server = line.env_type, line.server_type
+    # What a person most likely looks for comes first: the settings that only this environment has.
     inherited = {*BaseEnvConfig.model_fields, *HermesAgentEnvConfig.model_fields}
     own = [name for name in env.model_fields if name not in inherited]
     here, everywhere = "This environment", "All environments"

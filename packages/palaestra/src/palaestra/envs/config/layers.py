@@ -304,6 +304,7 @@ def describe(annotation: Annotation) -> str:
             names.append("mapping")
         else:
             names.append({str: "text", Any: "JSON"}.get(kind, getattr(kind, "__name__", str(kind))))
+    # Two types may have the same name for a user, such as list and tuple.
     return "|".join(dict.fromkeys(names))
 
 
@@ -393,6 +394,7 @@ def _read_mapping(words: Sequence[str], *, texts: bool) -> JSON:
             raise ValueError(f"{words[0]!r} is neither a JSON object nor a JSON list: {error}") from None
         if not isinstance(read, list):
             return read
+        # A list of `k=v` texts is what YAML and JSON writers produce from repeated options.
         pairs: Sequence[str] = list(map(str, read))
     else:
         pairs = words[0].split(",") if len(words) == 1 else words

@@ -252,6 +252,7 @@ def in_short(metrics: Mapping[str, JSON]) -> str:
         f"{name.replace('/', ' ')} {metrics[name]:.3f}{in_words((metrics[f'{name}/low'], metrics[f'{name}/high']))}"
         for name in (*names, *official)
     ]
+    # The number of tasks here is the whole set, so that a reader sees a denominator that is smaller.
     refused, tasks = int(metrics.get("tasks_left_out", 0)), int(metrics["tasks"])
     tried = int(metrics.get(f"{names[0]}/tasks", tasks))
     why = [f"{count} {what}" for count, what in ((refused, "refused"), (tasks - tried, "without a score")) if count]

@@ -223,6 +223,7 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
     """Play the runs that are not finished, one after the other, and print the table. Returns the first exit code that
     is not 0."""
     lines = [_parsed(each, settings) for each in members]
+    # Before the first run starts: a person who has to give a key again is here now, and may not be later.
     for line in lines:
         if settings or not _is_finished(folder / line.member.folder):
             _check_given_again(line)
@@ -232,6 +233,7 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
         code = _play_in_turn(folder, lines, again=bool(settings))
         finished = all(_is_finished(folder / each.folder) for each in members)
     finally:
+        # The table is printed after an interrupt, too: the finished runs have been paid for.
         rows = [table_row(place) for each in lines if _begun(place := folder / each.member.folder)]
         as_data = any(line.parsed.as_json for line in lines)
         sys.stderr.write("" if as_data or not rows else f"\n{as_text(rows)}{ABOUT}\n")

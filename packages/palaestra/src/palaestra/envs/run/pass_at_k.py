@@ -34,8 +34,10 @@ def figures(
         **pass_metrics(_rewards(by_task.values()), attempts),
     }
     if any(trajectory.official is not None for trajectory in done):
+        # `scored` is left out, because a rollout without an official verdict still has the same reward.
         official = pass_metrics(_rewards(by_task.values(), official=True), attempts)
         found |= {f"{OFFICIAL}/{name}": value for name, value in official.items() if name != "scored"}
+    # A set per rollout: a check may give the same label twice, with different evidence.
     signs = Counter(name for trajectory in done for name in {label.name for label in trajectory.labels})
     found |= {f"labels/{name}": count for name, count in sorted(signs.items())}
     blames = Counter(trajectory.blame.value for trajectory in done if trajectory.blame and not trajectory.scored)

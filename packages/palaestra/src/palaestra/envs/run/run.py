@@ -42,7 +42,6 @@ from palaestra.envs.run.evaluate import (
     save_evaluation,
     shortened,
 )
-from palaestra.envs.run.fork import forked_task
 from palaestra.envs.run.report_metrics import Reporting, asked_for, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
 from palaestra.rollouts.counterfactual import Continuation, Counterfactual, resumed_fork
@@ -711,8 +710,11 @@ class CommandRun:
             # A list, because `all` cannot iterate over an asynchronous generator.
             return await limits.gate() and all([await limits.unless_stopped(each()) for each in asked])
 
-        begins = context.counterfactual
-        source = None if begins is None else forked_task(self.environment, begins.point)
+        begins, source = context.counterfactual, None
+        if begins is not None:
+            from palaestra.envs.run.fork import forked_task  # imported here, because only `palaestra fork` needs it
+
+            source = forked_task(self.environment, begins.point)
         runner = Runner(
             self.environment,
             self.context,

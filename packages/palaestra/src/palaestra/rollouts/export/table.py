@@ -94,6 +94,7 @@ def _lines(groups: Iterable[Group], meta: ExportMeta, report: ExportReport) -> I
     total = _Line("TOTAL", [], Counter(), [], Counter(), total=True)
     for group in groups:
         chosen = list(report.chosen(group, meta))
+        # The error of a group comes first: it is usually the cause of those of its rollouts.
         errors = [group.error, *(trajectory.error for trajectory in chosen if not trajectory.scored)]
         scored = [each for each in chosen if each.scored]
         line = _Line(

@@ -88,9 +88,12 @@ class RowsExporter:
         encoder = msgspec.json.Encoder()
         for group in groups:
             for trajectory in report.chosen(group, meta):
+                # Nothing was sampled, so there is nothing to train on; that is no damage to the export.
                 if trajectory.unsaid and not meta.placeholders:
                     report.left_out[WITHOUT_TOKENS] += 1
                     continue
+                # A format is used only for rollouts that were played without tokens; recorded tokens are never encoded
+                # again.
                 made = None
                 if meta.encoding is not None and not trajectory.has_tokens:
                     made = _encoded(trajectory, group, meta, meta.encoding, report)
@@ -178,6 +181,7 @@ def _check(row: TokenRow, trajectory: Trajectory) -> None:
         raise ConfigError(f"{where}: tokens, masks and logprobs differ in length: {sorted(lengths)}")
     if trajectory.reward is not None and not math.isfinite(trajectory.reward):
         raise ConfigError(f"{where}: the reward {trajectory.reward} is not a finite number")
+    # Rows that were made from text have no log-probabilities; then only the masks are checked.
     logprobs = row.logprobs or [0.0] * len(row.tokens)
     for place, (token, mask, logprob) in enumerate(zip(row.tokens, row.masks, logprobs, strict=True)):
         if mask == UNTRAINED:

@@ -237,6 +237,7 @@ def find_rollout(journal: Path, rollout: str) -> str:
     found = dict.fromkeys(head.trajectory.rollout_id for head in heads if head.trajectory is not None)
     if rollout in found:
         return rollout
+    # Ids are long; a person types their beginning, or the end that the viewer shows.
     near = [each for each in found if each.startswith(rollout) or each.endswith((f"/{rollout}", f"-{rollout}"))]
     if len(near) == 1:
         return near[0]

@@ -168,6 +168,7 @@ class _JournalledRun:
             if one.scored and one.origin is None and one.group_id in self.ended_groups:
                 by_group.setdefault(one.group_id, []).append(one)
         settings = self.config.get("env")
+        # By the settings of the recorded run: a file that it wrote lacks these groups on purpose.
         if isinstance(settings, Mapping) and settings.get("ensure_scores_are_not_same"):
             by_group = {name: all_ for name, all_ in by_group.items() if not have_same_scores(all_)}
         return {one.rollout_id for group in by_group.values() for one in group}
@@ -385,6 +386,7 @@ def _compared_messages(
     found: Mapping[str, JSON], listed: Sequence[str], ends: Mapping[str, Trajectory], written: Mapping[str, _Written]
 ) -> Iterator[str]:
     """Yield how a line's messages, or its entries in `rollouts`, differ from the journal."""
+    # Rollouts without tokens have one row of messages, and rollouts with segments have one per segment.
     owners = [each for each in listed if ends[each].scored for _ in range(len(ends[each].rows) or 1)]
     messages = found.get("messages") or []
     if messages and len(messages) != len(owners):

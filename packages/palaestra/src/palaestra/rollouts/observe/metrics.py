@@ -63,12 +63,14 @@ class Figures:
         self.groups += 1
         self._failed += bool(group.error) or not group.trajectories
         rewards = [each.reward for each in group.trajectories if each.reward is not None]
+        # A group that failed before it began has no rollouts, but those that it should have had count as lost.
         planned = max(len(group.trajectories), self._group_size if group.error else 0)
         self._planned += planned
         self._rewards.extend(rewards)
         self._officials.extend(
             each.official_reward for each in group.trajectories if each.official_reward is not None and each.scored
         )
+        # The hash, because a run may have millions of tasks with long ids.
         self._tasks.append(hash(group.task_id))
         self._scored.append(len(rewards))
         self._lost.append(planned - len(rewards))

@@ -462,6 +462,7 @@ class RunReader:
         status.scored = len(rewards)
         status.mean_reward = sum(rewards) / len(rewards) if rewards else None
         status.mean_interval = mean_interval(scored)
+        # Both averages are shown, because leaving rollouts out makes a run look better than it is.
         everyone = [
             [*(each.reward or 0.0 for each in task), *[0.0] * more] for task, more in zip(tasks, lacking, strict=True)
         ]

@@ -32,7 +32,6 @@ from palaestra_slots.core.types import JSON, Message
 from palaestra_slots.sandbox.slot import Snapshot
 from palaestra_tokens.engine import AssistantMessage, ChatChoice, ChatCompletion, CompletionUsage
 from palaestra_tokens.ledger import Piece, SampledTurn, pieces_of
-from palaestra_tokens.parsers import get_parser
 
 _ANSWER_START, _ANSWER_END = "<tool_response>", "</tool_response>"
 HARMLESS = frozenset({Kind.TIME, Kind.ORDER})
@@ -214,6 +213,8 @@ class RecordedTurns:
         event = self._events[self._at] if self.failed is None else None
         if event is None or not event.turn or event.sampled or self._asked or not _same(messages, self._said):
             raise self.fail(Mismatch.QUESTION)
+        # A second question before the reply was used would mean that the recorded conversation is not the one being
+        # played.
         self._asked = True
         return _completion(event)
 
@@ -312,6 +313,8 @@ def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
 
     Yields nothing unless the messages are a reply with calls and a user turn that answers each of them.
     """
+    from palaestra_tokens.parsers import get_parser  # imported here, because few runs go on from recorded turns
+
     said, *seen = [str(message.get("content") or "") for message in messages]
     calls = get_parser("hermes").parse(said, tools=(), cut=False).all_tool_calls or ()
     answers = list(_elements(seen[0])) if len(seen) == 1 else []

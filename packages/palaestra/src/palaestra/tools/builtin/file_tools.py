@@ -72,6 +72,7 @@ async def run_read_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolRepl
     path = await in_full(slot, arguments["path"])
     text = (await read_text_file(slot, path)).text
     lines = text.removesuffix("\n").split("\n") if text else []
+    # An empty file has a first line to ask for; otherwise every read of an empty file would be an error.
     if offset > max(len(lines), 1):
         raise ToolMistake(f"offset {offset} is beyond the end: {path} has {len(lines)} lines", total_lines=len(lines))
     shown = numbered(lines, offset, limit)

@@ -225,6 +225,7 @@ def _report(edits: list[FileEdit]) -> dict[str, JSON]:
         "files_deleted": [edit.path for edit in edits if edit.after is None],
     }
     reply |= {name: paths for name, paths in groups.items() if paths}
+    # After the edit and not before it: a model may break a file in one call and repair it in the next.
     checks = {edit.path: check_syntax(edit.path, edit.after.text) for edit in edits if edit.after is not None}
     told = {path: result for path, result in checks.items() if result is not None}
     return {**reply, "syntax_check": told} if told else reply

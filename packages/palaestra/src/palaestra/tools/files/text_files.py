@@ -138,6 +138,7 @@ async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_
         raise ToolMistake(f"{path} is a directory; list it with search_files (target files) or ls")
     if info is not None and info.kind == "other":
         raise ToolMistake(f"{path} is {KINDS[info.kind]}, not a file")
+    # Checked before anything is read, because a file of gigabytes would otherwise be sent first.
     if info is not None and info.size > most_bytes:
         raise ToolMistake(f"{path} has {info.size} bytes; this tool opens at most {most_bytes}. Use the terminal")
     with as_mistake(f"Cannot read {path}"):

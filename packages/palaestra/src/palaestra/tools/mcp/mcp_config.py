@@ -26,6 +26,7 @@ from palaestra_slots.core.types import JSON
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
+TOOLSET_PREFIX = "mcp-"
 _HEADINGS = ("mcpServers", "mcp_servers")
 
 
@@ -158,6 +159,7 @@ class MCPServerConfig(Settings):
         no default."""
         env = {name: self._value(value) for name, value in self.env.items()}
         headers = {name: self._value(value) for name, value in self.headers.items()}
+        # Before a server starts, because it may print these values, for example in an error message.
         remember_named({**self._variables, **env, **headers})
         arguments = [self._value(each) for each in self.args]
         for each, shown in zip(arguments, redacted_arguments(arguments), strict=True):
@@ -249,3 +251,8 @@ def checked_names(servers: Mapping[str, MCPServerConfig]) -> None:
     for name in servers:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} cannot be a server's name: use at most 40 letters, digits, -, _ and .")
+
+
+def toolset_of(server: str) -> str:
+    """Return the name of the toolset that contains a server's tools."""
+    return TOOLSET_PREFIX + server

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from palaestra.tools.arguments import compiled
 from palaestra.tools.human.approval import Permit
-from palaestra.tools.mcp.mcp_config import MCPServerConfig
+from palaestra.tools.mcp.mcp_config import MCPServerConfig, toolset_of
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.errors import ConfigError, ToolServerUnavailable
 from palaestra_slots.core.printable import without_middle
@@ -31,16 +31,10 @@ if TYPE_CHECKING:
 
     from palaestra.tools.mcp.mcp_connection import Connection
 
-TOOLSET_PREFIX = "mcp-"
 _MOST_NAME = 64
 """The maximum number of characters that model servers accept in a tool's name."""
 _MOST_ASKED = 128
 """The maximum number of characters of a tool's name that a person is shown. Source: the specification of MCP."""
-
-
-def toolset_of(server: str) -> str:
-    """Return the name of the toolset that contains a server's tools."""
-    return TOOLSET_PREFIX + server
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
 
-from palaestra.tools.mcp.mcp_config import MCPServerConfig, checked_names
-from palaestra.tools.mcp.mcp_server import MCPServer, owner_of, recorded_tool, toolset_of
+from palaestra.tools.mcp.mcp_config import MCPServerConfig, checked_names, toolset_of
+from palaestra.tools.mcp.mcp_server import MCPServer, owner_of, recorded_tool
 from palaestra.tools.registry.build import Installed
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolSchema

@@ -117,6 +117,7 @@ class HostPolicy:
             host = allowlist.normal(host)
         except ValueError as error:
             return str(error)
+        # Before every list: whoever can read cloud metadata has the keys of the machine, so no setting permits it.
         if allowlist.is_metadata_name(host):
             return f"{host} serves cloud metadata and is never reached"
         if any(_covers(rule, host, port) for rule in self._blocked):
@@ -124,6 +125,7 @@ class HostPolicy:
         address = allowlist.literal(host)
         if address is not None:
             return self.address_refusal(host, port, address)
+        # A rule such as `*` does not include this machine; only its own name or address does.
         if _is_localhost(host) and not self._names(host, port):
             return f"{host} is this machine, which is not on the list of allowed hosts"
         if not any(_covers(rule, host, port) for rule in self._allowed):

@@ -175,6 +175,7 @@ def _windows(
     would have to be compared, yield nothing."""
     lines = text.split("\n")
     starts = places([same(line) for line in lines], keys)
+    # A file of equal lines would otherwise be compared for each of its lines.
     if fits is not None and len(starts) * len(keys) > _MAX_LINES_LOOKED_AT:
         return
     end, located = 0, _located(text, lines, len(keys))

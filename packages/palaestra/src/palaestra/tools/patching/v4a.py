@@ -160,6 +160,7 @@ def _check(changes: Sequence[FileChange]) -> None:
         raise PatchError("The patch changes no file")
     touched: set[str] = set()
     for change in changes:
+        # A set, because a move onto itself touches one path.
         for path in {change.path, change.target or change.path}:
             if not path:
                 raise PatchError("A file header of the patch has no path")

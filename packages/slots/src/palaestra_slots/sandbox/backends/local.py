@@ -42,10 +42,10 @@ import posixpath
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from palaestra_slots.core.errors import ConfigError, IsolationUnavailable
 from palaestra_slots.core.types import JSON
-from palaestra_slots.sandbox.images.image_store import ImageStore
 from palaestra_slots.sandbox.local.client import SlotClient
 from palaestra_slots.sandbox.local.direct.direct_slot import DirectClient
 from palaestra_slots.sandbox.server_backend import (
@@ -62,6 +62,9 @@ from palaestra_slots.sandbox.server_backend import (
 from palaestra_slots.sandbox.service import service_client
 from palaestra_slots.sandbox.slot import WORKSPACE, Rung, Slot, SlotSpec, Snapshot, decode_lease, encode_lease
 from palaestra_slots.sandbox.slotd.protocol.frames import CHUNK
+
+if TYPE_CHECKING:
+    from palaestra_slots.sandbox.images.image_store import ImageStore
 
 _MOST_FILES = 64  # the server writes these files one after the other, and serves no other request meanwhile
 
@@ -169,7 +172,10 @@ class LocalBackend(ServerBackend):
         """Return the unpacked directory of the spec's image; None if the spec has no image."""
         if spec.image is None:
             return None
-        self._images = self._images or ImageStore()
+        if self._images is None:
+            from palaestra_slots.sandbox.images.image_store import ImageStore  # imported here: few tasks name an image
+
+            self._images = ImageStore()
         return await self._images.directory(spec.image)
 
     async def compose(self, spec: SlotSpec, files: Mapping[str, bytes]) -> Snapshot | None:

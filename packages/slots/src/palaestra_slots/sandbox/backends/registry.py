@@ -161,6 +161,7 @@ def is_of_backends(setting: str) -> bool:
 def require_read(names: str, settings: Iterable[str], config: JSON) -> None:
     """Raise `ConfigError` for a setting that none of the backends in `names` reads, or that has no effect there with
     the other settings in `config`. A backend of another package may read any setting."""
+    # `docker_direct` and `docker` read the same settings: one is only another name for the other.
     used = {name.removesuffix("_direct") for name in backend_words(names)}
     if not used <= {name.removesuffix("_direct") for name in BUILTIN}:
         return

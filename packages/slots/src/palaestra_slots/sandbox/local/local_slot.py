@@ -166,6 +166,7 @@ class LocalSlot(Slot):
         if hold:
             fields["hold"] = True
         _add_command(fields, command)
+        # Counted before the call, so that the slot counts as executing while its process starts.
         self.running += 1
         try:
             reply = await self.requests.call("spawn", fields)

@@ -80,6 +80,7 @@ def visible(top: str, *, whole: bool) -> Iterator[tuple[str, bool]]:
     parents = {parent for end in ends for parent in _parents(end, top)}
     if not ends:
         yield top, True
+    # Parents before what is below them, because that is the order in which they are mounted.
     for parent in sorted(parents | ends):
         yield parent, False
         unseen = parents | ends | ({f"{parent}/{name}" for name in hidden(parent)} if parent in ends else set())

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.images.image_folders import made_root
-from palaestra_slots.sandbox.images.pulled import pulled_layout
 from palaestra_slots.sandbox.images.reference import is_path
 
 # The paths where distributions record installed packages; every installation, removal or upgrade changes them.
@@ -69,6 +68,8 @@ def of_image(image: str | None) -> JSON:
             release.read_text() if release.is_file() else "",
             [_of_file(path) for path in (*_PACKAGES, *_HOST, *own)],
         ]
+    from palaestra_slots.sandbox.images.pulled import pulled_layout  # imported here, because few tasks name an image
+
     path = os.path.realpath(image if is_path(image) else pulled_layout(image) or made_root(image) or image)
     return [path, of_tree(path)[0] if os.path.isdir(path) else _of_file(path)]
 

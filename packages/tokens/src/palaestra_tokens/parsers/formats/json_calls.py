@@ -154,6 +154,7 @@ def named_call(members: Mapping[str, Member], keys: Sequence[str] = ("arguments"
     if name is None or not isinstance(name.value, str) or not name.value:
         raise Malformed(BrokenReason.NO_NAME, "the call has no name")
     found = [members[key] for key in keys if key in members]
+    # With two of the keys, it would be a guess which of them the model means.
     if len(found) != 1:
         raise Malformed(BrokenReason.NO_ARGUMENTS, f"the call must have exactly one of {', '.join(keys)}")
     if not isinstance(found[0].value, dict):

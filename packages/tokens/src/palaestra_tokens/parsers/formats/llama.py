@@ -130,6 +130,8 @@ class Llama4Pythonic(Grammar):
                 return begin + 1
             found = _element(output, begin)
             after, sign = after_element(text, found.end)
+            # There is text between this element and the next sign, so the element is not a whole call, even if it can
+            # be read.
             if sign and skip(text, found.end) < after:
                 problem = found.problem or Malformed(BrokenReason.MALFORMED_MARKUP, STRAY)
                 found = found._replace(end=after, problem=problem)
@@ -138,6 +140,7 @@ class Llama4Pythonic(Grammar):
             end = output.add(found, start if position == bracket + 1 else begin)
             if sign == "]":
                 return after + 1
+            # A missing comma does not end the list, as long as another call follows.
             if not sign and not _begins_calls(text, after):
                 return end
             position = after + len(sign)

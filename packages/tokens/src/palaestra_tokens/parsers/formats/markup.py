@@ -145,6 +145,7 @@ class Markup(Grammar):
         while (mark := find(text, position, self.parameter[1], self.parameter[0], self.call[1])) is not None:
             after = skip(text, mark.end)
             if mark.text == self.parameter[1]:
+                # A value may itself contain an end tag, as text. It ends the value only if the next markup follows it.
                 if text.startswith((self.parameter[0], self.call[1]), after):
                     return mark.start, after
             elif meant >= 0 or self._is_over(text, mark, after):

@@ -248,6 +248,7 @@ class Spans:
                 span.set_attribute(key, plain(value))
         if usage is not None:
             span.set_attributes({INPUT_TOKENS: usage.prompt_tokens, OUTPUT_TOKENS: usage.completion_tokens})
+        # Prompts and replies may contain data that a collector must not have, so a run sends them only if asked to.
         if self.content:
             said = [msgspec.to_builtins(choice.message) for choice in choices]
             reason = (choices[0].finish_reason or "") if choices else ""
@@ -279,6 +280,7 @@ def _describe(span: Span, trajectory: Trajectory) -> None:
     if trajectory.blame is not None:
         attributes["palaestra.blame"] = trajectory.blame.value
     span.set_attributes(attributes)
+    # A reward of 0 is a result; only a rollout without a reward is an error for a tracing tool.
     if not trajectory.scored:
         failed(span, trajectory.error.partition(":")[0] or trajectory.outcome.value)
 

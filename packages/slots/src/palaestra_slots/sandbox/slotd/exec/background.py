@@ -496,6 +496,7 @@ class _Input:
             except BlockingIOError:
                 break
             except OSError:
+                # The next message gets the same error of its own: each writer waits for an answer.
                 self._writing.popleft()
                 message = "the process has closed its input"
                 self._refuse(number, {"error": "os", "errno": errno.EPIPE, "message": message, "path": None})
@@ -505,6 +506,7 @@ class _Input:
             else:
                 self._writing.popleft()
                 self._answer((number, view[written:], size))
+        # The input is closed only after everything that was written to it before.
         if self._closing and not self._writing:
             self._close()
         self._listen()

@@ -175,9 +175,11 @@ def content_differs(
             while piece := new.read(_PIECE):
                 if piece != before.read(_PIECE):
                     return True
+                # A pause for each piece, because the server handles all slots in one thread.
                 yield None
     except OSError:
         return True
+    # Git, and the checks that read its status, see only these bits of a mode.
     return False if (status.st_mode ^ old.st_mode) & _RUNS else None
 
 

@@ -196,6 +196,7 @@ class NamespaceDriver:
             raise OSError(errno.EINVAL, "there are no layers to show")
         trees, binds = self._host.trees(image, fields["network"]), self._host.binds(fields["mounts"], image)
         targets = [*(tree.target for tree in trees if tree.target != "/"), *(bind.target for bind in binds)]
+        # The view has no mounts, so a path below one would show the empty directory under it.
         if any(f"{target}/".startswith(f"{place}/") for target in targets for place in fields["on_demand"]):
             raise OSError(errno.EOPNOTSUPP, "something else is mounted there")
         (tree,) = (tree for tree in trees if tree.target == "/")

@@ -133,6 +133,7 @@ def differences(tree: str, base: str, path: str = "", depth: int = 0) -> Iterato
             yield change(child, "deleted")
             continue
         is_directory = stat.S_ISDIR(now.st_mode)
+        # A directory with another mode is a change of its own, but its entries are still compared one by one.
         if before is None or (is_directory and before.st_mode != now.st_mode):
             replaced = before is not None and not stat.S_ISDIR(before.st_mode)
             yield change(child, kind_of(now.st_mode), replaced)
