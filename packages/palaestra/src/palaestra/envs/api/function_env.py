@@ -68,7 +68,7 @@ class FunctionEnvironment(HeldOutEnvironment):
             if task is end:
                 return
             checked = self._checked(task, seen)
-            if self.config.serves(checked.id, evaluating=self._evaluating):
+            if self._serves(checked.id):
                 yield checked
 
     def _checked(self, task: object, seen: set[str]) -> Task:
