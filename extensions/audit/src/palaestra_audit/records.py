@@ -52,6 +52,16 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     offline: bool = False
     clock: str = ""
 
+    @property
+    def fast(self) -> bool:
+        """Whether clocks run faster, so that programs measure more time."""
+        return " x" in self.clock
+
+    @property
+    def slow(self) -> bool:
+        """Whether programs get less done in the time that they measure."""
+        return self.cpus is not None or self.fast
+
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A step of a trial: the task's reference solution (0) or a further solution (from 1), a call of a tool, or an
