@@ -300,6 +300,7 @@ async def _audit_task(
         result.stages |= {"grade": round(stages.get("grade", 0.0), 3)}
         result.stages |= {"whole": round(audited.rollout.beside.duration_s, 3)}
     result.trials, result.mutants, result.lived = audited.played, audited.mutants, audited.lived
+    result.trial_s = round(audited.trial_s, 3)
     result.seconds = round(time.monotonic() - began, 3)
     return plain(result)  # prompts and files may have characters that no file of the result can hold
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import unified_diff
@@ -78,6 +79,7 @@ class Audited:
     cheats: tuple[Cheat, ...]
     repeats: int
     played: int = 0
+    trial_s: float = 0.0
     mutants: int = 0
     lived: int = 0
     solved: Verdict | None = None
@@ -96,7 +98,11 @@ class Audited:
 
     async def play(self, trial: Trial, reads: LeftFiles | None = None) -> tuple[Verdict, Trajectory | None, Group]:
         self.played += 1
-        return await self.trials.play(self.given, trial, self.number, reads)
+        began = time.monotonic()
+        try:
+            return await self.trials.play(self.given, trial, self.number, reads)
+        finally:
+            self.trial_s += time.monotonic() - began
 
     async def begin(self) -> None:
         """Play the reference solution, and read what it leaves. Raises `InfraError` if that cannot be read."""
@@ -337,7 +343,9 @@ _MOST_NOTES = 5
 async def hackable(audited: Audited) -> AsyncIterator[Found]:
     """Does a published way of reward hacking earn a reward?"""
     proof = EnvironmentProof(audited.trials.environment, audited.trials.pool, audited.cheats, always=True)
+    began = time.monotonic()
     result = await proof.run_tasks([audited.given])
+    audited.trial_s += time.monotonic() - began
     for line in result.lines:
         if line.state is None:
             continue

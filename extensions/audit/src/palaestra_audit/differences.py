@@ -34,9 +34,12 @@ class Call:
 
 def calls_of(source: bytes, asked: str) -> list[Call]:
     """Return calls of the module's functions: those in the prompt, and others whose values are near theirs."""
-    names = [each.name for each in ast.parse(source).body if isinstance(each, ast.FunctionDef)]
+    tree = ast.parse(source)
+    names = [each.name for each in tree.body if isinstance(each, ast.FunctionDef)]
+    constants = [each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)]
+    words = [each for each in dict.fromkeys(constants) if isinstance(each, str) and each.isalnum()]
     named = [Call(name, values, named=True) for name in names for values in _values_in(asked, name)]
-    near = [Call(each.function, values, named=False) for each in named for values in _near(each.values)]
+    near = [Call(each.function, values, named=False) for each in named for values in _near(each.values, words[:20])]
     return list({str(each): each for each in (*near, *named)}.values())[-_MOST_CALLS:]
 
 
@@ -52,11 +55,19 @@ def _values_in(asked: str, name: str) -> Iterator[list[JSON]]:
             break
 
 
-def _near(values: Sequence[JSON]) -> Iterator[list[JSON]]:
-    """Yield values of which one is another one of its type, as EvalPlus makes inputs (arXiv 2305.01210)."""
+def _near(values: Sequence[JSON], words: Sequence[str]) -> Iterator[list[JSON]]:
+    """Yield values of which one is another one of its type, as EvalPlus makes inputs (arXiv 2305.01210), or has a word
+    of the code, as fuzzers take them from a dictionary."""
     for number, value in enumerate(values):
-        for other in _others(value):
+        for other in [*_others(value), *_with_words(value, words)]:
             yield [*values[:number], other, *values[number + 1 :]]
+
+
+def _with_words(value: JSON, words: Sequence[str]) -> Iterator[JSON]:
+    parts = value.split() if isinstance(value, str) else []
+    for at in range(min(len(parts), 5)):
+        for word in words:
+            yield " ".join([*parts[:at], word, *parts[at + 1 :]])
 
 
 def _others(value: JSON) -> list[JSON]:

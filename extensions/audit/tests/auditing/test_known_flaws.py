@@ -99,7 +99,8 @@ def tasks():
     # tau-bench pays an agent that does nothing, because an impossible request leaves the database as it was
     # (Establishing Best Practices for Building Rigorous Agentic Benchmarks, arXiv 2507.02825).
     yield Task(id="pays_for_nothing/tau-bench", prompt="Cancel reservation K1. db.json has the reservations; "
-               "basic economy cannot be cancelled.", files={"db.json": DB}, solution=[Say("I am sorry, this fare cannot be cancelled.")])
+               "basic economy cannot be cancelled.", files={"db.json": DB},
+               solution=[Say("I am sorry, this fare cannot be cancelled.")])
     # FieldWorkArena only asks whether the last message is the assistant's
     # (How We Broke Top AI Agent Benchmarks, UC Berkeley RDI, April 2026).
     yield Task(id="pays_for_nothing/field-work-arena", prompt="How many people on the photo wear no helmet?",
@@ -115,7 +116,8 @@ def tasks():
                "import urllib.request\\n\\n\\ndef status(url):\\n    return urllib.request.urlopen(url).status\\n"))
     # The tests of HumanEval accept wrong code (EvalPlus, arXiv 2305.01210).
     yield Task(id="weak/human-eval", prompt="Write common(first, second) in common.py: the sorted unique common "
-               "elements of two lists. For example, common([3, 1, 2], [2, 3]) gives [2, 3].", solution=code("common.py", COMMON))
+               "elements of two lists. For example, common([3, 1, 2], [2, 3]) gives [2, 3].",
+               solution=code("common.py", COMMON))
     # The tests see one of two changes of a fix (UTBoost, arXiv 2506.09289).
     yield Task(id="weak/utboost", prompt="parse and show of split.py fail for 'a=1=2' and for {'b': 1, 'a': 2}.",
                solution=code("split.py", SPLIT))
