@@ -402,7 +402,7 @@ async def false_zero(audited: Audited) -> AsyncIterator[Found]:
         if audited.trials.has_turns(audited.task, trial):
             continue
         verdict, _, _ = await audited.play(trial)
-        if finding := _refused(variant.what, verdict, trial, certain=variant.certain):
+        if finding := _refused(variant.what, verdict, trial, certain=variant.certain, names=variant.names):
             finding.detail = audited.difference(variant.files)
             yield await audited.unsteady(trial, verdict) or finding
 
@@ -413,12 +413,12 @@ _COMMIT = (
 )
 
 
-def _refused(what: str, verdict: Verdict, trial: Trial, *, certain: bool) -> Finding | None:
+def _refused(what: str, verdict: Verdict, trial: Trial, *, certain: bool, names: bool = False) -> Finding | None:
     """Return the finding if right work was refused. If the benchmark's own protocol refuses it too, it is a note: the
-    task may ask for the very form."""
+    task may ask for the very form. It cannot ask for `names` that its prompt does not have."""
     if _is_full(verdict):
         return None
-    note = not certain or (verdict.official is not None and verdict.official < FULL)
+    note = not certain or (not names and verdict.official is not None and verdict.official < FULL)
     said = f"{what} {_scored(verdict)}"
     return Finding(kind=Kind.FALSE_ZERO, what=said, note=note, wanted="1", trial=trial, verdict=verdict)
 

@@ -38,11 +38,13 @@ _MOST_PLACES = 40
 @dataclass(frozen=True, slots=True)
 class Changed:
     """Changed files, and what the change is. `certain` mutants are wrong for every reader; of the others, some may not
-    change any result. `certain` variants keep the meaning in every environment."""
+    change any result. `certain` variants keep the meaning in every environment, and `names` variants differ only in
+    names that the prompt does not have."""
 
     what: str
     files: Files
     certain: bool
+    names: bool = False
 
 
 def mutants(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator[Changed]:
@@ -190,11 +192,11 @@ def variants(before: Mapping[str, bytes], after: Mapping[str, bytes], asked: str
     }.items():
         made = {each.path: new for each in modules if (new := change(each)) is not None and new != each.source}
         if made:
-            yield Changed(f"{what} {', '.join(made)}", made, certain=True)
+            yield Changed(f"{what} {', '.join(made)}", made, certain=True, names=change is _renamed)
     for private in (True, False):
         if renamed := _other_names(before, left, modules, asked, private=private):
             kind = "helpers with private names" if private else "functions that the prompt does not name"
-            yield Changed(f"{kind} renamed in {', '.join(renamed)}", renamed, certain=private)
+            yield Changed(f"{kind} renamed in {', '.join(renamed)}", renamed, certain=private, names=private)
     worded = {each.path: new for each in modules if (new := _other_messages(each, asked)) is not None}
     if worded:
         yield Changed(f"other words in the messages of errors in {', '.join(worded)}", worded, certain=False)
