@@ -607,7 +607,7 @@ def _is_named(place: str, asked: str) -> bool:
     own = path.relative_to(WORKSPACE) if path.is_relative_to(WORKSPACE) else path
     names = {str(each) for each in (path, own, *own.parents, *path.parents)} | {path.name}
     return any(
-        re.search(rf"(?<![\w.-]){re.escape(each)}(?![\w-]|\.\w)", asked) for each in names - {".", "/", WORKSPACE}
+        re.search(rf"(?<![\w.-]){re.escape(each)}(?![\w-]|\.\w|/\w)", asked) for each in names - {".", "/", WORKSPACE}
     )
 
 
@@ -652,6 +652,12 @@ def _has(content: str, text: str) -> bool:
     return all(each.strip() in lines for each in text.split("\n") if each.strip())
 
 
+_FIND = (
+    "find $(for each in / /*; do case $each in /proc|/sys|/dev|/usr|/etc|/bin|/sbin|/lib*) ;; "
+    "*) [ -d $each ] && echo $each ;; esac; done) -xdev"
+)
+"""Finds files of a sandbox, whose folders may be file systems of their own. Those of the system are searched only if
+they are part of the image."""
 _PROMISING = "(answers?|expected|solutions?|solve|oracle|gold(en)?|truth|targets?|references?)"
 _PROMISES = f"(?<![a-z]){_PROMISING}(?![a-z])"
 
@@ -663,8 +669,8 @@ def _is_called_answer(content: str, text: str) -> bool:
 
 
 _TELLING_NAMES = (
-    r"find / -xdev \( -path /proc -o -path /sys -o -path /dev -o -path /usr -o -path /etc -o -path '/lib*' "
-    r"-o -path /var/lib -o -name .git \) -prune -o -type f -size -64k -print 2>/dev/null | "
+    _FIND + r" \( -path /proc -o -path /sys -o -path /dev -o -path /usr -o -path /etc -o -path '/lib*' "
+    r"-o -path /var/lib -o -name .git \) -prune -o -type f -size -64k -print 2>/dev/null | sort -u | "
     rf"grep -iE '(^|[^a-z]){_PROMISING}([^a-z]|$)' "
     r"| head -50"
 )
@@ -692,7 +698,7 @@ def _names(solution: str, place: str, written: str) -> bool:
 _COPIES = re.compile(r"\b(cp|mv|ln|rsync|tar|install|rename|copy\w*|move)\b")
 
 _SAME = (
-    "find / -xdev -path /proc -prune -o -type f -size {size}c -print 2>/dev/null | head -2000 | "
+    _FIND + " -path /proc -prune -o -type f -size {size}c -print 2>/dev/null | sort -u | head -2000 | "
     'while IFS= read -r each; do sha256sum < "$each" 2>/dev/null | grep -q ^{digest} && printf \'%s\\n\' "$each"; done'
 )
 _ANSWERED = (
@@ -702,7 +708,8 @@ _ANSWERED = (
 )
 """Files of the task, and not of what is installed, that have the answer as words."""
 _STORED = (
-    "find / -xdev -type d -name objects -path '*.git/objects' 2>/dev/null | head -20 | while IFS= read -r each; do "
+    _FIND
+    + " -type d -name objects -path '*.git/objects' 2>/dev/null | sort -u | head -20 | while IFS= read -r each; do "
     'git --git-dir="${{each%/objects}}" -c safe.directory="*" cat-file -e {blob} 2>/dev/null && '
     "printf '%s\\n' \"${{each%/.git/objects}}\"; done"
 )

@@ -457,3 +457,27 @@ def test_a_hang_a_bomb_a_full_disk_and_much_output_cost_only_their_task(
         "sound": set(),
     }
     assert all(task.complete for task in found.tasks)
+
+
+def test_what_a_task_has_at_first_is_read_although_its_check_fails_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken_env.py").write_text("""
+from palaestra import Task, environment
+from palaestra_slots.core.errors import GraderError
+
+TEXT = "The answer to this question is forty-two, and nothing else.\\n"
+
+@environment(toolsets=["terminal"])
+def broken():
+    yield Task(id="a", prompt="Write the answer to a.txt.", files={"hidden/b": TEXT},
+               solution=f"printf '{TEXT}' > a.txt")
+
+@broken.score
+async def right(sandbox):
+    if await sandbox.stat("a.txt") is None:
+        raise GraderError("there is no a.txt")
+    return await sandbox.read_text("a.txt") == TEXT
+""")
+    assert certain(audit("broken_env.py", "--only", "leaks")) == {"a": {Kind.LEAKS}}
