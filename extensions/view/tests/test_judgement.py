@@ -16,7 +16,7 @@ from palaestra.cli.main import main as palaestra
 from palaestra.rollouts.annotations import ANNOTATIONS_NAME, annotation, read_annotations, write_annotations
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra.rollouts.records import Group
-from palaestra.rollouts.regraded import GRADE_SCHEMA, GRADES_NAME, Grade, read_grades, write_grade
+from palaestra.rollouts.regraded import GRADE_SCHEMA, GRADES_NAME, Grade, read_grades, write_grades
 
 from .fixing import HOSTILE
 from .test_page import chromium as chromium
@@ -187,7 +187,7 @@ def test_rewards_that_were_graded_again_stand_next_to_the_recorded_ones(tmp_path
         grade = Grade(
             schema=GRADE_SCHEMA, at=5.0, rollout_id=f"000000-sky/{number}", before=1.0, reward=reward, error=error
         )
-        write_grade(run, grade)
+        write_grades(run, [grade])
     with (run / GRADES_NAME).open("ab") as file:
         file.write(b"{torn")
     assert [grade.reward for grade in read_grades(run).values()] == [0.5, 0.25, None]
@@ -213,12 +213,12 @@ def test_rewards_that_were_graded_again_stand_next_to_the_recorded_ones(tmp_path
 
 def test_the_page_takes_tags_notes_and_verdicts(tmp_path: Path, chromium: str) -> None:
     run = write_run(tmp_path / "run", sky())
-    write_grade(run, Grade(schema=GRADE_SCHEMA, at=5.0, rollout_id=FIRST, before=1.0, reward=0.5))
+    write_grades(run, [Grade(schema=GRADE_SCHEMA, at=5.0, rollout_id=FIRST, before=1.0, reward=0.5)])
 
     async def look(page: Page, base: str) -> None:
         await go(page, base, "rollout", run="run", id=FIRST)
         facts = (await page.inner_text(".facts")).lower()
-        assert "graded again" in facts
+        assert "recorded reward" in facts
         assert "0.50" in facts
         await page.click("text=grader mistake")
         await page.wait_for_selector(".judgement .callout")
@@ -253,7 +253,7 @@ def test_hostile_annotations_do_nothing_in_page_and_file(tmp_path: Path, chromiu
         tmp_path / "run", Group(group_id="000000-sky", number=0, task_id="sky", trajectories=[rollout(0, [])])
     )
     write_annotations(run, [annotation(FIRST, HOSTILE[:200], note=HOSTILE, tags=["a"])])
-    write_grade(run, Grade(schema=GRADE_SCHEMA, at=5.0, rollout_id=FIRST, error=HOSTILE))
+    write_grades(run, [Grade(schema=GRADE_SCHEMA, at=5.0, rollout_id=FIRST, error=HOSTILE)])
     out = tmp_path / "run.html"
     assert palaestra(["view", str(run), "--html", str(out)]) == 0
     assert "window.broken" not in out.read_text()
@@ -312,9 +312,9 @@ def test_the_command_grade_keeps_the_new_rewards(
     Path("my_env.py").write_text(SCRIPT.replace("WANTED", "2"))
     assert palaestra(["grade", str(run)]) == 0
     assert [(each.before, each.reward) for each in read_grades(run).values()] == [(0.0, 0.0)] * 2
-    assert len((run / GRADES_NAME).read_bytes().splitlines()) == 4
+    assert len((run / GRADES_NAME).read_bytes().splitlines()) == 2
     assert (run / "journal.jsonl").read_bytes() == journal
     (run / GRADES_NAME).unlink()
     (run / GRADES_NAME).mkdir()
-    assert palaestra(["grade", str(run)]) == 0
-    assert "the new rewards are not kept" in capsys.readouterr().err
+    assert palaestra(["grade", str(run)]) == 2
+    assert GRADES_NAME in capsys.readouterr().err

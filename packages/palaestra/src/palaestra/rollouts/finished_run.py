@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A finished, stopped or running run, read from its folder. Iterating over it reads one group at a time. Scores that
-    `palaestra grade` gave replace the recorded ones.
+    """A finished, stopped or running run, read from its folder. Iterating over it reads one group at a time. Scores
+    that `palaestra grade` gave replace the recorded ones.
 
     `groups` and `metrics` are read on first use and do not change afterwards.
     """

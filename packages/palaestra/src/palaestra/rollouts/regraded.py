@@ -23,9 +23,9 @@ GRADE_SCHEMA = "palaestra.grade/1"
 
 
 class Grade(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One line: the new score of a rollout. `before` is the recorded reward. If the latest check failed, `error` has the
-    reason, and `reward` and the other fields are from an earlier one; None if there is none. `at` is in seconds since
-    the epoch."""
+    """One line: the new score of a rollout. `before` is the recorded reward. If the latest check failed, `error` has
+    the reason, and `reward` and the other fields are from an earlier one; None if there is none. `at` is in seconds
+    since the epoch."""
 
     schema: str
     at: float

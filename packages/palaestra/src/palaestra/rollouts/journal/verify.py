@@ -79,8 +79,8 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
     """Check every rollout in the journal, discarded attempts too, and then the lines of the groups file and of the file
     of exported rows.
 
-    Rollouts may have their recorded scores or those that `palaestra grade` gave. Each file is read once. Raises `ConfigError` when a file is damaged, no rollout has ended or no rollout has recorded
-    tokens.
+    Rollouts may have their recorded scores or those that `palaestra grade` gave. Each file is read once. Raises
+    `ConfigError` when a file is damaged, no rollout has ended or no rollout has recorded tokens.
     """
     verdict = RunVerdict()
     run = _JournalledRun(grades := read_grades(journal.parent))
