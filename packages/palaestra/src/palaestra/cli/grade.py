@@ -133,9 +133,7 @@ def _graded_lines(run: Run, found: Sequence[Regraded]) -> Iterator[str]:
     yield f"{graded} of {plural(len(found), 'rollout')} graded, {changed} with a different reward"
     reasons = [each.error for each in found if each.score is None]
     if reasons:
-        others = len({*reasons}) - 1
-        more = f", and {plural(others, 'other reason')}" if others else ""
-        yield f"{plural(len(reasons), 'rollout')} not graded: the score so far counts ({reasons[0]}{more})"
+        yield f"the earlier score of {plural(len(reasons), 'rollout')} still counts, first reason: {reasons[0]}"
 
 
 def _judges(found: Sequence[Regraded]) -> str | None:

@@ -155,7 +155,12 @@ def test_kept_work_with_replaced_programs_is_graded_as_in_the_run(isolation: str
     ]
     after = fingerprint(run.path)
     assert before.keys() <= after.keys()
-    assert {name for name, each in after.items() if before.get(name) != each} <= {".", "grades.jsonl", "metrics.jsonl", "report.html"}
+    assert {name for name, each in after.items() if before.get(name) != each} <= {
+        ".",
+        "grades.jsonl",
+        "metrics.jsonl",
+        "report.html",
+    }
 
 
 @pytest.mark.slots
