@@ -86,6 +86,11 @@ class Environment(ABC):
         return ()
 
     @property
+    def scores_read_sandbox(self) -> bool:
+        """Whether a score may read the agent's sandbox. Otherwise, a rollout is graded again from its record alone."""
+        return True
+
+    @property
     def agent(self) -> AgentSettings:
         """The agent's settings."""
         return AgentSettings()
