@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from email import message_from_bytes, policy
 from email.errors import InvalidHeaderDefect
-from email.message import EmailMessage, Message
+from email.message import EmailMessage, Message, MIMEPart
 from email.utils import formatdate
 from functools import partial
 from typing import cast
@@ -352,7 +352,7 @@ def _attachments(mail: EmailMessage) -> Iterator[Attachment]:
         yield Attachment(name or _FILE_NAMES.get(kind, "file"), kind, _payload(part))
 
 
-def _leaves(part: EmailMessage, *, is_form: bool) -> Iterator[tuple[EmailMessage, bool]]:
+def _leaves(part: MIMEPart, *, is_form: bool) -> Iterator[tuple[MIMEPart, bool]]:
     """Yield the parts that have no parts, each with whether it belongs to one of several forms of the text."""
     if part.get_content_maintype() != "multipart":
         yield part, is_form
