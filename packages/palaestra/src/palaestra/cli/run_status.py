@@ -143,18 +143,18 @@ def _run_line(status: RunStatus) -> str:
 
 
 def _print_table(runs: tuple[str, ...], root: Path | None, form: str, out: Path | None, as_json: bool) -> None:
-    from palaestra.envs.run.run_table import ABOUT, FORMATS, find_runs, table_row
+    from palaestra.envs.run.run_table import ABOUT, FORMATS, table_row, table_rows
     from palaestra.envs.run.run_table import as_json as row_as_json
     from palaestra.rollouts.journal.reader import RUNS, list_runs
     from palaestra_slots.core.errors import ConfigError
     from palaestra_slots.core.io.durable_files import replaced, writing
 
-    # Named runs may be folders of runs, such as evaluation sets; without a name, only those of the usual folder are
-    # listed.
-    folders = find_runs(runs) if runs else list_runs(root or RUNS)
-    if not folders:
+    # Named runs keep their order. Without a name, the runs of the usual folder are listed by environment and model.
+    rows = table_rows(runs)
+    if not runs:
+        rows = sorted(map(table_row, list_runs(root or RUNS)), key=lambda row: (row.environment, row.model))
+    if not rows:
         raise ConfigError(f"there are no runs in {(root or RUNS).resolve()}")
-    rows = sorted(map(table_row, folders), key=lambda row: (row.environment, row.model))
     text = json.dumps([row_as_json(row) for row in rows], indent=2) + "\n" if as_json else FORMATS[form](rows)
     if out is None:
         click.echo(text, nl=False)
@@ -230,7 +230,7 @@ def _reward(status: RunStatus) -> str:
 
     if status.mean_reward is None:
         return "none yet"
-    lost = status.rollouts - status.scored
+    lost = status.unscored
     covered = f"{status.scored} of {plural(status.planned, 'rollout')} scored"
     scored = f"{status.mean_reward:.3f}{in_words(status.mean_interval)}"
     with_unscored = f"{status.mean_with_unscored:.3f}{in_words(status.mean_with_unscored_interval)}"

@@ -18,8 +18,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
 from palaestra.envs.config.command_line import Answer, flags_of, is_flag, setting_of
 from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
 from palaestra.envs.config.layers import ENVIRONMENT
@@ -29,7 +27,17 @@ from palaestra.envs.form import Form
 from palaestra.envs.run.command import command_line, take_variables
 from palaestra.envs.run.run import run
 from palaestra.envs.run.run_folder import RunLine, run_place
-from palaestra.envs.run.run_table import ABOUT, as_json, as_text, spent, table_row
+from palaestra.envs.run.run_table import ABOUT, as_json, as_text, set_rows, spent
+from palaestra.envs.run.set_file import (
+    SET_NAME,
+    SET_SCHEMA,
+    EvaluationSet,
+    Member,
+    is_set,
+    keep_reason,
+    read_set,
+    write_set,
+)
 from palaestra.rollouts.finished_run import Run, open_run
 from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.rollouts.journal.origin import made_here, mark_origin
@@ -40,40 +48,14 @@ from palaestra.rollouts.schedule import escaped
 from palaestra_slots.core.config import is_secret
 from palaestra_slots.core.errors import ConfigError, PalaestraError
 from palaestra_slots.core.exits import DONE, TOO_MANY_FAILURES, ended_by_second_interrupt, plural
-from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular, replaced, writing
 from palaestra_slots.core.printable import printable
-from palaestra_slots.core.redaction import HIDDEN
+from palaestra_slots.core.redaction import HIDDEN, redacted
 from palaestra_slots.core.types import JSON, Blame
-
-SET_NAME, SET_SCHEMA = "set.json", "palaestra.evaluation-set/1"
 
 _POLICY = ("--policy",)
 _MODEL = ("--model", "-m", "--openai.model_name", *_POLICY)
 _ADDRESS = ("--base-url", "--openai.base_url")
 _TASK, _FAILED_OF = ("--task", "--env.only_tasks"), "--failed-of"
-
-
-class Member(msgspec.Struct, omit_defaults=True):
-    """One run of the set: its environment, its settings as words of a command line, and its folder in the set.
-
-    `left_out` names the settings whose flags contained secrets. `set.json` does not have these flags."""
-
-    environment: str
-    words: list[str]
-    folder: str
-    left_out: list[str] = []
-
-
-class EvaluationSet(msgspec.Struct):
-    """What `set.json` has. `place` is the folder in which the set was started."""
-
-    schema: str
-    place: str
-    members: list[Member]
-
-    def facts(self) -> dict[str, JSON]:
-        plain: dict[str, JSON] = msgspec.to_builtins(self)
-        return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +100,7 @@ def _without_secrets(line: _Line) -> Member:
     member, hidden = line.member, _hidden_settings(line.parsed)
     kept, secret = split_secrets(member.words, hidden)
     words, left_out = [*kept, *_of_variables(line.parsed, hidden)], [*dict.fromkeys(map(setting_of, secret))]
-    return Member(member.environment, words, member.folder, left_out)
+    return Member(member.environment, words, member.folder, left_out, line.form.name, line.model)
 
 
 def _of_variables(parsed: RunLine, hidden: Collection[str]) -> Iterator[str]:
@@ -187,28 +169,16 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
     kept = [_without_secrets(line) for line in lines]
     found = EvaluationSet(SET_SCHEMA, str(Path.cwd()), kept)
     # Before anything is played, so that a set which is killed can be resumed.
-    with writing(folder):
-        folder.mkdir(parents=True, mode=0o700)
-        with replaced(folder / SET_NAME) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    write_set(folder, found)
     mark_origin(folder, found.facts())
     return _play(folder, members, [])
-
-
-def is_set(folder: Path) -> bool:
-    return (folder / SET_NAME).is_file()
 
 
 def resume_set(folder: Path, settings: Sequence[str]) -> int:
     """Continue the runs of a set that are not finished, or all of them if `settings` change some. Raises
     `ConfigError`."""
     folder = folder.resolve()
-    try:
-        found = msgspec.json.decode(read_regular(folder / SET_NAME), type=EvaluationSet)
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError(f"{folder / SET_NAME} cannot be read: {error}") from None
-    if found.schema != SET_SCHEMA:
-        raise ConfigError(f"{folder / SET_NAME} has the schema {found.schema!r}; this version reads {SET_SCHEMA!r}")
+    found = read_set(folder)
     if not made_here(folder, found.facts()):
         raise ConfigError(
             f"{folder} was not started here by you, or its {SET_NAME} has changed, so its environments are not run; "
@@ -234,7 +204,7 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
         finished = all(_is_finished(folder / each.folder) for each in members)
     finally:
         # The table is printed after an interrupt, too: the finished runs have been paid for.
-        rows = [table_row(place) for each in lines if _begun(place := folder / each.member.folder)]
+        rows = set_rows(folder)
         as_data = any(line.parsed.as_json for line in lines)
         sys.stderr.write("" if as_data or not rows else f"\n{as_text(rows)}{ABOUT}\n")
         if not finished:
@@ -255,11 +225,14 @@ def _play_in_turn(folder: Path, lines: Sequence[_Line], *, again: bool) -> int:
             # A run that is resumed counts what it has spent itself, so its budget leaves out only the other runs.
             others = sum(_spent(folder / each.member.folder) for each in lines if each is not line)
             if budget - others <= _spent(place):
-                sys.stderr.write(f"the budget of the set is spent: {others + _spent(place):.4f} of {budget:g}\n")
+                spent = f"the budget of the set is spent: {others + _spent(place):.4f} of {budget:g}"
+                sys.stderr.write(f"{spent}\n")
+                for each in lines[number - 1 :]:
+                    keep_reason(folder, each.member.folder, spent)
                 return code or TOO_MANY_FAILURES
             line = replace(line, parsed=_with_budget(line.parsed, budget - others))
         sys.stderr.write(f"[{number}/{len(lines)}] {line.form.name} with {line.model}\n")
-        ended = _run(line, place)
+        ended = _run(line, folder)
         code = code or ended
         if _state(place) == INTERRUPTED_BY:
             break
@@ -281,10 +254,10 @@ def _parsed(member: Member, settings: Sequence[str] = ()) -> _Line:
     return _Line(member, form, parsed)
 
 
-def _run(line: _Line, place: Path) -> int:
-    """Play one run, and return its exit code. If it cannot begin, the error is printed, and the other runs are still
-    played."""
-    dotenv = read_keys(Path.cwd())
+def _run(line: _Line, folder: Path) -> int:
+    """Play one run of the set in a folder, and return its exit code. If it cannot begin, the error is printed, and the
+    other runs are still played."""
+    dotenv, place = read_keys(Path.cwd()), folder / line.member.folder
     parsed = replace(line.parsed, resume=place) if _begun(place) else line.parsed
     with exported(dotenv):
         take_variables(parsed, dotenv)
@@ -294,6 +267,7 @@ def _run(line: _Line, place: Path) -> int:
             return asyncio.run(ended_by_second_interrupt(run(line.form, parsed, folder=place))).exit_code
         except PalaestraError as error:
             sys.stderr.write(f"error: {printable(f'{line.form.name} with {line.model}: {error}')}\n")
+            keep_reason(folder, line.member.folder, redacted(str(error)))
             return error.exit_code
 
 

@@ -99,7 +99,8 @@ class RunStatus:
     that have one; None if no rollout has one. `labels` counts rollouts by label, and `metrics` are the means of the
     environment's own metrics of rollouts. `…_interval` is the 95% interval of a mean, or None if there are no rewards,
     or if some are outside 0 to 1 and no interval can be computed. `planned` counts the rollouts of the groups that
-    began.
+    began and, once an evaluation has ended, those of the tasks that the environment refused. `unscored` counts those
+    that `mean_with_unscored` takes as 0.
 
     Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
     `stages` include discarded attempts. `cost` is None if no prices are known; it leaves out the `unpriced_tokens` of
@@ -124,6 +125,7 @@ class RunStatus:
     rollouts: int = 0
     scored: int = 0
     planned: int = 0
+    unscored: int = 0
     discarded: int = 0
     taken_up: int = 0
     begun_anew: dict[str, int] = field(default_factory=dict)
@@ -435,7 +437,10 @@ class RunReader:
             max(len(group), self._group_size if self._group_ends.get(name, True) else 0)
             for name, group in self._groups.items()
         )
-        self._average(status, tasks, [self._lacking(groups) for groups in by_task.values()])
+        refused = self._refused()
+        status.planned += sum(refused)
+        lacking = [*(self._lacking(groups) for groups in by_task.values()), *refused]
+        self._average(status, [*tasks, *([] for _ in refused)], lacking)
         self._graded(status, by_task)
         self._judge(status, tasks)
         status.stages = {stage: Latency.of(self._seconds[stage]) for stage in sorted(self._seconds)}
@@ -466,6 +471,7 @@ class RunReader:
         everyone = [
             [*(each.reward or 0.0 for each in task), *[0.0] * more] for task, more in zip(tasks, lacking, strict=True)
         ]
+        status.unscored = sum(map(len, everyone)) - len(rewards)
         status.mean_with_unscored = sum(rewards) / sum(map(len, everyone)) if any(everyone) else None
         status.mean_with_unscored_interval = mean_interval(everyone)
         status.full = Rate.of([[reward >= 1 for reward in task] for task in scored]) if rewards else None
@@ -526,6 +532,15 @@ class RunReader:
         for name in self._groups:
             tasks[self._task_ids.get(name) or name].append(name)
         return tasks
+
+    def _refused(self) -> list[int]:
+        """Return the number of rollouts of each task that the environment of an evaluation refused, which the metrics
+        of an ended run have."""
+        if not self._ended or self._status.kind != "eval":
+            return []
+        from palaestra.rollouts.finished_run import last_metrics  # imported here, because it imports this module
+
+        return [self._group_size] * int(last_metrics(self.folder / "metrics.jsonl").get("tasks_left_out", 0))
 
     def _lacking(self, groups: Sequence[str]) -> int:
         """Return the number of rollouts that are missing from these groups because the groups failed."""
