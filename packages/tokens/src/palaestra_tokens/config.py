@@ -66,6 +66,11 @@ class APIServerConfig(ServerBaseline):
     api_key: str | None = setting(
         None, "The API key, sent as a bearer token. Leave it out for servers without authentication."
     )
+    api_key_variable: str | None = setting(
+        None,
+        "The environment variable that has the API key, for example if each model of an evaluation set has a key of its "
+        "own; none sends no key.",
+    )
     base_url: str | None = setting(
         None,
         "The address of the server, for example http://127.0.0.1:8000/v1; /v1 is optional.",

@@ -33,7 +33,7 @@ _SHOWN, _SHOWN_METRICS, _SHOWN_NODES = 5, 10, 20
       palaestra status RUN --watch
       palaestra status RUN --json | jq .in_flight
 
-    RUN is a run's folder, an id or `last`; the command does not change the run. It shows the rollouts in flight by
+    RUN is a run's folder, an id, `last`, or an evaluation set with all its runs; the command does not change it. It shows the rollouts in flight by
     stage, the nodes of a cluster with their busy slots, the rollouts that have been idle longest, the reward with and
     without the rollouts that infrastructure failures ended (with 95% intervals), the causes of those failures, the time
     of each stage, tokens, cost and disk.
@@ -47,22 +47,34 @@ _SHOWN, _SHOWN_METRICS, _SHOWN_NODES = 5, 10, 20
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch, one line per reading.")
 def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
-    from palaestra.rollouts.journal.reader import journal_of
-    from palaestra.rollouts.observe.status import RUNNING, RunReader
+    from palaestra.envs.run.set_file import is_set, not_run, runs_of
+    from palaestra.rollouts.journal.reader import find_run, journal_of
+    from palaestra.rollouts.observe.status import RUNNING, RunReader, RunStatus
     from palaestra_slots.core.errors import ConfigError
+    from palaestra_slots.core.printable import printable
 
-    reader = RunReader(journal_of(run))
+    folder = find_run(run)
+    whole, readers, found = is_set(folder), dict[Path, RunReader](), list[RunStatus]()
     while True:
-        status = reader.read()
-        if not status.run_id:
-            raise ConfigError(f"{reader.journal} does not begin with the record of a run, so it has no state to show")
+        found.clear()
+        for path in runs_of(folder) if whole else [folder]:
+            reader = readers.setdefault(path, RunReader(journal_of(path)))
+            found.append(reader.read())
+            if not found[-1].run_id:
+                raise ConfigError(
+                    f"{reader.journal} does not begin with the record of a run, so it has no state to show"
+                )
+        waiting = not_run(folder) if whole else {}
         if as_json:
-            click.echo(json.dumps(status.to_dict()))
+            plain = [each.to_dict() for each in found]
+            click.echo(json.dumps({"runs": plain, "not_run": waiting} if whole else plain[0]))
         else:
             if watch and sys.stdout.isatty():
                 click.clear()
-            click.echo("\n".join(_lines(status, time.time())))
-        if not watch or status.state != RUNNING:
+            click.echo("\n\n".join("\n".join(_lines(each, time.time())) for each in found))
+            for name, reason in waiting.items():
+                click.echo(printable(f"\nnot run    {name}{reason and ': '}{reason}"))
+        if not watch or all(each.state != RUNNING for each in found):
             return
         time.sleep(every)
 

@@ -15,10 +15,11 @@ import shlex
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from palaestra.envs.config.command_line import Answer, flags_of, is_flag, setting_of
+from palaestra.envs.config.command_line import Answer, flags_of, has_settings, is_flag, setting_of
 from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
 from palaestra.envs.config.layers import ENVIRONMENT
 from palaestra.envs.config.secret_flags import by_flag, has_secret, missing_settings, split_secrets
@@ -31,6 +32,7 @@ from palaestra.envs.run.run_table import ABOUT, as_json, as_text, set_rows, spen
 from palaestra.envs.run.set_file import (
     SET_NAME,
     SET_SCHEMA,
+    SETS,
     EvaluationSet,
     Member,
     is_set,
@@ -73,16 +75,17 @@ class _Line:
 
 def split_words(first: str, words: Sequence[str]) -> tuple[list[str], list[list[str]], list[str]]:
     """Split the words of `palaestra eval` into the environments, the settings of each model (`--model` or `--policy`,
-    with its `--base-url` if each model has one), and the settings of all runs."""
+    with its `--base-url` if each model has one, and with the settings after its name in the same word), and the
+    settings of all runs."""
     environments, rest = [first], list(words)
     while rest and not is_flag(rest[0]):
         environments.append(rest.pop(0))
     flags = flags_of(rest)
     models = [each for each in flags if _named(each, _MODEL)]
     addresses = [each for each in flags if _named(each, _ADDRESS)]
-    served = [each for each in models if not _named(each, _POLICY)]
-    if len(models) < 2:
+    if len(models) < 2 and not any(map(_own_settings, models)):
         return environments, [], rest
+    served = [each for each in models if not _named(each, _POLICY) and not _has_address(_own_settings(each))]
     shared = [word for each in flags if each not in (*models, *addresses) for word in each]
     if len(addresses) not in (0, 1, len(served)):
         raise ConfigError(
@@ -91,7 +94,31 @@ def split_words(first: str, words: Sequence[str]) -> tuple[list[str], list[list[
         )
     # A policy needs no server, so it takes no address.
     places = iter(addresses * len(served) if len(addresses) == 1 else addresses)
-    return environments, [[*each, *(next(places, []) if each in served else [])] for each in models], shared
+    return (
+        environments,
+        [
+            [*_without_settings(each), *(next(places, []) if each in served else []), *_own_settings(each)]
+            for each in models
+        ],
+        shared,
+    )
+
+
+def _own_settings(model: Sequence[str]) -> list[str]:
+    """Return the settings after a model's name, in the same word: `"good --env.prompt_price 10"`."""
+    word = model[0].partition("=")[2] or model[-1]
+    return shlex.split(word)[1:] if has_settings(word) else []
+
+
+def _without_settings(model: Sequence[str]) -> list[str]:
+    if not _own_settings(model):
+        return list(model)
+    flag, _, word = model[0].partition("=")
+    return [flag, shlex.split(word or model[-1])[0]]
+
+
+def _has_address(words: Sequence[str]) -> bool:
+    return any(_named(each, _ADDRESS) for each in flags_of(words))
 
 
 def _without_secrets(line: _Line) -> Member:
@@ -163,9 +190,12 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
         taken.add(name)
         line.member.folder = name
         members.append(line.member)
+    _check_keys(lines, words)
+    if lines[0].parsed.dry_run:
+        return _plan(lines)
     if len({_budget(line) for line in lines}) > 1:
         raise ConfigError("--max-cost is the budget of the whole set: give it once, for all environments")
-    folder = RUNS / f"set--{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
+    folder = RUNS / f"{SETS}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
     kept = [_without_secrets(line) for line in lines]
     found = EvaluationSet(SET_SCHEMA, str(Path.cwd()), kept)
     # Before anything is played, so that a set which is killed can be resumed.
@@ -193,6 +223,10 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
     """Play the runs that are not finished, one after the other, and print the table. Returns the first exit code that
     is not 0."""
     lines = [_parsed(each, settings) for each in members]
+    _check_keys(lines, settings)
+    if lines[0].parsed.dry_run:
+        places = [(each, folder / each.member.folder) for each in lines]
+        return _plan([_resumed(*each) for each in places if settings or not _is_finished(each[1])])
     # Before the first run starts: a person who has to give a key again is here now, and may not be later.
     for line in lines:
         if settings or not _is_finished(folder / line.member.folder):
@@ -246,10 +280,10 @@ def _parsed(member: Member, settings: Sequence[str] = ()) -> _Line:
         form = load_environment(member.environment, Path.cwd())
         line = command_line(form, f"palaestra eval {member.environment}", None, argv=words)
         parsed = line.parse(words, shell_variables(dotenv), dotenv)
-    if isinstance(parsed, Answer) or parsed.dry_run or parsed.resume is not None:
+    if isinstance(parsed, Answer) or parsed.resume is not None:
         raise ConfigError(
-            "--help, --show-config, --dry-run and --resume are for one environment and one model; `palaestra resume` "
-            "continues a set"
+            "--help, --show-config and --resume are for one environment and one model; `palaestra resume` continues a "
+            "set"
         )
     return _Line(member, form, parsed)
 
@@ -258,7 +292,7 @@ def _run(line: _Line, folder: Path) -> int:
     """Play one run of the set in a folder, and return its exit code. If it cannot begin, the error is printed, and the
     other runs are still played."""
     dotenv, place = read_keys(Path.cwd()), folder / line.member.folder
-    parsed = replace(line.parsed, resume=place) if _begun(place) else line.parsed
+    parsed = _resumed(line, place).parsed
     with exported(dotenv):
         take_variables(parsed, dotenv)
         for notice in parsed.notices:
@@ -269,6 +303,56 @@ def _run(line: _Line, folder: Path) -> int:
             sys.stderr.write(f"error: {printable(f'{line.form.name} with {line.model}: {error}')}\n")
             keep_reason(folder, line.member.folder, redacted(str(error)))
             return error.exit_code
+
+
+def _resumed(line: _Line, place: Path) -> _Line:
+    """Return the line that continues the run at a place, if it has begun."""
+    return replace(line, parsed=replace(line.parsed, resume=place)) if _begun(place) else line
+
+
+def _plan(lines: Sequence[_Line]) -> int:
+    """Print what the runs would do, and return the exit code."""
+    from palaestra.envs.run.dry_run import plan_run  # imported here, because only --dry-run needs it
+
+    dotenv, plans = read_keys(Path.cwd()), []
+    for line in lines:
+        with exported(dotenv):
+            take_variables(line.parsed, dotenv)
+            plans.append(asyncio.run(plan_run(line.form, line.parsed)))
+    if any(line.parsed.as_json for line in lines):
+        sys.stdout.write(f"{json.dumps({'runs': [asdict(each) for each in plans]})}\n")
+    else:
+        sys.stdout.writelines(f"{each}\n" for each in plans)
+    return DONE
+
+
+_KEY = ("openai.api_key", "openai.api_key_variable")
+
+
+def _check_keys(lines: Sequence[_Line], shared: Sequence[str]) -> None:
+    """Raise `ConfigError` if one key would be sent to the servers of several models with different addresses, unless
+    each of these models names this key itself. `shared` are the words for all runs."""
+    for_all = any(setting_of(each[0].partition("=")[0]) in _KEY for each in flags_of(shared))
+    places: dict[str, dict[str, bool]] = {}
+    for line in lines:
+        own = not for_all and any(setting_of(each[0].partition("=")[0]) in _KEY for each in flags_of(line.member.words))
+        for server in line.parsed.server_configs:
+            if server.api_key and server.base_url and server.server_type != "scripted":
+                place = _origin(server.base_url)
+                known = places.setdefault(server.api_key, {})
+                known[place] = known.get(place, True) and own
+    for known in places.values():
+        if len(known) > 1 and not all(known.values()):
+            raise ConfigError(
+                f"the same API key would be sent to {' and '.join(map(redacted, known))}: name the key of each model, "
+                '--model "NAME --base-url URL --openai.api_key_variable VARIABLE" (none sends no key)'
+            )
+
+
+def _origin(address: str) -> str:
+    """Return the scheme, host and port of an address."""
+    found = urlsplit(address)
+    return f"{found.scheme}://{found.netloc.rpartition('@')[2]}"
 
 
 def _those_failed(lines: Sequence[_Line], earlier: Path) -> Iterator[_Line]:

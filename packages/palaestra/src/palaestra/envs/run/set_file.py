@@ -11,12 +11,15 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.rollouts.journal.reader import JOURNAL_NAME, find_run
+from palaestra.rollouts.journal.reader import JOURNAL_NAME, LAST, RUNS, began, find_run, list_runs
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular, replaced, writing
 from palaestra_slots.core.types import JSON
 
 SET_NAME, SET_SCHEMA = "set.json", "palaestra.evaluation-set/1"
+SETS = "set--"
+"""The beginning of the names of sets' folders, before the time at which the set began."""
+
 _NOT_RUN = "not_run.json"
 
 
@@ -52,12 +55,18 @@ def is_set(folder: Path) -> bool:
 
 def find_set(name: str | Path) -> Path | None:
     """Return the folder of the set that a name means, as in `find_run`; None if it means a run. `last` means the set of
-    the last run, if it is in one."""
-    folder = find_run(name)
-    if is_set(folder):
-        return folder
-    by_path = Path(name).exists()
-    return folder.parent if not by_path and is_set(folder.parent) and str(name).startswith("last") else None
+    the last run, if it is in one, or a later set without a run. Raises `ConfigError`."""
+    if Path(name).exists() or str(name).partition(":")[0] != LAST:
+        folder = find_run(name)
+        return folder if is_set(folder) else None
+    found = [path.parent for path in sorted(RUNS.glob(f"{SETS}*/{SET_NAME}"))]
+    runs = list_runs() if str(name) == LAST else [find_run(name)]
+    if found and str(name) == LAST and not runs_of(found[-1]):
+        second = found[-1].name.removeprefix(SETS)[:16]
+        if not runs or second >= began(runs[0]):
+            return found[-1]
+    folder = find_run(name).parent
+    return folder if is_set(folder) else None
 
 
 def read_set(folder: Path) -> EvaluationSet:
@@ -86,6 +95,12 @@ def runs_of(folder: Path) -> list[Path]:
     """Return the folders of the runs of a set that have begun, in the order of the set."""
     places = (folder / member.folder for member in read_set(folder).members)
     return [place for place in places if (place / JOURNAL_NAME).is_file()]
+
+
+def not_run(folder: Path) -> dict[str, str]:
+    """Return the folders of the runs of a set that have not begun, each with the reason, which may be empty."""
+    begun, why = {path.name for path in runs_of(folder)}, reasons(folder)
+    return {each.folder: why.get(each.folder, "") for each in read_set(folder).members if each.folder not in begun}
 
 
 def reasons(folder: Path) -> Mapping[str, str]:
