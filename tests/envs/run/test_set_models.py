@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,7 @@ class Provider:
 
     def __init__(self, *models: str) -> None:
         self.models, self.keys, self.asked = models, list[str | None](), list[str]()
+        self.finish_reason = "stop"
 
     @contextmanager
     def served(self) -> Iterator[str]:
@@ -49,7 +51,8 @@ class Provider:
                 if model not in provider.models:
                     self._say(404, {"error": {"message": f"no model {model}", "code": "model_not_found"}})
                     return
-                choice = {"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
+                choice = {"index": 0, "message": {"role": "assistant", "content": "yes"}}
+                choice["finish_reason"] = provider.finish_reason
                 usage = {"prompt_tokens": 1000, "completion_tokens": 0, "total_tokens": 1000}
                 self._say(200, {"id": "1", "model": model, "choices": [choice], "usage": usage})
 
@@ -246,3 +249,71 @@ def test_the_last_set_is_resumed_even_without_a_run(two: Two, capsys: pytest.Cap
     assert main(["resume", "last"]) == 0
     folder = capsys.readouterr().out.strip()
     assert [(row["model"], row["state"]) for row in rows(folder, capsys)] == [("m1", "done"), ("m2", "done")]
+
+
+PRICES = ["--env.prompt_price", "1000", "--env.completion_price", "1", "--concurrency", "1"]
+
+
+def test_withheld_replies_have_a_cost(two: Two, capsys: pytest.CaptureFixture[str]) -> None:
+    first, first_url, _, _ = two
+    first.finish_reason = "content_filter"
+    words = ["eval", "says_env.py", "--model", "m1", "--base-url", first_url, *PRICES, "--env.max_infra_rate", "1"]
+    main([*words, "--env.n", "2"])
+    assert rows(capsys.readouterr().out.strip(), capsys)[0]["cost"] == 2.0
+    # They count for the budget, too.
+    main([*words, "--env.n", "20", "--max-cost", "2"])
+    (row,) = rows(capsys.readouterr().out.strip(), capsys)
+    assert (row["state"], row["cost"]) == ("paused", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "tasks", "total"),
+    [
+        (["--task", "t1"], (1, True), 4),
+        (["--tasks", "3"], (3, True), 4),
+        (["--tasks", "4"], (4, False), None),
+        (["--tasks", "9"], (4, False), None),
+        (["--env.held_out", "0.5", "--env.seed", "1"], (3, True), 4),
+        ([], (4, False), None),
+    ],
+)
+def test_a_row_says_that_its_tasks_were_chosen(
+    words: list[str], tasks: tuple[int, bool], total: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "says_env.py", "--policy", "oracle", *words]) == 0
+    (row,) = rows(capsys.readouterr().out.strip(), capsys)
+    assert (row["tasks"], row["chosen"], row["tasks_total"]) == (*tasks, total)
+
+
+REFUSES_ENV = """
+from palaestra import Say, Task, environment
+
+@environment(toolsets=[])
+def says():
+    for number in range(4):
+        yield Task(id=f"t{number}", prompt="Say yes.", solution=[Say("yes")])
+
+@says.score
+def right(task, rollout):
+    if task.id != "t0" and rollout.rollout_id.endswith("/0"):
+        raise RuntimeError("down")
+    return task.id == "t0"
+"""
+
+
+def test_each_figure_of_a_row_says_what_it_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("says_env.py").write_text(REFUSES_ENV)
+    assert main(["eval", "says_env.py", "--policy", "oracle", "--samples", "2"]) == 3
+    folder = capsys.readouterr().out.strip()
+    (row,) = rows(folder, capsys)
+    assert (row["pass_1"], row["tasks_scored"], row["pass_k"], row["pass_k_tasks"]) == (0.25, 4, 1.0, 1)
+    assert (row["rollouts_scored"], row["rollouts"]) == (5, 8)
+    assert row["pass_k_interval"][0] < row["pass_k"]
+    for form in ("text", "markdown", "latex", "html"):
+        main(["runs", folder, "--table", "--format", form])
+        text = capsys.readouterr().out
+        assert "k=2, only 1 of 4 tasks" in text
+        assert "5 of 8" in text
+    main(["runs", folder, "--table", "--format", "csv"])
+    (line,) = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert (line["pass_k_tasks"], line["rollouts_scored"], line["pass_k_high"]) == ("1", "5", "1.0")

@@ -68,8 +68,8 @@ class APIServerConfig(ServerBaseline):
     )
     api_key_variable: str | None = setting(
         None,
-        "The environment variable that has the API key, for example if each model of an evaluation set has a key of its "
-        "own; none sends no key.",
+        "The environment variable that has the API key, for models of an evaluation set with different keys; none: no "
+        "key is sent.",
     )
     base_url: str | None = setting(
         None,

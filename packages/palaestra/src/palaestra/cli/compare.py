@@ -33,10 +33,12 @@ _SHOWN_SETTINGS = 15
     RUN is compared with each OTHER. Tasks are paired by their id, each with the mean reward of its rollouts; the
     difference is RUN minus OTHER, with the 95% interval of its mean over the tasks. No winner is named if the interval
     contains 0, if the runs do not have the same tasks and prompts, or if different shares of their rollouts are scored.
-    Of evaluation sets, the runs of the same environment and model are compared, or of the same environment if
-    each set has one run of it; with --json, the comparisons are in `sets`. Unscored rollouts are left out; a second line counts them as 0 if that changes a task's reward. The models and the
+    Unscored rollouts are left out; a second line counts them as 0 if that changes a task's reward. The models and the
     settings that differ are listed first. If a run has official verdicts, a further line compares these; with
     --by official, everything does.
+
+    Of evaluation sets, the runs of the same environment and model are compared, or those of the same environment if
+    each set has one run of it. With --json, `sets` has the comparisons.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)

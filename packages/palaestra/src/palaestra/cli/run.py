@@ -116,8 +116,9 @@ eval_command = front_door(
 
     With several environments or models, this plays an evaluation set: every model on every environment, as runs in one
     folder, with one table at the end (`palaestra runs --table SET` prints it again). An environment or a model in
-    quotes may have settings of its own, such as --model "M --env.prompt_price 2". --policy NAME counts as a model. --max-cost is the budget of the whole set, and --failed-of may
-    name an earlier set. `palaestra resume SET` continues the runs that are not finished.
+    quotes may have settings of its own, such as --model "M --env.prompt_price 2". --policy NAME counts as a model.
+    --max-cost is the budget of the whole set, and --failed-of may name an earlier set. `palaestra resume SET` continues
+    the runs that are not finished.
     """,
     "evaluate",
 )

@@ -33,10 +33,10 @@ _SHOWN, _SHOWN_METRICS, _SHOWN_NODES = 5, 10, 20
       palaestra status RUN --watch
       palaestra status RUN --json | jq .in_flight
 
-    RUN is a run's folder, an id, `last`, or an evaluation set with all its runs; the command does not change it. It shows the rollouts in flight by
-    stage, the nodes of a cluster with their busy slots, the rollouts that have been idle longest, the reward with and
-    without the rollouts that infrastructure failures ended (with 95% intervals), the causes of those failures, the time
-    of each stage, tokens, cost and disk.
+    RUN is a run's folder, an id, `last`, or an evaluation set with all its runs; the command does not change it. It
+    shows the rollouts in flight by stage, the nodes of a cluster with their busy slots, the rollouts that have been
+    idle longest, the reward with and without the rollouts that infrastructure failures ended (with 95% intervals), the
+    causes of those failures, the time of each stage, tokens, cost and disk.
     --watch repeats the output until the run has ended.
     """,
 )
@@ -95,8 +95,9 @@ def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
     batches (data/NAME).
 
     With --table, one line per RUN (a run, or a folder of runs such as an evaluation set; by default all runs here)
-    shows pass@1 with its 95% interval, pass@k for all rollouts per task, the mean reward, how many of the environment's
-    tasks have a score, cost, time and tokens. Scores that `palaestra grade` gave replace the recorded ones.
+    shows pass@1 and, for all rollouts per task, pass@k with their 95% intervals, the mean reward, how many tasks and
+    rollouts have a score, cost, time and tokens. The row of a run of some of the environment's tasks gives the number
+    of all, and pass@k that of the tasks which it covers. Scores that `palaestra grade` gave replace the recorded ones.
     """,
 )
 @click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_runs)
