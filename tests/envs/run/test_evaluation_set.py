@@ -242,7 +242,7 @@ ROW = TableRow(
     environment=HOSTILE, model="=1+1", run="r/1", state="done", pass_1=0.5, pass_1_interval=(0.1, 0.9), k=2,
     pass_k=0.75, pass_k_interval=(0.2, 0.95), pass_k_tasks=1, mean_reward=0.5, official=None, tasks_scored=2, tasks=3,
     tasks_left_out=1, chosen=True, tasks_total=9, rollouts_scored=3, rollouts=6, started_at=0.0, cost=None, seconds=3.0,
-    planned=False, prompt_tokens=1000, completion_tokens=500,
+    tasks_known=True, prompt_tokens=1000, completion_tokens=500,
 )  # fmt: skip
 
 

@@ -317,3 +317,30 @@ def test_each_figure_of_a_row_says_what_it_is_over(capsys: pytest.CaptureFixture
     main(["runs", folder, "--table", "--format", "csv"])
     (line,) = csv.DictReader(capsys.readouterr().out.splitlines())
     assert (line["pass_k_tasks"], line["rollouts_scored"], line["pass_k_high"]) == ("1", "5", "1.0")
+
+
+def test_a_set_has_one_page_with_its_table_and_one_for_each_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "says_env.py", "--policy", "oracle", "--policy", "noop"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert main(["report", str(folder)]) == 0
+    assert main(["view", str(folder), "--html", "page.html"]) == 0
+    for page in (folder / "report.html", Path("page.html")):
+        for run in ("says--oracle", "says--noop"):
+            own = page.with_name(f"{page.stem}-{run}.html")
+            assert f'href="{own.name}"' in page.read_text()
+            assert own.stat().st_size > 10_000
+
+
+def test_a_table_shows_what_a_run_plans_while_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "says_env.py", "--policy", "oracle", "--env.n", "4", "--concurrency", "1"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    lines = (folder / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    ended = [place for place, line in enumerate(lines) if b'"event":"group_end"' in line]
+    (folder / "journal.jsonl").write_bytes(b"".join(lines[: ended[1] + 1]))
+    (folder / "metrics.jsonl").unlink()
+    (row,) = rows(str(folder), capsys)
+    assert (row["state"], row["tasks_scored"], row["tasks"], row["rollouts"]) == ("running", 2, 4, 4)
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(status | {"planned": None}))
+    (row,) = rows(str(folder), capsys)
+    assert (row["tasks"], row["tasks_known"]) == (2, False)

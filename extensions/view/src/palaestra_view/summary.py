@@ -187,7 +187,14 @@ def _figure(tasks: Sequence[Sequence[float]]) -> dict[str, JSON]:
 def _passes(tasks: Sequence[Sequence[float]], attempts: int) -> dict[str, JSON]:
     found = pass_metrics(tasks, attempts or max(map(len, tasks), default=0))
     names = [name for name in found if name.startswith("pass@") and f"{name}/low" in found]
-    return {name: {"mean": found[name], "interval": [found[f"{name}/low"], found[f"{name}/high"]]} for name in names}
+    return {
+        name: {
+            "mean": found[name],
+            "interval": [found[f"{name}/low"], found[f"{name}/high"]],
+            "tasks": found[f"{name}/tasks"],
+        }
+        for name in names
+    }
 
 
 def run_state(index: RunIndex) -> str:

@@ -284,12 +284,12 @@ def chooses(settings: Mapping[str, JSON], tasks: int) -> bool:
     return bool(env.get("only_tasks") or env.get("held_out") or limited)
 
 
-def chosen_of(chosen: bool, total: float | None, tasks: int) -> str:
-    """Return the text ` chosen of N` for a run of `tasks` tasks that were chosen of a `total`, which may be unknown
+def chosen_of(chosen: bool, total: float | None, tasks: int, unknown: str = "an unknown number") -> str:
+    """Return the text ` chosen of N` for a run of `tasks` tasks that were chosen of a `total`, which may be `unknown`
     (None); empty if the run has all of the environment's tasks."""
     if not chosen or (total is not None and total <= tasks):
         return ""
-    return f" chosen of {'an unknown number' if total is None else int(total)}"
+    return f" chosen of {unknown if total is None else int(total)}"
 
 
 def shortened(metrics: Mapping[str, float]) -> str:

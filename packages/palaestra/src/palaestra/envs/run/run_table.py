@@ -39,10 +39,10 @@ TASKS_PLANNED, TASKS_LEFT_OUT = "tasks_planned", "tasks_left_out"
 class TableRow:
     """The figures of one run. A figure is None if there is none, and an interval if it cannot be computed. `k` is the
     number of rollouts per task. `tasks_scored` of `tasks` have a score; `tasks` includes those that were refused
-    (`tasks_left_out`) or not played. `pass_k_tasks` have at least k scored rollouts, so that pass@k covers them.
-    `rollouts_scored` of `rollouts` have a score, where each task counts with k rollouts. If the tasks are only some of
-    the environment's (`chosen`), `tasks_total` is the number of all, or None if it is unknown. A member of an
-    evaluation set without a run has no figures, and its `state` is the reason."""
+    (`tasks_left_out`) or not played, once their number is known (`tasks_known`). `pass_k_tasks` have at least k scored
+    rollouts, so that pass@k covers them. `rollouts_scored` of `rollouts` have a score, where each task counts with k
+    rollouts. If the tasks are only some of the environment's (`chosen`), `tasks_total` is the number of all, or None if
+    it is unknown. A member of an evaluation set without a run has no figures."""
 
     environment: str
     model: str
@@ -66,7 +66,7 @@ class TableRow:
     started_at: float
     cost: float | None
     seconds: float
-    planned: bool
+    tasks_known: bool
     prompt_tokens: int
     completion_tokens: int
     reason: str = ""
@@ -132,7 +132,7 @@ def _without_run(environment: str, model: str, place: Path) -> TableRow:
         started_at=0.0,
         cost=None,
         seconds=0.0,
-        planned=False,
+        tasks_known=False,
         prompt_tokens=0,
         completion_tokens=0,
     )
@@ -187,7 +187,7 @@ def table_row(folder: Path) -> TableRow:
         started_at=status.started_at,
         cost=status.cost if slots is None else (status.cost or 0.0) + slots,
         seconds=max(0.0, status.last_at - status.started_at - status.paused_s),
-        planned=bool(planned),
+        tasks_known=status.state == "done" or planned > 0,
         prompt_tokens=status.prompt_tokens,
         completion_tokens=status.completion_tokens,
     )
@@ -244,8 +244,8 @@ def _pass_k(row: TableRow) -> str:
 
 def _of_tasks(row: TableRow) -> str:
     # A run that is going on may not know how many tasks there are.
-    more = " so far" if row.state == RUNNING and not row.planned else ""
-    return f"{row.tasks_scored} of {row.tasks}{chosen_of(row.chosen, row.tasks_total, row.tasks)}{more}"
+    more = " so far" if row.state == RUNNING and not row.tasks_known else ""
+    return f"{row.tasks_scored} of {row.tasks}{chosen_of(row.chosen, row.tasks_total, row.tasks, '?')}{more}"
 
 
 def _day(row: TableRow) -> str:
@@ -266,6 +266,8 @@ def cells(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
         "date": len({_day(row) for row in rows if row.started_at}) < 2,
     }
     columns = {name: text for name, text in _COLUMNS.items() if not empty.get(name)}
+    if len({Path(row.run).name for row in rows}) < len(rows) and "run" in columns:  # runs of several sets
+        columns["run"] = lambda row: str(Path(*Path(row.run).parts[-2:]))
     return [*columns], [[text(row) for text in columns.values()] for row in rows]
 
 
@@ -325,14 +327,18 @@ table { border-collapse: collapse; } th, td { padding: .3em .8em; text-align: le
 td { font-variant-numeric: tabular-nums; } .less { color: #a33; }"""
 
 
-def as_html(rows: Sequence[TableRow]) -> str:
-    """Return one page that needs no other file."""
+def as_html(rows: Sequence[TableRow], links: Mapping[str, str] = {}) -> str:
+    """Return one page that needs no other file. The first cell of a run links to the address that `links` has for its
+    folder."""
     names, lines = cells(rows)
 
-    def line(tag: str, cells: Iterable[str]) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(printable(cell))}</{tag}>' for cell in cells)}</tr>"
+    def line(tag: str, cells: Iterable[str], link: str | None = None) -> str:
+        texts = [html.escape(printable(cell)) for cell in cells]
+        if link is not None:
+            texts[0] = f'<a href="{html.escape(link)}">{texts[0]}</a>'
+        return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
 
-    body = "\n".join(line("td", cells) for cells in lines)
+    body = "\n".join(line("td", cells, links.get(row.run)) for row, cells in zip(rows, lines, strict=True))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Runs</title>'
         f"<style>{_STYLE}</style></head><body><h1>Runs</h1>\n<table><thead>{line('th', names)}</thead>\n"
@@ -343,7 +349,7 @@ def as_html(rows: Sequence[TableRow]) -> str:
 ABOUT = (
     "In brackets: 95% intervals over the tasks. pass@1 and pass@k are means over the tasks, the mean reward over the "
     "scored rollouts. A task that was refused, or has fewer than k scored rollouts, is not in pass@k. Chosen tasks are "
-    "some of the environment's. Scores that palaestra grade gave replace the recorded ones."
+    "some of the environment's tasks, whose number may be unknown (?). Scores that palaestra grade gave replace the recorded ones."
 )
 
 FORMATS: Mapping[str, Callable[[Sequence[TableRow]], str]] = {
