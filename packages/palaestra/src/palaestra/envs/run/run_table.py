@@ -19,10 +19,11 @@ import msgspec
 from palaestra.envs.run import pass_at_k
 from palaestra.envs.run.evaluate import TASKS_TOTAL, chooses, chosen_of
 from palaestra.envs.run.set_file import is_set, read_set, reasons
-from palaestra.rollouts.finished_run import Run, last_metrics
+from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.journal.reader import JOURNAL_NAME, find_run
 from palaestra.rollouts.observe.console import duration
 from palaestra.rollouts.observe.intervals import in_words
+from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import group_size
 from palaestra.rollouts.observe.status import RUNNING, RunReader
 from palaestra.rollouts.observe.status_file import tasks_planned
@@ -349,7 +350,8 @@ def as_html(rows: Sequence[TableRow], links: Mapping[str, str] = {}) -> str:
 ABOUT = (
     "In brackets: 95% intervals over the tasks. pass@1 and pass@k are means over the tasks, the mean reward over the "
     "scored rollouts. A task that was refused, or has fewer than k scored rollouts, is not in pass@k. Chosen tasks are "
-    "some of the environment's tasks, whose number may be unknown (?). Scores that palaestra grade gave replace the recorded ones."
+    "some of the environment's tasks, whose number may be unknown (?). Scores that palaestra grade gave replace the "
+    "recorded ones."
 )
 
 FORMATS: Mapping[str, Callable[[Sequence[TableRow]], str]] = {

@@ -22,6 +22,7 @@ import msgspec
 from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.journal.views import GroupView, LineView, RolloutView
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval
+from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import quantile, stage_seconds
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
 from palaestra.rollouts.observe.verdicts import OFFICIAL
@@ -538,8 +539,6 @@ class RunReader:
         of an ended run have."""
         if not self._ended or self._status.kind != "eval":
             return []
-        from palaestra.rollouts.finished_run import last_metrics  # imported here, because it imports this module
-
         return [self._group_size] * int(last_metrics(self.folder / "metrics.jsonl").get("tasks_left_out", 0))
 
     def _lacking(self, groups: Sequence[str]) -> int:
