@@ -17,8 +17,9 @@ from typing import Self
 import msgspec
 
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
-from palaestra.envs.config.fields import LIMITS, UNSAID, BaseEnvConfig, HeldOutConfig, limit_value
+from palaestra.envs.config.fields import LIMITS, BaseEnvConfig, HeldOutConfig, limit_value
 from palaestra.envs.run import pass_at_k
+from palaestra.envs.run.pass_at_k import TASKS_CHOSEN, TASKS_TOTAL, chosen_of
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import encoded
 from palaestra.rollouts.limits import RunStopped
@@ -30,7 +31,6 @@ from palaestra.rollouts.schedule import count, numbered
 from palaestra.rollouts.spec import AgentSettings, RunContext
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.tool import Tool
-from palaestra_slots.core.config import DEFAULT
 from palaestra_slots.core.errors import ConfigError, TaskError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.io.durable_files import replaced, writing
@@ -277,21 +277,6 @@ def in_short(metrics: Mapping[str, JSON]) -> str:
     return line
 
 
-def chooses(settings: Mapping[str, JSON], tasks: int) -> bool:
-    """Return whether the `tasks` tasks of a run were chosen by its recorded settings, so that there may be more."""
-    env, sources = settings.get("env") or {}, settings.get("sources") or {}
-    limited = 0 < (env.get("total_steps") or 0) <= tasks and sources.get("env.total_steps", DEFAULT) not in UNSAID
-    return bool(env.get("only_tasks") or env.get("held_out") or limited)
-
-
-def chosen_of(chosen: bool, total: float | None, tasks: int, unknown: str = "an unknown number") -> str:
-    """Return the text ` chosen of N` for a run of `tasks` tasks that were chosen of a `total`, which may be `unknown`
-    (None); empty if the run has all of the environment's tasks."""
-    if not chosen or (total is not None and total <= tasks):
-        return ""
-    return f" chosen of {unknown if total is None else int(total)}"
-
-
 def shortened(metrics: Mapping[str, float]) -> str:
     """Return the first `_SHOWN` metrics as text."""
     own = [f"{name} {value:.4g}" for name, value in metrics.items()]
@@ -300,9 +285,6 @@ def shortened(metrics: Mapping[str, float]) -> str:
 
 _SHOWN = 10
 """The maximum number of metrics in one line."""
-
-TASKS_CHOSEN, TASKS_TOTAL = "tasks_chosen", "tasks_total"
-"""The metrics of an evaluation of some of the environment's tasks: 1, and the number of all tasks if it is known."""
 
 _OFFICIAL = f"{OFFICIAL}/"
 """The beginning of the names of metrics in which the official verdict counts in place of the reward."""

@@ -34,17 +34,15 @@ from palaestra.envs.config.fields import UNSAID, BaseEnvConfig, HermesAgentEnvCo
 from palaestra.envs.form import Form
 from palaestra.envs.run.elsewhere import Cluster, ClusterRequest, check_elsewhere, open_cluster
 from palaestra.envs.run.evaluate import (
-    TASKS_CHOSEN,
-    TASKS_TOTAL,
     EvaluatedEnvironment,
     Evaluation,
     Gate,
     OnGroup,
-    chooses,
     in_short,
     save_evaluation,
     shortened,
 )
+from palaestra.envs.run.pass_at_k import TASKS_CHOSEN, TASKS_TOTAL, chooses
 from palaestra.envs.run.report_metrics import Reporting, asked_for, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
 from palaestra.rollouts.counterfactual import Continuation, Counterfactual, resumed_fork

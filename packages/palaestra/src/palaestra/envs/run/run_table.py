@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.envs.run import pass_at_k
-from palaestra.envs.run.evaluate import TASKS_TOTAL, chooses, chosen_of
+from palaestra.envs.run.pass_at_k import TASKS_TOTAL, chooses, chosen_of
 from palaestra.envs.run.set_file import is_set, read_set, reasons
 from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.journal.reader import JOURNAL_NAME, find_run
