@@ -344,3 +344,13 @@ def test_a_table_shows_what_a_run_plans_while_it_goes_on(tmp_path: Path, capsys:
     (folder / "status.json").write_text(json.dumps(status | {"planned": None}))
     (row,) = rows(str(folder), capsys)
     assert (row["tasks"], row["tasks_known"]) == (2, False)
+
+
+def test_the_servers_of_one_model_share_its_key(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, first_url, other, other_url = two
+    first.models = other.models = ("m",)
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    servers = [{"base_url": each, "model_name": "m"} for each in (first_url, other_url)]
+    Path("servers.yaml").write_text(json.dumps({"openai": servers}))
+    assert main(["eval", "says_env.py", "says_env.py --env.n 1", "--config", "servers.yaml"]) == 0
+    assert set(first.keys) == set(other.keys) == {"Bearer k"}

@@ -333,19 +333,21 @@ def _check_keys(lines: Sequence[_Line], shared: Sequence[str]) -> None:
     """Raise `ConfigError` if one key would be sent to the servers of several models with different addresses, unless
     each of these models names this key itself. `shared` are the words for all runs."""
     for_all = any(setting_of(each[0].partition("=")[0]) in _KEY for each in flags_of(shared))
-    places: dict[str, dict[str, bool]] = {}
+    known: dict[str, dict[frozenset[str], bool]] = {}
     for line in lines:
         own = not for_all and any(setting_of(each[0].partition("=")[0]) in _KEY for each in flags_of(line.member.words))
-        for server in line.parsed.server_configs:
-            if server.api_key and server.base_url and server.server_type != "scripted":
-                place = _origin(server.base_url)
-                known = places.setdefault(server.api_key, {})
-                known[place] = known.get(place, True) and own
-    for known in places.values():
-        if len(known) > 1 and not all(known.values()):
+        servers = [each for each in line.parsed.server_configs if each.server_type != "scripted"]
+        for key in {each.api_key for each in servers if each.api_key}:
+            # One model may have several servers.
+            places = frozenset(_origin(each.base_url) for each in servers if each.api_key == key and each.base_url)
+            known.setdefault(key, {}).setdefault(places, True)
+            known[key][places] &= own
+    for owned in known.values():
+        if len(owned) > 1 and not all(owned.values()):
+            places = frozenset().union(*owned)
             raise ConfigError(
-                f"the same API key would be sent to {' and '.join(map(redacted, known))}: name the key of each model, "
-                '--model "NAME --base-url URL --openai.api_key_variable VARIABLE" (none sends no key)'
+                f"the same API key would be sent to {' and '.join(map(redacted, sorted(places)))}: name the key of "
+                'each model, --model "NAME --base-url URL --openai.api_key_variable VARIABLE" (none sends no key)'
             )
 
 
