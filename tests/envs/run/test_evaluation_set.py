@@ -18,8 +18,9 @@ import pytest
 
 import palaestra_suites.examples.count_lines as example
 from palaestra.cli.main import main
-from palaestra.envs.run.evaluation_set import SET_NAME, split_words
+from palaestra.envs.run.evaluation_set import split_words
 from palaestra.envs.run.run_table import FORMATS, TableRow
+from palaestra.envs.run.set_file import SET_NAME
 from palaestra.rollouts.finished_run import open_run
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
@@ -194,6 +195,13 @@ def test_a_set_of_somebody_else_runs_nothing(tmp_path: Path, capsys: pytest.Capt
             [["-m", "x", "--base-url", "u"], ["-m", "y", "--base-url", "v"]],
             [],
         ),
+        (
+            ["--model", "x --env.n 2 --base-url v", "--model=y", "--base-url", "u"],
+            ["a"],
+            [["--model", "x", "--env.n", "2", "--base-url", "v"], ["--model=y", "--base-url", "u"]],
+            [],
+        ),
+        (["--policy=noop --env.n 2"], ["a"], [["--policy", "noop", "--env.n", "2"]], []),
     ],
 )
 def test_words_become_environments_and_models(
@@ -212,7 +220,7 @@ def test_addresses_must_fit_the_models() -> None:
     [
         ["lines_env.py", "no_such_env", "--policy", "oracle"],
         ["lines_env.py", "terminal_test", "--env.nn", "3", "--policy", "oracle"],
-        ["lines_env.py", "terminal_test", "--policy", "oracle", "--dry-run"],
+        ["lines_env.py", "terminal_test", "--policy", "oracle", "--show-config"],
         ["lines_env.py --max-cost 1 --env.prompt_price 1 --env.completion_price 1", "count_lines", "--policy", "noop"],
     ],
 )
@@ -232,15 +240,25 @@ def test_keys_are_not_written_into_the_set(capsys: pytest.CaptureFixture[str]) -
 HOSTILE = "a|b & 50% <b>_x_ \x1b[31m\\{"
 ROW = TableRow(
     environment=HOSTILE, model="=1+1", run="r/1", state="done", pass_1=0.5, pass_1_interval=(0.1, 0.9), k=2,
-    pass_k=0.75, mean_reward=0.5, official=None, tasks_scored=2, tasks=3, tasks_left_out=1, cost=None, seconds=3.0,
-    prompt_tokens=1000, completion_tokens=500,
+    pass_k=0.75, pass_k_interval=(0.2, 0.95), pass_k_tasks=1, mean_reward=0.5, official=None, tasks_scored=2, tasks=3,
+    tasks_left_out=1, chosen=True, tasks_total=9, rollouts_scored=3, rollouts=6, started_at=0.0, cost=None, seconds=3.0,
+    tasks_known=True, prompt_tokens=1000, completion_tokens=500,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("form", "wanted"),
     [
-        ("text", ["0.500 (0.100 to 0.900)", "2 of 3", "1,500", "0.750 (k=2)"]),
+        (
+            "text",
+            [
+                "0.500 (0.100 to 0.900)",
+                "2 of 3 chosen of 9",
+                "3 of 6",
+                "1,500",
+                "0.750 (0.200 to 0.950) k=2, only 1 of 3",
+            ],
+        ),
         ("markdown", [r"a\|b", r"\<b>\_x\_"]),
         ("latex", [r"50\%", r"\&", r"\textbackslash{}\{", r"\_x\_"]),
         ("html", ["50% &lt;b&gt;", "2 of 3"]),

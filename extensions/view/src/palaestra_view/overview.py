@@ -9,8 +9,8 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from palaestra.rollouts.finished_run import last_metrics
 from palaestra.rollouts.observe.failures import Cause, Failures
+from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import BY_OFFICIAL, group_size, pass_metrics
 from palaestra.rollouts.observe.verdicts import VerdictCounts
 from palaestra_slots.core.exits import plural

@@ -107,7 +107,7 @@ def page_data(runs: OpenRuns, name: str, chosen: Chosen, names: Names | None) ->
     groups = [{**group, "cells": [cell for cell in group["cells"] if cell[0] in ids]} for group in groups]
     groups = [group for group in groups if group["cells"] or (not chosen.patterns and group["error"])]
     yield b'{"rows":%s,"groups":%s,"left_out":%d,"answers":{' % (_encoded(rows), _encoded(groups), left_out)
-    summary = run_summary(index, name)
+    summary = run_summary(index, name, chosen.own)
     answers = {"runs": [summary], "problems": {}, "more": 0, "root": "this file"}
     yield b'"runs":%s' % _encoded(answers)
     details = {**run_details(index), "judged": runs.marks(name).summary(), "fork": fork_of(index)}

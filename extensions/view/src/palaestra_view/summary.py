@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores, TaskScores, compare
 from palaestra.rollouts.observe.intervals import Interval, mean_interval
+from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import group_size, pass_metrics
 from palaestra.rollouts.observe.status import ELSEWHERE, KILLED, RUNNING
 from palaestra.rollouts.observe.status_file import is_alive, read_stages
@@ -22,9 +23,10 @@ from palaestra_slots.core.types import JSON
 from palaestra_view.run_index import COMMAND, NODE, ROLLOUTS_ON, RunIndex
 
 
-def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:
+def run_summary(index: RunIndex, name: str, own: Mapping[str, float] | None = None) -> dict[str, JSON]:
     """Return the figures of a run as JSON data. `name` is the run's name in the viewer. Means without values are None;
-    intervals are `[low, high]` or None."""
+    intervals are `[low, high]` or None. `own` has the environment's own metrics of a run that is just ending. The tasks
+    and planned rollouts of an ended evaluation include those of tasks that the environment refused."""
     facts, config, totals = index.facts(), index.config(), index.totals()
     read, size = index.progress
     folder, scores, groups = index.folder, index.scores(), index.all_groups()
@@ -52,6 +54,8 @@ def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:
     planned = sum(
         max(len(by_group[group]), planned_of if error or not ended else 0) for group, _, _, error, ended in groups
     )
+    own = last_metrics(folder / "metrics.jsonl") if own is None and folder.is_dir() else own or {}
+    refused = int(own.get("tasks_left_out", 0)) if config.get("command") == "evaluate" else 0
     dull = sum(
         bool(scored := [each for each in by_group[group] if each is not None]) and len(set(scored)) == 1
         for group, _, _, _, ended in groups
@@ -75,8 +79,8 @@ def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:
             "failed": sum(bool(error) for *_, error, _ in groups),
             "dull": dull,
         },
-        "tasks": len({task for _, task, *_ in groups}),
-        "planned": planned,
+        "tasks": len({task for _, task, *_ in groups}) + refused,
+        "planned": planned + refused * planned_of,
         "scored": sum(map(len, by_task.values())),
         "reward": _figure(list(by_task.values())),
         "official": _figure(list(officials.values())) if judged else None,
@@ -187,7 +191,14 @@ def _figure(tasks: Sequence[Sequence[float]]) -> dict[str, JSON]:
 def _passes(tasks: Sequence[Sequence[float]], attempts: int) -> dict[str, JSON]:
     found = pass_metrics(tasks, attempts or max(map(len, tasks), default=0))
     names = [name for name in found if name.startswith("pass@") and f"{name}/low" in found]
-    return {name: {"mean": found[name], "interval": [found[f"{name}/low"], found[f"{name}/high"]]} for name in names}
+    return {
+        name: {
+            "mean": found[name],
+            "interval": [found[f"{name}/low"], found[f"{name}/high"]],
+            "tasks": found[f"{name}/tasks"],
+        }
+        for name in names
+    }
 
 
 def run_state(index: RunIndex) -> str:

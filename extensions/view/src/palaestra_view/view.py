@@ -14,7 +14,7 @@ from palaestra.envs.config.host_path import HostPath
 from palaestra_view.annotate import author_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from palaestra_view.runs import OpenRuns
     from palaestra_view.token_texts import TokenTexts
@@ -69,8 +69,22 @@ def command(
     if rollouts and html is None:
         raise ConfigError("--rollout chooses the rollouts of a file: set --html too")
     if html is not None:
+        from palaestra.envs.run.set_file import is_set
+        from palaestra.rollouts.journal.reader import find_run
         from palaestra_view.page_file import Chosen, write_page
 
+        folder = find_run(run or "last")
+        if is_set(folder):
+
+            def page_of(place: Path, page: Path) -> None:
+                one = open_runs(str(place), index_store())
+                try:
+                    write_page(page, one, Chosen(rollouts), TokenTexts(one, tokenizer))
+                finally:
+                    one.close()
+
+            _write_set(html, folder, page_of, as_json)
+            return
         runs = open_runs(run or "last", index_store())
         _name_problems(runs)
         if not runs.named:
@@ -95,18 +109,24 @@ def command(
     The report is the page of `palaestra view` in one file that opens without a server: scores with pass@k and
     categories, cost, failures, settings, training curves, and every rollout with its conversation. A run writes the
     report at its end; this command writes it again at any time from the journal, which is not changed. The report of a
-    run with more than 2,000 rollouts contains the first 2,000. RUN is a run's folder, an id or `last`. The path goes to
-    stdout.
+    run with more than 2,000 rollouts contains the first 2,000. RUN is a run's folder, an id or `last`. Of an evaluation
+    set, the file is the table, with a page for each run next to it. The path goes to stdout.
     """,
 )
 @click.argument("run", default="last", shell_complete=complete_runs)
 @click.option("--out", type=HostPath(dir_okay=False), help="The file to write. [default: RUN/report.html]")
 @click.option("--json", "as_json", is_flag=True, help="Print the path, the run and its state as JSON.")
 def report_command(run: str, out: Path | None, as_json: bool) -> None:
+    from palaestra.envs.run.set_file import is_set
     from palaestra.rollouts.finished_run import open_run
+    from palaestra.rollouts.journal.reader import find_run
     from palaestra_slots.core.errors import ConfigError
     from palaestra_view.page_file import write_report
 
+    folder = find_run(run)
+    if is_set(folder):
+        _write_set(out or folder / "report.html", folder, write_report, as_json)
+        return
     found = open_run(run)
     path = out or found.path / "report.html"
     try:
@@ -115,6 +135,15 @@ def report_command(run: str, out: Path | None, as_json: bool) -> None:
         raise ConfigError(f"cannot write {path}: {error}; choose a different file with --out") from error
     facts = {"path": str(path), "run": str(found.path), "state": found.status.state}
     click.echo(json.dumps(facts) if as_json else path)
+
+
+def _write_set(path: Path, folder: Path, write_run: Callable[[Path, Path], None], as_json: bool) -> None:
+    from palaestra_slots.core.printable import printable
+    from palaestra_view.set_pages import write_set
+
+    for problem in write_set(path, folder, write_run):
+        click.echo(printable(problem), err=True)
+    click.echo(json.dumps({"path": str(path), "set": str(folder)}) if as_json else path)
 
 
 def _say_which(names: Sequence[str], root: Path) -> None:

@@ -66,6 +66,11 @@ class APIServerConfig(ServerBaseline):
     api_key: str | None = setting(
         None, "The API key, sent as a bearer token. Leave it out for servers without authentication."
     )
+    api_key_variable: str | None = setting(
+        None,
+        "The environment variable that has the API key, for models of an evaluation set with different keys; none: no "
+        "key is sent.",
+    )
     base_url: str | None = setting(
         None,
         "The address of the server, for example http://127.0.0.1:8000/v1; /v1 is optional.",

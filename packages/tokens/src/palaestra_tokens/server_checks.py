@@ -1,8 +1,8 @@
 """Checks a model server or a model's folder, and reports failures with their fixes.
 
 The token checks request a few tokens from the engine. The template checks use the tokenizer, template and parser with
-the same renderer as a run. The checks contact only the given endpoint, and the hub if the user named a model or a
-tokenizer that is not on this machine.
+the same renderer as a run. The checks contact only the given endpoint, and the hub if the user named a tokenizer
+that is not on this machine or, for a token-exact server, such a model.
 """
 
 from __future__ import annotations
@@ -355,8 +355,11 @@ class _Examination:
             models = await self._reach(engine)
             kind = self.target.server_type or await self._kind(engine, models)
             self.found.model = self.target.model or (models[0].id if models else "default")
-            tokenizer = await self._tokenizer()
-            if kind in ("vllm", "sglang"):
+            exact = kind in ("vllm", "sglang")
+            # Only exact tokens are worth a look at the hub, which the user did not name.
+            asked = exact or (self.target.model and local_path(model_source(self.target.model)).is_dir())
+            tokenizer = await self._tokenizer(self.target.model if asked else None)
+            if exact:
                 self._add_server(kind, f"returns exact tokens (--openai.server_type {kind})")
                 self.found.skip([CHAT], "token-exact rollouts do not use chat completions")
                 await self._token_server(kind, tokenizer)
@@ -399,10 +402,10 @@ class _Examination:
         # Any web server may answer at these paths; the keys are those of vLLM's and SGLang's answers.
         return response.status == 200 and isinstance(value, dict) and bool(value.keys() & {"version", "model_path"})
 
-    async def _tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer that the user named, or else the tokenizer of the named model. Returns None if neither
-        was named or the tokenizer cannot be loaded."""
-        named = self.target.tokenizer or self.target.model
+    async def _tokenizer(self, model: str | None) -> Tokenizer | None:
+        """Return the tokenizer that the user named, or else the tokenizer of the model. Returns None if neither is
+        named or the tokenizer cannot be loaded."""
+        named = self.target.tokenizer or model
         if named is None:
             return None
         try:
@@ -436,7 +439,7 @@ class _Examination:
 
     def _writing(self, tokenizer: Tokenizer | None) -> None:
         if tokenizer is None:
-            self.found.skip(WRITING, "no tokenizer was given", "Set --model NAME, or --tokenizer FOLDER.")
+            self.found.skip(WRITING, "no tokenizer was given", "Set --tokenizer to a folder, or to a model's name.")
         else:
             self.found.checks += writing_checks(tokenizer, None, self.target.parser)
 

@@ -24,7 +24,7 @@ export async function scores({ found, body }) {
   const rows = found.scores || [], own = Object.entries(found.own || {});
   const names = ["mean_reward", "pass_rate", ...new Set(rows.flatMap((row) => Object.keys(row).filter((key) => key.startsWith("pass@") && !key.includes("/"))))].filter((name) => rows.some((row) => Number.isFinite(row[name])));
   const cell = (row, name) => (Number.isFinite(row[name])
-    ? [figure(row[name]), Number.isFinite(row[`${name}/low`]) ? h("span.dim.small", {}, ` ${figure(row[`${name}/low`], 2)}–${figure(row[`${name}/high`], 2)}`) : null, row[`${name}/tasks`] !== undefined && row[`${name}/tasks`] !== row.tasks ? h("div.small.dim", {}, plural(row[`${name}/tasks`], "task")) : null]
+    ? [figure(row[name]), Number.isFinite(row[`${name}/low`]) ? h("span.dim.small", {}, ` ${figure(row[`${name}/low`], 2)}–${figure(row[`${name}/high`], 2)}`) : null, row[`${name}/tasks`] !== undefined && row[`${name}/tasks`] !== row.tasks ? h("div.small.warn", { title: "the other tasks have too few scored rollouts" }, `only ${count(row[`${name}/tasks`])} of ${plural(row.tasks, "task")}`) : null]
     : "–");
   body.append(h("section.card.scroll", {}, h("h2", {}, "Scores"), h("table.scores", {},
     h("thead", {}, h("tr", {}, ["", "tasks", "scored", ...names.map((name) => name.replace("_", " "))].map((head) => h("th", { scope: "col" }, head)))),

@@ -91,7 +91,7 @@ export async function show(params, shell) {
     benchmark.disabled = true;
     try {
       const result = await get("table", { run: listed.map((run) => run.name) });
-      const numbers = new Set(["pass@1", "pass@k", "mean reward", "official", "tasks scored", "cost", "time", "tokens"]);
+      const numbers = new Set(["pass@1", "pass@k", "mean reward", "official", "tasks scored", "rollouts scored", "cost", "time", "tokens"]);
       shown.replaceChildren(h("table.wide", {}, h("caption", {}, result.about), h("thead", {}, h("tr", {}, result.columns.map((name) => h("th", { scope: "col" }, name)))),
         h("tbody", {}, result.rows.map((row) => h("tr", {}, row.cells.map((cell, n) => n === 0 ? h("th", { scope: "row" }, link("run", { run: row.run }, cell)) : h(numbers.has(result.columns[n]) ? "td.num" : "td", {}, cell)))))),
       ...Object.entries(result.problems).map(([name, why]) => h("p.note", {}, `${name} is not in the table: ${why}`)));

@@ -20,7 +20,7 @@ from palaestra.agent.result import ENDED_LOOPS, AgentResult, Turn
 from palaestra.agent.tool_calls import ToolCalls
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra_slots.core.clock import Clock, SystemClock
-from palaestra_slots.core.errors import ContextExceeded, EngineError, InfraError
+from palaestra_slots.core.errors import ContextExceeded, EngineError, InfraError, ReplyWithheld
 from palaestra_slots.core.types import JSON, Blame, Message, Outcome
 from palaestra_tokens.chat_server import ChatServer, chat_server
 
@@ -180,6 +180,8 @@ class AgentLoop:
             return _End(Outcome.LENGTH, str(error)) if result.turns_used else _failed(Outcome.API_ERROR, error)
         except EngineError as error:
             self.failure = error
+            if isinstance(error, ReplyWithheld):
+                result.usage.add(*error.tokens)
             return _failed(Outcome.API_ERROR, error)
         except InfraError as error:
             # Before TimeoutError: `ToolStuck` and `AcquireTimeout` are also timeouts, but not those of the budget.

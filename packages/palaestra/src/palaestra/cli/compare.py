@@ -11,7 +11,7 @@ from palaestra.cli.completion import complete_runs
 from palaestra_slots.core.exits import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores
     from palaestra_slots.core.types import JSON
@@ -28,6 +28,7 @@ _SHOWN_SETTINGS = 15
       palaestra compare last last:2
       palaestra compare runs/my_env--NEW/… runs/my_env--OLD/… runs/my_env--OLDER/…
       palaestra compare RUN OTHER --json | jq .difference
+      palaestra compare runs/set--NEW runs/set--OLD           # evaluation sets, run by run
 
     RUN is compared with each OTHER. Tasks are paired by their id, each with the mean reward of its rollouts; the
     difference is RUN minus OTHER, with the 95% interval of its mean over the tasks. No winner is named if the interval
@@ -35,6 +36,9 @@ _SHOWN_SETTINGS = 15
     Unscored rollouts are left out; a second line counts them as 0 if that changes a task's reward. The models and the
     settings that differ are listed first. If a run has official verdicts, a further line compares these; with
     --by official, everything does.
+
+    Of evaluation sets, the runs of the same environment and model are compared, or those of the same environment if
+    each set has one run of it. With --json, `sets` has the comparisons.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
@@ -50,9 +54,60 @@ _SHOWN_SETTINGS = 15
     "--json", "as_json", is_flag=True, help="Print JSON with every task; further comparisons are in `others`."
 )
 def command(run: str, others: tuple[str, ...], by: str, as_json: bool) -> None:
+    pairs = _runs_of_sets((run, *others))
+    if pairs is None:
+        found = _compare((run, *others), by, as_json)
+        if found is not None:
+            click.echo(json.dumps(found, indent=2))
+        return
+    lines = [_compare(each, by, as_json) for each in pairs]
+    if as_json:
+        click.echo(json.dumps({"sets": lines}, indent=2))
+
+
+def _runs_of_sets(names: Sequence[str]) -> list[tuple[str, ...]] | None:
+    """Return the runs to compare if the names are evaluation sets, as many in each tuple as there are sets; None if no
+    name is a set."""
+    from palaestra.envs.run.set_file import is_set, runs_of
+    from palaestra.rollouts.journal.reader import Recording, find_run, journal_of
+    from palaestra_slots.core.errors import ConfigError
+
+    folders = [find_run(each) for each in names]
+    if not any(map(is_set, folders)):
+        return None
+    for name, folder in zip(names, folders, strict=True):
+        if not is_set(folder):
+            raise ConfigError(
+                f"{name} is not an evaluation set, so it cannot be compared with one; name a run of the set"
+            )
+    runs: list[dict[tuple[str, str], str]] = []
+    for folder in folders:
+        metas = [(path, Recording(journal_of(path)).meta) for path in runs_of(folder)]
+        runs.append({(meta.env, meta.model): str(path) for path, meta in metas})
+    found = []
+    for env, model in runs[0]:
+        alone = all(sum(name == env for name, _ in each) == 1 for each in runs)
+        partners = [_partner(each, env, None if alone else model) for each in runs]
+        missing = [name for name, partner in zip(names, partners, strict=True) if partner is None]
+        if missing:
+            click.echo(f"not compared: {env} with {model}, of which {' and '.join(missing)} has no run", err=True)
+        else:
+            found.append(tuple(str(each) for each in partners))
+    if not found:
+        raise ConfigError(f"{' and '.join(names)} have no runs of the same environment")
+    return found
+
+
+def _partner(runs: Mapping[tuple[str, str], str], env: str, model: str | None) -> str | None:
+    """Return the run of an environment and a model, or of any model if that is None; None if there is no such run."""
+    return next((path for (name, its), path in runs.items() if name == env and model in (its, None)), None)
+
+
+def _compare(names: Sequence[str], by: str, as_json: bool) -> dict[str, JSON] | None:
+    """Compare the first run with the others. Print the result, or return it as JSON data."""
     from palaestra.rollouts.observe.compare_runs import differing_settings
 
-    runs = [_scores(each) for each in (run, *others)]
+    runs = [_scores(each) for each in names]
     # A run may have official verdicts beside its rewards. Then both are compared, because either can favour the other
     # run.
     judged = any(each.judged for each in runs) and by == "reward"
@@ -62,8 +117,7 @@ def command(run: str, others: tuple[str, ...], by: str, as_json: bool) -> None:
     settings = differing_settings(runs)
     if as_json:
         about: dict[str, JSON] = {"runs": [each.to_json() for each in runs], "settings": settings}
-        click.echo(json.dumps(_as_json(found, officials, about), indent=2))
-        return
+        return _as_json(found, officials, about)
     for each in runs:
         click.echo(each.line())
     _show_settings(settings)
@@ -75,6 +129,7 @@ def command(run: str, others: tuple[str, ...], by: str, as_json: bool) -> None:
         click.echo(
             f"{len(found)} comparisons: on average, one 95% interval in 20 does not contain the true value", err=True
         )
+    return None
 
 
 def _compared(run: RunScores, other: RunScores) -> tuple[RunComparison, RunComparison]:

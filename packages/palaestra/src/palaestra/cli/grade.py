@@ -55,7 +55,7 @@ _NAMED = 10
 def command(
     context: click.Context, runs: tuple[str, ...], environment: str | None, network: bool, as_json: bool
 ) -> None:
-    from palaestra.envs.run.run_table import find_runs
+    from palaestra.envs.run.set_file import find_runs
     from palaestra.rollouts.finished_run import Run
     from palaestra_slots.core.errors import ConfigError
 

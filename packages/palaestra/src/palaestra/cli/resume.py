@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -36,9 +35,10 @@ if TYPE_CHECKING:
       palaestra resume RUN --environment my_env.py:NAME     # if the environment's file has moved
       palaestra resume last --dry-run              # only show what is kept and what would be run
 
-    RUN is a run's folder, an id or the beginning of one, `last`, or the folder of an evaluation set. Settings come from
-    the run's record; settings after RUN replace them. Keys and tokens are not recorded: set them again in variables,
-    `.env` or flags. Finished groups are kept, and rollouts continue after their last finished turn.
+    RUN is a run's folder, an id or the beginning of one, or an evaluation set. `last` is the last run, or the whole set
+    if that run is in one. Settings come from the run's record; settings after RUN replace them. Keys and tokens are not
+    recorded: set them again in variables, `.env` or flags. Finished groups are kept, and rollouts continue after their
+    last finished turn.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
@@ -46,12 +46,13 @@ if TYPE_CHECKING:
 @click.pass_context
 def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None:
     from palaestra.envs.config.command_line import first_word
+    from palaestra.envs.run.set_file import find_set
 
     named, others = first_word([run, *settings], "RUN")
-    if Path(named, "set.json").is_file():
-        from palaestra.envs.run.evaluation_set import resume_set
+    if (folder := find_set(named)) is not None:
+        from palaestra.envs.run.evaluation_set import resume_set  # most runs are in no set
 
-        context.exit(resume_set(Path(named), others))
+        context.exit(resume_set(folder, others))
     context.exit(resume_run(named, others, f"palaestra resume {named}"))
 
 

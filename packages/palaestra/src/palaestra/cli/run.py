@@ -85,11 +85,11 @@ command = front_door(
 
 def _several(environment: str, others: Sequence[str]) -> int | None:
     """Evaluate several environments or models, and return the exit code; None for one environment and one model."""
-    from palaestra.envs.config.command_line import is_flag
+    from palaestra.envs.config.command_line import flags_of, has_settings, is_flag
 
-    if len([each for each in others if each.partition("=")[0] in ("--model", "-m", "--policy")]) < 2 and (
-        not others or is_flag(others[0])
-    ):
+    models = [each for each in flags_of(others) if each[0].partition("=")[0] in ("--model", "-m", "--policy")]
+    quoted = any(map(has_settings, (environment, *(word for each in models for word in each))))
+    if len(models) < 2 and not quoted and (not others or is_flag(others[0])):
         return None  # a plain evaluation imports nothing of sets
     from palaestra.envs.run.evaluation_set import evaluate_set, split_words
 
@@ -115,9 +115,10 @@ eval_command = front_door(
       palaestra eval A B "C --env.n 20" --model M1 --base-url URL1 --model M2 --base-url URL2 --max-cost 5
 
     With several environments or models, this plays an evaluation set: every model on every environment, as runs in one
-    folder, with one table at the end (`palaestra runs --table SET` prints it again). An environment in quotes may have
-    settings of its own. --policy NAME counts as a model. --max-cost is the budget of the whole set, and --failed-of may
-    name an earlier set. `palaestra resume SET` continues the runs that are not finished.
+    folder, with one table at the end (`palaestra runs --table SET` prints it again). An environment or a model in
+    quotes may have settings of its own, such as --model "M --env.prompt_price 2". --policy NAME counts as a model.
+    --max-cost is the budget of the whole set, and --failed-of may name an earlier set. `palaestra resume SET` continues
+    the runs that are not finished.
     """,
     "evaluate",
 )

@@ -33,10 +33,10 @@ _SHOWN, _SHOWN_METRICS, _SHOWN_NODES = 5, 10, 20
       palaestra status RUN --watch
       palaestra status RUN --json | jq .in_flight
 
-    RUN is a run's folder, an id or `last`; the command does not change the run. It shows the rollouts in flight by
-    stage, the nodes of a cluster with their busy slots, the rollouts that have been idle longest, the reward with and
-    without the rollouts that infrastructure failures ended (with 95% intervals), the causes of those failures, the time
-    of each stage, tokens, cost and disk.
+    RUN is a run's folder, an id, `last`, or an evaluation set with all its runs; the command does not change it. It
+    shows the rollouts in flight by stage, the nodes of a cluster with their busy slots, the rollouts that have been
+    idle longest, the reward with and without the rollouts that infrastructure failures ended (with 95% intervals), the
+    causes of those failures, the time of each stage, tokens, cost and disk.
     --watch repeats the output until the run has ended.
     """,
 )
@@ -47,22 +47,34 @@ _SHOWN, _SHOWN_METRICS, _SHOWN_NODES = 5, 10, 20
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch, one line per reading.")
 def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
-    from palaestra.rollouts.journal.reader import journal_of
-    from palaestra.rollouts.observe.status import RUNNING, RunReader
+    from palaestra.envs.run.set_file import is_set, not_run, runs_of
+    from palaestra.rollouts.journal.reader import find_run, journal_of
+    from palaestra.rollouts.observe.status import RUNNING, RunReader, RunStatus
     from palaestra_slots.core.errors import ConfigError
+    from palaestra_slots.core.printable import printable
 
-    reader = RunReader(journal_of(run))
+    folder = find_run(run)
+    whole, readers, found = is_set(folder), dict[Path, RunReader](), list[RunStatus]()
     while True:
-        status = reader.read()
-        if not status.run_id:
-            raise ConfigError(f"{reader.journal} does not begin with the record of a run, so it has no state to show")
+        found.clear()
+        for path in runs_of(folder) if whole else [folder]:
+            reader = readers.setdefault(path, RunReader(journal_of(path)))
+            found.append(reader.read())
+            if not found[-1].run_id:
+                raise ConfigError(
+                    f"{reader.journal} does not begin with the record of a run, so it has no state to show"
+                )
+        waiting = not_run(folder) if whole else {}
         if as_json:
-            click.echo(json.dumps(status.to_dict()))
+            plain = [each.to_dict() for each in found]
+            click.echo(json.dumps({"runs": plain, "not_run": waiting} if whole else plain[0]))
         else:
             if watch and sys.stdout.isatty():
                 click.clear()
-            click.echo("\n".join(_lines(status, time.time())))
-        if not watch or status.state != RUNNING:
+            click.echo("\n\n".join("\n".join(_lines(each, time.time())) for each in found))
+            for name, reason in waiting.items():
+                click.echo(printable(f"\nnot run    {name}{reason and ': '}{reason}"))
+        if not watch or all(each.state != RUNNING for each in found):
             return
         time.sleep(every)
 
@@ -83,8 +95,9 @@ def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
     batches (data/NAME).
 
     With --table, one line per RUN (a run, or a folder of runs such as an evaluation set; by default all runs here)
-    shows pass@1 with its 95% interval, pass@k for all rollouts per task, the mean reward, how many of the environment's
-    tasks have a score, cost, time and tokens. Scores that `palaestra grade` gave replace the recorded ones.
+    shows pass@1 and, for all rollouts per task, pass@k with their 95% intervals, the mean reward, how many tasks and
+    rollouts have a score, cost, time and tokens. The row of a run of some of the environment's tasks gives the number
+    of all, and pass@k that of the tasks which it covers. Scores that `palaestra grade` gave replace the recorded ones.
     """,
 )
 @click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_runs)
@@ -143,18 +156,18 @@ def _run_line(status: RunStatus) -> str:
 
 
 def _print_table(runs: tuple[str, ...], root: Path | None, form: str, out: Path | None, as_json: bool) -> None:
-    from palaestra.envs.run.run_table import ABOUT, FORMATS, find_runs, table_row
+    from palaestra.envs.run.run_table import ABOUT, FORMATS, table_row, table_rows
     from palaestra.envs.run.run_table import as_json as row_as_json
     from palaestra.rollouts.journal.reader import RUNS, list_runs
     from palaestra_slots.core.errors import ConfigError
     from palaestra_slots.core.io.durable_files import replaced, writing
 
-    # Named runs may be folders of runs, such as evaluation sets; without a name, only those of the usual folder are
-    # listed.
-    folders = find_runs(runs) if runs else list_runs(root or RUNS)
-    if not folders:
+    # Named runs keep their order. Without a name, the runs of the usual folder are listed by environment and model.
+    rows = table_rows(runs)
+    if not runs:
+        rows = sorted(map(table_row, list_runs(root or RUNS)), key=lambda row: (row.environment, row.model))
+    if not rows:
         raise ConfigError(f"there are no runs in {(root or RUNS).resolve()}")
-    rows = sorted(map(table_row, folders), key=lambda row: (row.environment, row.model))
     text = json.dumps([row_as_json(row) for row in rows], indent=2) + "\n" if as_json else FORMATS[form](rows)
     if out is None:
         click.echo(text, nl=False)
@@ -230,7 +243,7 @@ def _reward(status: RunStatus) -> str:
 
     if status.mean_reward is None:
         return "none yet"
-    lost = status.rollouts - status.scored
+    lost = status.unscored
     covered = f"{status.scored} of {plural(status.planned, 'rollout')} scored"
     scored = f"{status.mean_reward:.3f}{in_words(status.mean_interval)}"
     with_unscored = f"{status.mean_with_unscored:.3f}{in_words(status.mean_with_unscored_interval)}"

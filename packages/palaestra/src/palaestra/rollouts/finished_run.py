@@ -11,15 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from palaestra.rollouts.journal.reader import LAST, RUNS, Recording, find_run, journal_of
+from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import PASSED, Figures, group_size
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra_slots.core.config import python_names
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.extras import install_command
-from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular
 from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
@@ -160,19 +158,3 @@ def located(groups: Iterable[Group], folder: Path) -> list[Group]:
         if kept.parts and here != kept and here.is_dir():
             trajectory.beside.sandbox["workspace"] = str(here.resolve())
     return found
-
-
-def last_metrics(path: Path) -> dict[str, float]:
-    """Return the metrics of the whole run from the last line of `path`, where names have no prefix; empty before the
-    run has ended."""
-    try:
-        lines = read_regular(path).splitlines()
-        last = msgspec.json.decode(lines[-1], type=dict[str, object]) if lines else {}
-    except (OSError, *UNREADABLE):
-        return {}
-    if "rollouts" not in last:
-        return {}
-    return {name: value for name, value in last.items() if isinstance(value, float | int) and name not in _OF_THE_LINE}
-
-
-_OF_THE_LINE = ("time", "step")

@@ -15,7 +15,8 @@ import fnmatch
 import re
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping
+from contextlib import aclosing
 from copy import copy
 from pathlib import Path
 
@@ -188,7 +189,7 @@ async def numbered(tasks: AsyncIterator[Task], first: int, limit: int | None) ->
 
 async def counted(
     tasks: AsyncIterator[Numbered], found: Callable[[int], None], window: int = WINDOW, seconds: float = COUNT_S
-) -> AsyncIterator[Numbered]:
+) -> AsyncGenerator[Numbered, None]:
     """Yield the same tasks. Tasks that arrive within `seconds`, at most `window`, are read ahead. If these are all the
     tasks, `found` gets their number before the first is yielded. If `tasks` raises an error, the tasks before it are
     yielded first."""
@@ -216,6 +217,15 @@ async def counted(
             following = asyncio.ensure_future(anext(tasks))
     finally:
         following.cancel()
+
+
+async def count(tasks: AsyncIterator[Task]) -> int | None:
+    """Return the number of tasks, within the limits of `counted`; None if there may be more."""
+    found: list[int] = []
+    async with aclosing(counted(numbered(tasks, 0, None), found.append)) as ahead:
+        async for _ in ahead:
+            break
+    return found[0] if found else None
 
 
 async def slowest_first(

@@ -29,7 +29,7 @@ from palaestra.rollouts.workspaces import RolloutWorkspace
 from palaestra.tools.inner_calls import InnerCall
 from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import RolloutState, ToolOutcome
-from palaestra_slots.core.errors import SlotEnded
+from palaestra_slots.core.errors import ReplyWithheld, SlotEnded
 from palaestra_slots.core.types import JSON, Message, Prices
 from palaestra_tokens.chat_server import ChatServer
 from palaestra_tokens.engine import ChatCompletion
@@ -178,7 +178,11 @@ class TurnLog:
         completion = None if recorded is None else recorded.pending_reply(call.branch, call.messages)
         known = completion is not None
         if completion is None:
-            completion = await ask(call)
+            try:
+                completion = await ask(call)
+            except ReplyWithheld as error:
+                self._events.announce(TokensSpent(self._seat.name, *error.tokens))
+                raise
         known = known or (recorded is not None and not recorded.caught_up)
         reply = _Reply(call.messages, count, completion, known)
         if call.branch:

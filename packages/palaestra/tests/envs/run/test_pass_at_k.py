@@ -66,6 +66,22 @@ def test_the_line_for_people_counts_the_tasks_that_the_rate_is_over() -> None:
     )
 
 
+def test_the_line_for_people_names_the_tasks_that_a_rate_leaves_out() -> None:
+    scored: dict[str, list[float | None]] = {str(task): [None, 0.0, 0.0, 0.0] for task in range(8)}
+    scored |= {"8": [1.0] * 4, "9": [1.0] * 4}
+    done = [attempt(name, index, reward) for name, row in scored.items() for index, reward in enumerate(row)]
+    found = figures(done, 4, tasks=10)
+    line, warning = in_short(found).splitlines()
+    assert "pass@2 0.200 (0.045 to 0.573), pass@4 1.000 (0.342 to 1.000) over only 2 of 10 tasks," in line
+    assert "pass@4 leaves out 8 tasks" in warning
+    whole = figures([each for each in done if each.index], 3, tasks=10)
+    assert "only" not in in_short(whole)
+    # Of tasks that were chosen, the line says so, whether or not the number of all is known.
+    assert "over 10 tasks chosen of 30" in in_short({**whole, "tasks_chosen": 1, "tasks_total": 30})
+    assert "over 10 tasks chosen of an unknown number" in in_short({**whole, "tasks_chosen": 1})
+    assert "chosen" not in in_short({**whole, "tasks_chosen": 1, "tasks_total": 10})
+
+
 def test_mean_share_and_pass_at_1_of_one_evaluation_have_one_interval() -> None:
     for rewards in ([[0.0] * 4] * 5, [[1.0, 0.0, 0.0, 0.0], [0.0] * 4, [1.0, 1.0, 1.0, 0.0]]):
         done = [attempt(str(task), n, reward) for task, row in enumerate(rewards) for n, reward in enumerate(row)]

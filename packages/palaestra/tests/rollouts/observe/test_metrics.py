@@ -127,6 +127,16 @@ def test_a_group_that_could_not_be_prepared_lacks_its_rollouts():
     assert (numbers["reward/mean"], numbers["reward/mean_with_unscored"]) == (1.0, 0.5)
 
 
+def test_refused_tasks_count_as_unscored_rollouts():
+    figures = Figures(group_size=2)
+    figures.add(group(trajectory(0, 1.0), trajectory(1, 1.0)))
+    figures.refused = 3
+    found = figures.numbers()
+    assert (found["rollouts_planned"], found["reward/mean"]) == (8, 1.0)
+    assert found["reward/mean_with_unscored"] == found["percent_correct_with_unscored"] == 0.25
+    assert found["reward/mean_with_unscored/low"] < 0.25 < found["reward/mean_with_unscored/high"]
+
+
 def test_nothing_measured_is_left_out_rather_than_zero():
     numbers = summarise([group(trajectory(0, None, Outcome.API_ERROR))])
     assert not {"reward/mean", "reward/std", "percent_correct"} & numbers.keys()

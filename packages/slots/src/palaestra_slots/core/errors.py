@@ -88,7 +88,10 @@ class ContextExceeded(EngineRefused):
 
 
 class ReplyWithheld(EngineRefused):
-    """The provider's content filter withheld or cut the reply, so the model did not end it: retrying seldom helps."""
+    """The provider's content filter withheld or cut the reply, so the model did not end it: retrying seldom helps.
+    `tokens` are those that were read and written all the same, if the reply has their numbers."""
+
+    tokens: tuple[int, int] = (0, 0)
 
 
 class EngineReplyError(EngineError, ValueError):

@@ -68,6 +68,7 @@ class OpenAIEngine(ServerEngine):
         self._url = self.base_url / "chat" / "completions"
         self._source = f"The model server at {shown(self._url)} (model '{self.name}')"
         self._strict_history = ""
+        self._is_listed = True
         self._limit_name = ""
         self._largest_limit: int | None = None
         self._neutral: Mapping[str, JSON] = {}
@@ -89,6 +90,7 @@ class OpenAIEngine(ServerEngine):
             self._use_model(names[0])
         self.window_tokens = window_of(models, self.name)
         if names and self.name not in names:
+            self._is_listed = False
             more = f" and {len(names) - 10} more" if len(names) > 10 else ""
             listed = ", ".join(names[:10]) + more
             logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, listed)
@@ -108,15 +110,17 @@ class OpenAIEngine(ServerEngine):
         self._source = f"The model server at {shown(self._url)} (model '{name}')"
 
     async def probe(self, tools: Sequence[Mapping[str, JSON]]) -> None:
-        """Send one request with `tools`, so that a server that refuses them is detected before any slot is created. If
-        `health_check` is false or there are no tools, send nothing.
+        """Send one request with `tools`, so that a server that refuses them, or a model that it does not list, is
+        detected before any slot is created. If `health_check` is false, or if there are no tools and the server lists
+        the model, send nothing.
 
         Only a refusal of the key, the model, the address or the tools counts: other errors may concern this request
         alone, and a slow or overloaded server is retried during the run. Raises `EngineRefused`.
         """
-        if not self.config.health_check or not tools:
+        if not self.config.health_check or (self._is_listed and not tools):
             return
-        body = {"model": self.name, "messages": [PROBE], "tools": list(tools), "max_tokens": 16}
+        body: dict[str, JSON] = {"model": self.name, "messages": [PROBE], "max_tokens": 16}
+        body |= {"tools": list(tools)} if tools else {}
         try:
             response = await self.transport.request(
                 "POST", self._url, lambda: encode_json(body), retry=AT_START, timeout_s=PROBE_TIMEOUT_S
@@ -124,8 +128,10 @@ class OpenAIEngine(ServerEngine):
         except EngineUnavailable as error:
             logger.warning("the first request failed; the run begins anyway: %s", error)
             return
-        about_tools = 400 <= response.status < 500 and "tool" in server_says(response.body).lower()
-        if about_tools or response.status in (401, 403, 404, 405):
+        named = ("tool",) if self._is_listed else ("tool", "model")
+        said = server_says(response.body).lower()
+        about_these = 400 <= response.status < 500 and any(each in said for each in named)
+        if about_these or response.status in (401, 403, 404, 405):
             raise self.transport.refusal(self._url, response.status, response.body)
 
     async def aclose(self) -> None:

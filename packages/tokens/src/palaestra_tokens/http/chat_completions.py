@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from palaestra_slots.core.errors import EngineReplyError
+from palaestra_slots.core.errors import EngineReplyError, ReplyWithheld
 from palaestra_slots.core.types import JSON, Message
 from palaestra_tokens.engine import ChatCompletion, TextCompletion
 from palaestra_tokens.finish_reasons import read_finish_reason
@@ -41,7 +41,12 @@ def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
     if not completion.choices:
         raise _not_a_reply(source, "it has no choices", raw)
     for choice in completion.choices:
-        choice.finish_reason = read_finish_reason(choice.finish_reason, source)
+        try:
+            choice.finish_reason = read_finish_reason(choice.finish_reason, source)
+        except ReplyWithheld as error:
+            if (usage := completion.usage) is not None:
+                error.tokens = usage.prompt_tokens, usage.completion_tokens
+            raise
         for index, call in enumerate(choice.message.tool_calls or ()):
             call.id = call.id or f"call_{turn}_{index}"
     return completion

@@ -53,6 +53,7 @@ class ListedEnvironment(HeldOutEnvironment):
         self.items: list[JSON] = []
         self.left_out: list[TaskError] = []
         self._loaded = False
+        self._total = 0
 
     @abstractmethod
     async def load(self) -> Iterable[JSON | TaskError]:
@@ -100,6 +101,7 @@ class ListedEnvironment(HeldOutEnvironment):
             else:
                 known.add(name)
                 self.items.append(item)
+        self._total = len(self.items) + len(self.left_out)
         if self.choice is not None:  # a refused task that was not chosen is no news
             choice = self.choice.among(known)
             self.left_out = [each for each in self.left_out if not (name := _task_of(each)) or name in choice]
@@ -119,6 +121,9 @@ class ListedEnvironment(HeldOutEnvironment):
     @property
     def counts_tasks(self) -> bool:
         return not self._repeats
+
+    async def tasks_total(self) -> int:
+        return self._total
 
     @property
     def _repeats(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -255,7 +256,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         # In this order, because later layers have precedence.
         variables = ((DOTENV, dotenv or {}), (ENVIRONMENT, environ or {}))
         env = merge(self.env_type, self._env_layers(command, given, variables))
-        servers = [merge(self.server_type, _own_address(each)) for each in self._server_layers(given, variables)]
+        layers = ([_with_key(layer, variables) for layer in each] for each in self._server_layers(given, variables))
+        servers = [merge(self.server_type, _own_address(each)) for each in layers]
         replaced = [*_known_parser(env, "tool_call_parser")]
         replaced += (notice for server in servers for notice in _known_parser(server, "tool_parser"))
         return env, servers, replaced
@@ -453,6 +455,18 @@ class _Given:
         self.spelled[group][key] = self.spelled[group][key.partition(".")[0]] = written
 
 
+def _with_key(layer: ConfigLayer, variables: Variables) -> ConfigLayer:
+    """Return the layer with the key that its `api_key_variable` names, so that the two have the same precedence. Raises
+    `ConfigError` if the variable is not set. A recorded run then has no key, because only a resumed run needs one."""
+    if "api_key_variable" not in layer.values or "api_key" in layer.values:
+        return layer
+    name = layer.values["api_key_variable"]  # None for `none`
+    key = next((values[name] for _, values in reversed(variables) if values.get(name)), None)
+    if key is None and name is not None and layer.name != RECORDED:
+        raise ConfigError(f"openai.api_key_variable is {name}, but this variable is not set ({layer.name})")
+    return replace(layer, values={**layer.values, "api_key": key})
+
+
 def _own_address(layers: Sequence[ConfigLayer]) -> Sequence[ConfigLayer]:
     """Leave out the address that `.env` gives if another source gives the key: a folder's file never decides where a
     key of the user is sent."""
@@ -586,6 +600,14 @@ def _nearest_flag(written: str, known: Iterable[str]) -> str:
 def is_flag(word: str) -> bool:
     """Return whether the word is a flag: `--name…`, `-h`, `-m` or `-o`. `-1` and `- text` are values."""
     return word in ("-h", "-m", "-o") or re.match(r"--[A-Za-z]", word) is not None
+
+
+def has_settings(word: str) -> bool:
+    """Return whether a word is a name with settings after it, such as `"my_env.py --env.n 20"`."""
+    try:
+        return any(map(is_flag, shlex.split(word)[1:]))
+    except ValueError:
+        return False
 
 
 def flags_of(words: Sequence[str]) -> list[list[str]]:

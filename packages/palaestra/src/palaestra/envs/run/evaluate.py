@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ import msgspec
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
 from palaestra.envs.config.fields import LIMITS, BaseEnvConfig, HeldOutConfig, limit_value
 from palaestra.envs.run import pass_at_k
+from palaestra.envs.run.pass_at_k import TASKS_CHOSEN, TASKS_TOTAL, chosen_of
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import encoded
 from palaestra.rollouts.limits import RunStopped
@@ -26,7 +27,7 @@ from palaestra.rollouts.observe.intervals import in_words
 from palaestra.rollouts.observe.verdicts import OFFICIAL
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.runner import Runner, Totals
-from palaestra.rollouts.schedule import numbered
+from palaestra.rollouts.schedule import count, numbered
 from palaestra.rollouts.spec import AgentSettings, RunContext
 from palaestra.tools.registry.registry import Kit
 from palaestra.tools.tool import Tool
@@ -76,6 +77,11 @@ class EvaluatedEnvironment(Environment):
 
     async def evaluated_tasks(self) -> AsyncIterator[Task] | None:
         """Return the tasks of an evaluation; None if only the environment's own `evaluate` knows them."""
+        return None
+
+    async def tasks_total(self) -> int | None:
+        """Return the number of all tasks, also of those that were not chosen or that only training uses; None if it
+        cannot be known quickly."""
         return None
 
     def write_files(self, folder: Path) -> Sequence[str]:
@@ -150,6 +156,15 @@ class HeldOutEnvironment(EvaluatedEnvironment):
 
     async def evaluated_tasks(self) -> AsyncIterator[Task]:
         return self.evaluating().chosen_tasks()
+
+    async def tasks_total(self) -> int | None:
+        found = [await count(each) for each in self._all_tasks()] if self.evaluating().counts_tasks else [None]
+        return None if None in found else sum(filter(None, found))
+
+    def _all_tasks(self) -> Iterator[AsyncIterator[Task]]:
+        yield self.evaluating().tasks()
+        if self.config.held_out:
+            yield self.tasks()
 
     async def evaluate(self, evaluation: Evaluation) -> Logged:
         attempts = evaluation.run_context.settings.group_size
@@ -241,30 +256,39 @@ def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
 
 
 def in_short(metrics: Mapping[str, JSON]) -> str:
-    """Return one line with the pass@k metrics and their coverage or, for an evaluation without pass@k, with the first
-    `_SHOWN` of its own metrics."""
+    """Return one line with the pass@k metrics, each with the tasks that it covers, or, for an evaluation without
+    pass@k, with the first `_SHOWN` of its own metrics. A second line warns of a pass@k that leaves out tasks which the
+    other metrics cover."""
     metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
     names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
     if not names:
         return shortened(numbers(metrics))
     official = [f"{_OFFICIAL}{name}" for name in names if f"{_OFFICIAL}{name}/low" in metrics]
-    parts = [
-        f"{name.replace('/', ' ')} {metrics[name]:.3f}{in_words((metrics[f'{name}/low'], metrics[f'{name}/high']))}"
-        for name in (*names, *official)
-    ]
     # The number of tasks here is the whole set, so that a reader sees a denominator that is smaller.
     refused, tasks = int(metrics.get("tasks_left_out", 0)), int(metrics["tasks"])
     tried = int(metrics.get(f"{names[0]}/tasks", tasks))
+    parts, partial = list[str](), list[str]()
+    for name in (*names, *official):
+        shown, covered = name.replace("/", " "), int(metrics.get(f"{name}/tasks", tried))
+        text = f"{shown} {metrics[name]:.3f}{in_words((metrics[f'{name}/low'], metrics[f'{name}/high']))}"
+        if covered < tried:
+            text += f" over only {covered} of {plural(tasks + refused, 'task')}"
+            partial.append(f"{shown} leaves out {plural(tried - covered, 'task')}")
+        parts.append(text)
     why = [f"{count} {what}" for count, what in ((refused, "refused"), (tasks - tried, "without a score")) if count]
     count = plural(tried, "task")
     if why:
         count = f"{tried} of {plural(tasks + refused, 'task')} ({', '.join(why)})"
-    covered = (
+    rollouts = (
         f", {metrics['scored']:.0f} of {plural(round(metrics['planned']), 'rollout')} scored"
         if "planned" in metrics
         else ""
     )
-    return f"{', '.join(parts)} over {count}{covered}"
+    count += chosen_of(bool(metrics.get(TASKS_CHOSEN)), metrics.get(TASKS_TOTAL), tasks + refused)
+    line = f"{', '.join(parts)}{', the others' if partial else ''} over {count}{rollouts}"
+    if partial:
+        line += f"\n  WARNING: {', '.join(partial)} with too few scored rollouts, and may be far too high or too low"
+    return line
 
 
 def shortened(metrics: Mapping[str, float]) -> str:

@@ -15,12 +15,11 @@ import shlex
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import msgspec
-
-from palaestra.envs.config.command_line import Answer, flags_of, is_flag, setting_of
+from palaestra.envs.config.command_line import Answer, flags_of, has_settings, is_flag, setting_of
 from palaestra.envs.config.dotenv import exported, read_keys, shell_variables
 from palaestra.envs.config.layers import ENVIRONMENT
 from palaestra.envs.config.secret_flags import by_flag, has_secret, missing_settings, split_secrets
@@ -29,7 +28,18 @@ from palaestra.envs.form import Form
 from palaestra.envs.run.command import command_line, take_variables
 from palaestra.envs.run.run import run
 from palaestra.envs.run.run_folder import RunLine, run_place
-from palaestra.envs.run.run_table import ABOUT, as_json, as_text, spent, table_row
+from palaestra.envs.run.run_table import ABOUT, as_json, as_text, set_rows, spent
+from palaestra.envs.run.set_file import (
+    SET_NAME,
+    SET_SCHEMA,
+    SETS,
+    EvaluationSet,
+    Member,
+    is_set,
+    keep_reason,
+    read_set,
+    write_set,
+)
 from palaestra.rollouts.finished_run import Run, open_run
 from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.rollouts.journal.origin import made_here, mark_origin
@@ -40,40 +50,14 @@ from palaestra.rollouts.schedule import escaped
 from palaestra_slots.core.config import is_secret
 from palaestra_slots.core.errors import ConfigError, PalaestraError
 from palaestra_slots.core.exits import DONE, TOO_MANY_FAILURES, ended_by_second_interrupt, plural
-from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular, replaced, writing
 from palaestra_slots.core.printable import printable
-from palaestra_slots.core.redaction import HIDDEN
+from palaestra_slots.core.redaction import HIDDEN, redacted
 from palaestra_slots.core.types import JSON, Blame
-
-SET_NAME, SET_SCHEMA = "set.json", "palaestra.evaluation-set/1"
 
 _POLICY = ("--policy",)
 _MODEL = ("--model", "-m", "--openai.model_name", *_POLICY)
 _ADDRESS = ("--base-url", "--openai.base_url")
 _TASK, _FAILED_OF = ("--task", "--env.only_tasks"), "--failed-of"
-
-
-class Member(msgspec.Struct, omit_defaults=True):
-    """One run of the set: its environment, its settings as words of a command line, and its folder in the set.
-
-    `left_out` names the settings whose flags contained secrets. `set.json` does not have these flags."""
-
-    environment: str
-    words: list[str]
-    folder: str
-    left_out: list[str] = []
-
-
-class EvaluationSet(msgspec.Struct):
-    """What `set.json` has. `place` is the folder in which the set was started."""
-
-    schema: str
-    place: str
-    members: list[Member]
-
-    def facts(self) -> dict[str, JSON]:
-        plain: dict[str, JSON] = msgspec.to_builtins(self)
-        return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +75,17 @@ class _Line:
 
 def split_words(first: str, words: Sequence[str]) -> tuple[list[str], list[list[str]], list[str]]:
     """Split the words of `palaestra eval` into the environments, the settings of each model (`--model` or `--policy`,
-    with its `--base-url` if each model has one), and the settings of all runs."""
+    with its `--base-url` if each model has one, and with the settings after its name in the same word), and the
+    settings of all runs."""
     environments, rest = [first], list(words)
     while rest and not is_flag(rest[0]):
         environments.append(rest.pop(0))
     flags = flags_of(rest)
     models = [each for each in flags if _named(each, _MODEL)]
     addresses = [each for each in flags if _named(each, _ADDRESS)]
-    served = [each for each in models if not _named(each, _POLICY)]
-    if len(models) < 2:
+    if len(models) < 2 and not any(map(_own_settings, models)):
         return environments, [], rest
+    served = [each for each in models if not _named(each, _POLICY) and not _has_address(_own_settings(each))]
     shared = [word for each in flags if each not in (*models, *addresses) for word in each]
     if len(addresses) not in (0, 1, len(served)):
         raise ConfigError(
@@ -109,7 +94,31 @@ def split_words(first: str, words: Sequence[str]) -> tuple[list[str], list[list[
         )
     # A policy needs no server, so it takes no address.
     places = iter(addresses * len(served) if len(addresses) == 1 else addresses)
-    return environments, [[*each, *(next(places, []) if each in served else [])] for each in models], shared
+    return (
+        environments,
+        [
+            [*_without_settings(each), *(next(places, []) if each in served else []), *_own_settings(each)]
+            for each in models
+        ],
+        shared,
+    )
+
+
+def _own_settings(model: Sequence[str]) -> list[str]:
+    """Return the settings after a model's name, in the same word: `"good --env.prompt_price 10"`."""
+    word = model[0].partition("=")[2] or model[-1]
+    return shlex.split(word)[1:] if has_settings(word) else []
+
+
+def _without_settings(model: Sequence[str]) -> list[str]:
+    if not _own_settings(model):
+        return list(model)
+    flag, _, word = model[0].partition("=")
+    return [flag, shlex.split(word or model[-1])[0]]
+
+
+def _has_address(words: Sequence[str]) -> bool:
+    return any(_named(each, _ADDRESS) for each in flags_of(words))
 
 
 def _without_secrets(line: _Line) -> Member:
@@ -118,7 +127,7 @@ def _without_secrets(line: _Line) -> Member:
     member, hidden = line.member, _hidden_settings(line.parsed)
     kept, secret = split_secrets(member.words, hidden)
     words, left_out = [*kept, *_of_variables(line.parsed, hidden)], [*dict.fromkeys(map(setting_of, secret))]
-    return Member(member.environment, words, member.folder, left_out)
+    return Member(member.environment, words, member.folder, left_out, line.form.name, line.model)
 
 
 def _of_variables(parsed: RunLine, hidden: Collection[str]) -> Iterator[str]:
@@ -181,34 +190,25 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
         taken.add(name)
         line.member.folder = name
         members.append(line.member)
+    _check_keys(lines, words)
+    if lines[0].parsed.dry_run:
+        return _plan(lines)
     if len({_budget(line) for line in lines}) > 1:
         raise ConfigError("--max-cost is the budget of the whole set: give it once, for all environments")
-    folder = RUNS / f"set--{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
+    folder = RUNS / f"{SETS}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
     kept = [_without_secrets(line) for line in lines]
     found = EvaluationSet(SET_SCHEMA, str(Path.cwd()), kept)
     # Before anything is played, so that a set which is killed can be resumed.
-    with writing(folder):
-        folder.mkdir(parents=True, mode=0o700)
-        with replaced(folder / SET_NAME) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    write_set(folder, found)
     mark_origin(folder, found.facts())
     return _play(folder, members, [])
-
-
-def is_set(folder: Path) -> bool:
-    return (folder / SET_NAME).is_file()
 
 
 def resume_set(folder: Path, settings: Sequence[str]) -> int:
     """Continue the runs of a set that are not finished, or all of them if `settings` change some. Raises
     `ConfigError`."""
     folder = folder.resolve()
-    try:
-        found = msgspec.json.decode(read_regular(folder / SET_NAME), type=EvaluationSet)
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError(f"{folder / SET_NAME} cannot be read: {error}") from None
-    if found.schema != SET_SCHEMA:
-        raise ConfigError(f"{folder / SET_NAME} has the schema {found.schema!r}; this version reads {SET_SCHEMA!r}")
+    found = read_set(folder)
     if not made_here(folder, found.facts()):
         raise ConfigError(
             f"{folder} was not started here by you, or its {SET_NAME} has changed, so its environments are not run; "
@@ -223,6 +223,10 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
     """Play the runs that are not finished, one after the other, and print the table. Returns the first exit code that
     is not 0."""
     lines = [_parsed(each, settings) for each in members]
+    _check_keys(lines, settings)
+    if lines[0].parsed.dry_run:
+        places = [(each, folder / each.member.folder) for each in lines]
+        return _plan([_resumed(*each) for each in places if settings or not _is_finished(each[1])])
     # Before the first run starts: a person who has to give a key again is here now, and may not be later.
     for line in lines:
         if settings or not _is_finished(folder / line.member.folder):
@@ -234,7 +238,7 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
         finished = all(_is_finished(folder / each.folder) for each in members)
     finally:
         # The table is printed after an interrupt, too: the finished runs have been paid for.
-        rows = [table_row(place) for each in lines if _begun(place := folder / each.member.folder)]
+        rows = set_rows(folder)
         as_data = any(line.parsed.as_json for line in lines)
         sys.stderr.write("" if as_data or not rows else f"\n{as_text(rows)}{ABOUT}\n")
         if not finished:
@@ -255,11 +259,14 @@ def _play_in_turn(folder: Path, lines: Sequence[_Line], *, again: bool) -> int:
             # A run that is resumed counts what it has spent itself, so its budget leaves out only the other runs.
             others = sum(_spent(folder / each.member.folder) for each in lines if each is not line)
             if budget - others <= _spent(place):
-                sys.stderr.write(f"the budget of the set is spent: {others + _spent(place):.4f} of {budget:g}\n")
+                spent = f"the budget of the set is spent: {others + _spent(place):.4f} of {budget:g}"
+                sys.stderr.write(f"{spent}\n")
+                for each in lines[number - 1 :]:
+                    keep_reason(folder, each.member.folder, spent)
                 return code or TOO_MANY_FAILURES
             line = replace(line, parsed=_with_budget(line.parsed, budget - others))
         sys.stderr.write(f"[{number}/{len(lines)}] {line.form.name} with {line.model}\n")
-        ended = _run(line, place)
+        ended = _run(line, folder)
         code = code or ended
         if _state(place) == INTERRUPTED_BY:
             break
@@ -273,19 +280,19 @@ def _parsed(member: Member, settings: Sequence[str] = ()) -> _Line:
         form = load_environment(member.environment, Path.cwd())
         line = command_line(form, f"palaestra eval {member.environment}", None, argv=words)
         parsed = line.parse(words, shell_variables(dotenv), dotenv)
-    if isinstance(parsed, Answer) or parsed.dry_run or parsed.resume is not None:
+    if isinstance(parsed, Answer) or parsed.resume is not None:
         raise ConfigError(
-            "--help, --show-config, --dry-run and --resume are for one environment and one model; `palaestra resume` "
-            "continues a set"
+            "--help, --show-config and --resume are for one environment and one model; `palaestra resume` continues a "
+            "set"
         )
     return _Line(member, form, parsed)
 
 
-def _run(line: _Line, place: Path) -> int:
-    """Play one run, and return its exit code. If it cannot begin, the error is printed, and the other runs are still
-    played."""
-    dotenv = read_keys(Path.cwd())
-    parsed = replace(line.parsed, resume=place) if _begun(place) else line.parsed
+def _run(line: _Line, folder: Path) -> int:
+    """Play one run of the set in a folder, and return its exit code. If it cannot begin, the error is printed, and the
+    other runs are still played."""
+    dotenv, place = read_keys(Path.cwd()), folder / line.member.folder
+    parsed = _resumed(line, place).parsed
     with exported(dotenv):
         take_variables(parsed, dotenv)
         for notice in parsed.notices:
@@ -294,7 +301,60 @@ def _run(line: _Line, place: Path) -> int:
             return asyncio.run(ended_by_second_interrupt(run(line.form, parsed, folder=place))).exit_code
         except PalaestraError as error:
             sys.stderr.write(f"error: {printable(f'{line.form.name} with {line.model}: {error}')}\n")
+            keep_reason(folder, line.member.folder, redacted(str(error)))
             return error.exit_code
+
+
+def _resumed(line: _Line, place: Path) -> _Line:
+    """Return the line that continues the run at a place, if it has begun."""
+    return replace(line, parsed=replace(line.parsed, resume=place)) if _begun(place) else line
+
+
+def _plan(lines: Sequence[_Line]) -> int:
+    """Print what the runs would do, and return the exit code."""
+    from palaestra.envs.run.dry_run import plan_run  # imported here, because only --dry-run needs it
+
+    dotenv, plans = read_keys(Path.cwd()), []
+    for line in lines:
+        with exported(dotenv):
+            take_variables(line.parsed, dotenv)
+            plans.append(asyncio.run(plan_run(line.form, line.parsed)))
+    if any(line.parsed.as_json for line in lines):
+        sys.stdout.write(f"{json.dumps({'runs': [asdict(each) for each in plans]})}\n")
+    else:
+        sys.stdout.writelines(f"{each}\n" for each in plans)
+    return DONE
+
+
+_KEY = ("openai.api_key", "openai.api_key_variable")
+
+
+def _check_keys(lines: Sequence[_Line], shared: Sequence[str]) -> None:
+    """Raise `ConfigError` if one key would be sent to the servers of several models with different addresses, unless
+    each of these models names this key itself. `shared` are the words for all runs."""
+    for_all = any(setting_of(each[0].partition("=")[0]) in _KEY for each in flags_of(shared))
+    known: dict[str, dict[frozenset[str], bool]] = {}
+    for line in lines:
+        own = not for_all and any(setting_of(each[0].partition("=")[0]) in _KEY for each in flags_of(line.member.words))
+        servers = [each for each in line.parsed.server_configs if each.server_type != "scripted"]
+        for key in {each.api_key for each in servers if each.api_key}:
+            # One model may have several servers.
+            places = frozenset(_origin(each.base_url) for each in servers if each.api_key == key and each.base_url)
+            known.setdefault(key, {}).setdefault(places, True)
+            known[key][places] &= own
+    for owned in known.values():
+        if len(owned) > 1 and not all(owned.values()):
+            places = frozenset().union(*owned)
+            raise ConfigError(
+                f"the same API key would be sent to {' and '.join(map(redacted, sorted(places)))}: name the key of "
+                'each model, --model "NAME --base-url URL --openai.api_key_variable VARIABLE" (none sends no key)'
+            )
+
+
+def _origin(address: str) -> str:
+    """Return the scheme, host and port of an address."""
+    found = urlsplit(address)
+    return f"{found.scheme}://{found.netloc.rpartition('@')[2]}"
 
 
 def _those_failed(lines: Sequence[_Line], earlier: Path) -> Iterator[_Line]:

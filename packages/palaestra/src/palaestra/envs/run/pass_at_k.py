@@ -6,10 +6,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+from palaestra.envs.config.fields import UNSAID
 from palaestra.rollouts.observe.metrics import PASSED, pass_metrics
 from palaestra.rollouts.observe.verdicts import OFFICIAL
 from palaestra.rollouts.records import Trajectory, verdict_fields
+from palaestra_slots.core.config import DEFAULT
 from palaestra_slots.core.types import JSON
+
+TASKS_CHOSEN, TASKS_TOTAL = "tasks_chosen", "tasks_total"
+"""The metrics of an evaluation of some of the environment's tasks: 1, and the number of all tasks if it is known."""
 
 
 def figures(
@@ -72,3 +77,18 @@ def sample(trajectory: Trajectory) -> dict[str, JSON]:
         "error": trajectory.error,
         "messages": trajectory.messages,
     }
+
+
+def chooses(settings: Mapping[str, JSON], tasks: int) -> bool:
+    """Return whether the `tasks` tasks of a run were chosen by its recorded settings, so that there may be more."""
+    env, sources = settings.get("env") or {}, settings.get("sources") or {}
+    limited = 0 < (env.get("total_steps") or 0) <= tasks and sources.get("env.total_steps", DEFAULT) not in UNSAID
+    return bool(env.get("only_tasks") or env.get("held_out") or limited)
+
+
+def chosen_of(chosen: bool, total: float | None, tasks: int, unknown: str = "an unknown number") -> str:
+    """Return the text ` chosen of N` for a run of `tasks` tasks that were chosen of a `total`, which may be `unknown`
+    (None); empty if the run has all of the environment's tasks."""
+    if not chosen or (total is not None and total <= tasks):
+        return ""
+    return f" chosen of {unknown if total is None else int(total)}"

@@ -24,10 +24,11 @@ from palaestra.envs.run.replay_run import ReopenedRun, recorded_form, reopened, 
 from palaestra.envs.run.run_folder import REPORT_NAME, write_report
 from palaestra.rollouts.annotations import append_lines
 from palaestra.rollouts.environment import LIVE_PROCESSES, Environment
-from palaestra.rollouts.finished_run import Run, last_metrics, located
+from palaestra.rollouts.finished_run import Run, located
 from palaestra.rollouts.grading.grader import FILES, LIVE
 from palaestra.rollouts.journal.journal import encoded
 from palaestra.rollouts.journal.reader import Recording, open_recording
+from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, with_grade, write_grades
 from palaestra.rollouts.rollout import Rollout

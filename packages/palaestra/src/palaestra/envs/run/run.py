@@ -42,6 +42,7 @@ from palaestra.envs.run.evaluate import (
     save_evaluation,
     shortened,
 )
+from palaestra.envs.run.pass_at_k import TASKS_CHOSEN, TASKS_TOTAL, chooses
 from palaestra.envs.run.report_metrics import Reporting, asked_for, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
 from palaestra.rollouts.counterfactual import Continuation, Counterfactual, resumed_fork
@@ -340,6 +341,7 @@ class Assembly:
             program=None if agent is None else await self.stack.enter_async_context(_program(agent, engine, output)),
         )
         status = StatusFile(events.in_flight)
+        events.subscribe(status)
         return CommandRun(
             environment,
             self.parsed,
@@ -760,15 +762,24 @@ class CommandRun:
         totals = await evaluation.run()
         note = context.events.note
         if evaluation.logged:
+            metrics = {**evaluation.logged["metrics"], **await self._chosen(totals.groups)}
+            evaluation.logged = {**evaluation.logged, "metrics": metrics}
             folder, copy = self.output.folder.path / "evaluation", self.parsed.env_config.data_dir_to_save_evals
             for each in (folder, *([Path(copy)] if copy else [])):
                 save_evaluation(evaluation.logged, each, self.context.engine.name)
-            found = numbers(evaluation.logged["metrics"])
+            found = numbers(metrics)
             self.output.own.update({f"eval/{name.removeprefix('eval/')}": value for name, value in found.items()})
             note(f"evaluation in {folder}")
         else:
             note(f"{self.environment.name} logged no metrics: its evaluate did not call evaluate_log")
         return totals
+
+    async def _chosen(self, tasks: int) -> Mapping[str, JSON]:
+        """Return the metrics of an evaluation of some of the environment's tasks; none if it has all of them."""
+        if not chooses(self.output.settings, tasks):
+            return {}
+        total = await self.environment.tasks_total()
+        return {TASKS_CHOSEN: 1} | ({} if total is None else {TASKS_TOTAL: total})
 
     def _timings(self) -> Mapping[str, float]:
         """Return the seconds that tasks took, by task id, in the run that `timings_from` names, or otherwise in the

@@ -303,6 +303,8 @@ class RunOutput:
         if self.status is not None:
             self.resumed = self.status.read().resumed  # reads only the lines added since the start of the run
         report, self._figures.unfinished = self.folder.report, len(self._unfinished)
+        if self.settings.get("command") == "evaluate":
+            self._figures.refused = int(self.own.get("tasks_left_out", 0))
         copy = self.copy.path.with_suffix(".html") if self.copy is not None and self.copy.path.is_file() else None
         write_report(self.folder.path, report, self.own, copy)
         return self._figures.numbers() | self.own

@@ -9,22 +9,26 @@ from __future__ import annotations
 import csv
 import html
 import io
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from palaestra.envs.run import pass_at_k
-from palaestra.rollouts.finished_run import Run, last_metrics
+from palaestra.envs.run.pass_at_k import TASKS_TOTAL, chooses, chosen_of
+from palaestra.envs.run.set_file import is_set, read_set, reasons, runs_below
+from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.journal.reader import JOURNAL_NAME, find_run
 from palaestra.rollouts.observe.console import duration
 from palaestra.rollouts.observe.intervals import in_words
+from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import group_size
-from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.observe.status import RUNNING, RunReader
+from palaestra.rollouts.observe.status_file import tasks_planned
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra_slots.core.errors import ConfigError
-from palaestra_slots.core.printable import printable
+from palaestra_slots.core.printable import one_line, printable
 from palaestra_slots.core.types import JSON
 
 TASKS_PLANNED, TASKS_LEFT_OUT = "tasks_planned", "tasks_left_out"
@@ -35,7 +39,10 @@ TASKS_PLANNED, TASKS_LEFT_OUT = "tasks_planned", "tasks_left_out"
 class TableRow:
     """The figures of one run. A figure is None if there is none, and an interval if it cannot be computed. `k` is the
     number of rollouts per task. `tasks_scored` of `tasks` have a score; `tasks` includes those that were refused
-    (`tasks_left_out`) or not played."""
+    (`tasks_left_out`) or not played, once their number is known (`tasks_known`). `pass_k_tasks` have at least k scored
+    rollouts, so that pass@k covers them. `rollouts_scored` of `rollouts` have a score, where each task counts with k
+    rollouts. If the tasks are only some of the environment's (`chosen`), `tasks_total` is the number of all, or None if
+    it is unknown. A member of an evaluation set without a run has no figures."""
 
     environment: str
     model: str
@@ -45,30 +52,101 @@ class TableRow:
     pass_1_interval: tuple[float, float] | None
     k: int
     pass_k: float | None
+    pass_k_interval: tuple[float, float] | None
+    pass_k_tasks: int
     mean_reward: float | None
     official: float | None
     tasks_scored: int
     tasks: int
     tasks_left_out: int
+    chosen: bool
+    tasks_total: int | None
+    rollouts_scored: int
+    rollouts: int
+    started_at: float
     cost: float | None
     seconds: float
+    tasks_known: bool
     prompt_tokens: int
     completion_tokens: int
+    reason: str = ""
+    """Why a member of an evaluation set has no run, if that is known."""
 
 
-def find_runs(names: Sequence[str | Path]) -> list[Path]:
-    """Return the folders of the runs that the names mean: a run, as in `find_run`, or a folder with runs below it, in
-    the order of their paths. Raises `ConfigError`."""
-    found: dict[Path, None] = {}
+def table_rows(names: Sequence[str | Path]) -> list[TableRow]:
+    """Return the rows of what the names mean, each once, in the given order: a run, as in `find_run`, an evaluation set
+    with all its members, or a folder with runs below it, in the order of their paths. Raises `ConfigError`."""
+    found: dict[str, TableRow] = {}
     for name in names:
         path = find_run(name)
-        runs = [path.parent] if path.is_file() else [path]
-        if path.is_dir() and not (path / JOURNAL_NAME).is_file():
-            runs = sorted(each.parent for depth in ("*", "*/*") for each in path.glob(f"{depth}/{JOURNAL_NAME}"))
-        if not runs:
-            raise ConfigError(f"{path} has no runs: neither it nor a folder below it has a {JOURNAL_NAME}")
-        found.update(dict.fromkeys(runs))
-    return [*found]
+        if is_set(path):
+            rows = set_rows(path)
+        elif path.is_dir() and not (path / JOURNAL_NAME).is_file():
+            rows = list(map(table_row, runs_below(path)))
+        else:
+            rows = [table_row(path.parent if path.is_file() else path)]
+        for row in rows:
+            found.setdefault(row.run, row)
+    return [*found.values()]
+
+
+def set_rows(folder: Path) -> list[TableRow]:
+    """Return a row for each member of an evaluation set, in their order. Raises `ConfigError`."""
+    why, rows = reasons(folder), list[TableRow]()
+    for member in read_set(folder).members:
+        place, given = folder / member.folder, _shown_name(member.environment)
+        if (place / JOURNAL_NAME).is_file():
+            row = table_row(place)
+            rows.append(replace(row, environment=given or row.environment))
+        else:
+            name, _, model = member.folder.partition("--")  # older sets have no names
+            row = _without_run(given or member.name or name, member.model or model, place)
+            rows.append(replace(row, reason=why.get(member.folder, "")))
+    return rows
+
+
+def _without_run(environment: str, model: str, place: Path) -> TableRow:
+    return TableRow(
+        environment=environment,
+        model=model,
+        run=str(place),
+        state="not run",
+        pass_1=None,
+        pass_1_interval=None,
+        k=0,
+        pass_k=None,
+        pass_k_interval=None,
+        pass_k_tasks=0,
+        mean_reward=None,
+        official=None,
+        tasks_scored=0,
+        tasks=0,
+        tasks_left_out=0,
+        chosen=False,
+        tasks_total=None,
+        rollouts_scored=0,
+        rollouts=0,
+        started_at=0.0,
+        cost=None,
+        seconds=0.0,
+        tasks_known=False,
+        prompt_tokens=0,
+        completion_tokens=0,
+    )
+
+
+def _shown_name(reference: str) -> str:
+    """Return the reference of an environment that has its tasks from a folder or another library, such as `harbor:tb`;
+    empty for others, whose own name says more."""
+    return reference if ".py" not in reference and not {"/", ":"}.isdisjoint(reference) else ""
+
+
+def _name_of(env: str, config: Mapping[str, JSON]) -> str:
+    """Return the name of a run's environment, or the folder of its tasks if it has the general name of an environment
+    that plays any such folder."""
+    reference = _shown_name(str(config.get("environment") or ""))
+    here = f"{config.get('folder', '')}/"
+    return reference.removeprefix(here) or env
 
 
 def table_row(folder: Path) -> TableRow:
@@ -78,28 +156,42 @@ def table_row(folder: Path) -> TableRow:
     found, ended = figures_of(run, run)
     played = len({*ended, *run.recording.unfinished_tasks})
     left_out = int(own.get(TASKS_LEFT_OUT, 0))
-    planned = 0 if status.state == "done" else int(own.get(TASKS_PLANNED, 0))
-    low, high = found.get("pass@1/low"), found.get("pass@1/high")
+    planned = 0 if status.state == "done" else int(own.get(TASKS_PLANNED, 0)) or tasks_planned(folder)
+    tasks = max(played, planned)
+    total = own.get(f"eval/{TASKS_TOTAL}")
+    chosen = chooses(run.recording.meta.config, tasks) and (total is None or total > tasks + left_out)
     slots = own.get("slots/cost")
     return TableRow(
-        environment=status.env,
+        environment=_name_of(status.env, run.recording.meta.config),
         model=status.model,
         run=str(folder),
         state=status.state,
         pass_1=found.get("pass@1"),
-        pass_1_interval=None if low is None or high is None else (low, high),
+        pass_1_interval=_interval(found, "pass@1"),
         k=attempts,
         pass_k=found.get(f"pass@{attempts}"),
+        pass_k_interval=_interval(found, f"pass@{attempts}"),
+        pass_k_tasks=int(found.get(f"pass@{attempts}/tasks", 0)),
         mean_reward=found.get("mean_reward"),
         official=found.get("official/mean_reward"),
         tasks_scored=int(found.get("pass@1/tasks", 0)),
-        tasks=max(played, planned) + left_out,
+        tasks=tasks + left_out,
         tasks_left_out=left_out,
+        chosen=chosen,
+        tasks_total=int(total) if chosen and total is not None else None,
+        rollouts_scored=int(found.get("scored", 0)),
+        rollouts=max((tasks + left_out) * attempts, status.planned),
+        started_at=status.started_at,
         cost=status.cost if slots is None else (status.cost or 0.0) + slots,
         seconds=max(0.0, status.last_at - status.started_at - status.paused_s),
+        tasks_known=status.state == "done" or planned > 0,
         prompt_tokens=status.prompt_tokens,
         completion_tokens=status.completion_tokens,
     )
+
+
+def _interval(found: Mapping[str, JSON], name: str) -> tuple[float, float] | None:
+    return (found[f"{name}/low"], found[f"{name}/high"]) if f"{name}/low" in found else None
 
 
 def figures_of(run: Run, groups: Iterable[Group]) -> tuple[Mapping[str, JSON], set[str]]:
@@ -126,16 +218,35 @@ _COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
     "environment": lambda row: row.environment,
     "model": lambda row: row.model,
     "pass@1": lambda row: _figure(row.pass_1) + in_words(row.pass_1_interval),
-    "pass@k": lambda row: "-" if row.pass_k is None else f"{row.pass_k:.3f} (k={row.k})",
+    "pass@k": lambda row: _pass_k(row),
     "mean reward": lambda row: _figure(row.mean_reward),
     "official": lambda row: _figure(row.official),
-    "tasks scored": lambda row: f"{row.tasks_scored} of {row.tasks}",
+    "tasks scored": lambda row: _of_tasks(row),
+    "rollouts scored": lambda row: f"{row.rollouts_scored} of {row.rollouts}",
     "cost": lambda row: "-" if row.cost is None else f"{row.cost:.4f}",
     "time": lambda row: duration(row.seconds),
     "tokens": lambda row: f"{row.prompt_tokens + row.completion_tokens:,}",
-    "state": lambda row: row.state,
+    "state": lambda row: row.state + (f": {one_line(row.reason, 100)}" if row.reason else ""),
+    "date": lambda row: _day(row) if row.started_at else "-",
     "run": lambda row: Path(row.run).name,
 }
+
+
+def _pass_k(row: TableRow) -> str:
+    if row.k < 2:
+        return "-"
+    figure = f"{_figure(row.pass_k)}{in_words(row.pass_k_interval)} k={row.k}"
+    return figure + (f", only {row.pass_k_tasks} of {row.tasks} tasks" if row.pass_k_tasks < row.tasks_scored else "")
+
+
+def _of_tasks(row: TableRow) -> str:
+    # A run that is going on may not know how many tasks there are.
+    more = " so far" if row.state == RUNNING and not row.tasks_known else ""
+    return f"{row.tasks_scored} of {row.tasks}{chosen_of(row.chosen, row.tasks_total, row.tasks, '?')}{more}"
+
+
+def _day(row: TableRow) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(row.started_at))
 
 
 def _figure(value: float | None) -> str:
@@ -149,8 +260,11 @@ def cells(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
         "run": one_each,
         "cost": all(row.cost is None for row in rows),
         "official": all(row.official is None for row in rows),
+        "date": len({_day(row) for row in rows if row.started_at}) < 2,
     }
     columns = {name: text for name, text in _COLUMNS.items() if not empty.get(name)}
+    if len({Path(row.run).name for row in rows}) < len(rows) and "run" in columns:  # runs of several sets
+        columns["run"] = lambda row: str(Path(*Path(row.run).parts[-2:]))
     return [*columns], [[text(row) for text in columns.values()] for row in rows]
 
 
@@ -166,12 +280,15 @@ def as_text(rows: Sequence[TableRow]) -> str:
 def as_csv(rows: Sequence[TableRow]) -> str:
     """Return one line per row, with the exact figures."""
     text = io.StringIO()
-    fields = [name for name in TableRow.__slots__ if name != "pass_1_interval"]
-    writer = csv.DictWriter(text, [*fields, "pass_1_low", "pass_1_high"], lineterminator="\n")
+    bounds = {name: (f"{name}_low", f"{name}_high") for name in ("pass_1", "pass_k")}
+    fields = [name for name in TableRow.__slots__ if not name.endswith("_interval")]
+    writer = csv.DictWriter(text, [*fields, *bounds["pass_1"], *bounds["pass_k"]], lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        low, high = row.pass_1_interval or (None, None)
-        writer.writerow({name: getattr(row, name) for name in fields} | {"pass_1_low": low, "pass_1_high": high})
+        line = {name: getattr(row, name) for name in fields}
+        for name, ends in bounds.items():
+            line |= zip(ends, getattr(row, f"{name}_interval") or (None, None), strict=True)
+        writer.writerow(line)
     return text.getvalue()
 
 
@@ -207,14 +324,18 @@ table { border-collapse: collapse; } th, td { padding: .3em .8em; text-align: le
 td { font-variant-numeric: tabular-nums; } .less { color: #a33; }"""
 
 
-def as_html(rows: Sequence[TableRow]) -> str:
-    """Return one page that needs no other file."""
+def as_html(rows: Sequence[TableRow], links: Mapping[str, str] = {}) -> str:
+    """Return one page that needs no other file. The first cell of a run links to the address that `links` has for its
+    folder."""
     names, lines = cells(rows)
 
-    def line(tag: str, cells: Iterable[str]) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(printable(cell))}</{tag}>' for cell in cells)}</tr>"
+    def line(tag: str, cells: Iterable[str], link: str | None = None) -> str:
+        texts = [html.escape(printable(cell)) for cell in cells]
+        if link is not None:
+            texts[0] = f'<a href="{html.escape(link)}">{texts[0]}</a>'
+        return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
 
-    body = "\n".join(line("td", cells) for cells in lines)
+    body = "\n".join(line("td", cells, links.get(row.run)) for row, cells in zip(rows, lines, strict=True))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Runs</title>'
         f"<style>{_STYLE}</style></head><body><h1>Runs</h1>\n<table><thead>{line('th', names)}</thead>\n"
@@ -223,8 +344,10 @@ def as_html(rows: Sequence[TableRow]) -> str:
 
 
 ABOUT = (
-    "In brackets: 95% intervals over the tasks. Scores that palaestra grade gave replace the recorded ones. A task "
-    "that was refused, or has no scored rollout, is in no mean."
+    "In brackets: 95% intervals over the tasks. pass@1 and pass@k are means over the tasks, the mean reward over the "
+    "scored rollouts. A task that was refused, or has fewer than k scored rollouts, is not in pass@k. Chosen tasks are "
+    "some of the environment's tasks, whose number may be unknown (?). Scores that palaestra grade gave replace the "
+    "recorded ones."
 )
 
 FORMATS: Mapping[str, Callable[[Sequence[TableRow]], str]] = {

@@ -308,6 +308,11 @@ def _began(folder: Path) -> tuple[str, float]:
     return second, written
 
 
+def began(folder: Path) -> str:
+    """Return the second in which the run in a folder began, as in its id."""
+    return _began(folder)[0]
+
+
 def _is_called(folder: Path, text: str) -> bool:
     long = f"{folder.parent.name}/{folder.name}"
     return folder.name.startswith(text) or long.startswith(text) or folder.name.endswith(f"-{text}")

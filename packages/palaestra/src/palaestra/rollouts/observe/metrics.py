@@ -36,6 +36,8 @@ class Figures:
         self.groups = 0
         self.unfinished = 0
         """Groups that began and have not ended; their rollouts count as planned."""
+        self.refused = 0
+        """Tasks of an evaluation that the environment refused; their rollouts count as planned and unscored."""
         self._group_size = group_size
         self._planned = 0
         self._failed = self._from_store = 0
@@ -174,7 +176,8 @@ class Figures:
 
     def _counts(self, tasks: _Tasks) -> dict[str, float]:
         rollouts = self._totals["rollouts"]
-        numbers: dict[str, float] = {"rollouts_planned": self._planned + self.unfinished * self._group_size}
+        more = (self.unfinished + self.refused) * self._group_size
+        numbers: dict[str, float] = {"rollouts_planned": self._planned + more}
         numbers |= {name: self._totals[name] for name in _TOTALS}
         numbers |= {f"outcomes/{name}": count for name, count in sorted(self._outcomes.items())}
         numbers |= {f"blame/{name}": count for name, count in sorted(self._blames.items())}
@@ -195,12 +198,15 @@ class Figures:
         correct = sum(reward >= 1 for reward in rewards)
         # `hypot` does not overflow where the squares of large rewards would.
         numbers = {"reward/std": math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))}
-        full = array("q", (sum(reward >= 1 for reward in each) for each in tasks))
-        everyone = ([*those, *[0.0] * lost] for those, lost in zip(tasks, tasks.lost, strict=True))
-        sizes = map(operator.add, tasks.scored, tasks.lost)
-        for suffix, each, counts, trials in (
-            ("", tasks, tasks.scored, len(rewards)),
-            (_AS_0, everyone, sizes, self._planned),
+        passed = array("q", (sum(reward >= 1 for reward in each) for each in tasks))
+        refused, size = self.refused, self._group_size
+        everyone = itertools.chain(
+            ([*those, *[0.0] * lost] for those, lost in zip(tasks, tasks.lost, strict=True)), [[0.0] * size] * refused
+        )
+        sizes = itertools.chain(map(operator.add, tasks.scored, tasks.lost), [size] * refused)
+        for suffix, each, counts, full, trials in (
+            ("", tasks, tasks.scored, passed, len(rewards)),
+            (_AS_0, everyone, sizes, itertools.chain(passed, [0] * refused), self._planned + refused * size),
         ):
             shares = share_interval(map(Cluster, full, counts))
             numbers |= with_interval(f"reward/mean{suffix}", math.fsum(rewards) / trials, mean_interval(each))

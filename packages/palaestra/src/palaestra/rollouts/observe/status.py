@@ -23,6 +23,7 @@ import msgspec
 from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.journal.views import GroupView, LineView, RolloutView
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval
+from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import quantile, stage_seconds
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
 from palaestra.rollouts.observe.verdicts import OFFICIAL
@@ -101,7 +102,8 @@ class RunStatus:
     that have one; None if no rollout has one. `labels` counts rollouts by label, and `metrics` are the means of the
     environment's own metrics of rollouts. `…_interval` is the 95% interval of a mean, or None if there are no rewards,
     or if some are outside 0 to 1 and no interval can be computed. `planned` counts the rollouts of the groups that
-    began.
+    began and, once an evaluation has ended, those of the tasks that the environment refused. `unscored` counts those
+    that `mean_with_unscored` takes as 0.
 
     Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
     `stages` include discarded attempts. `cost` is None if no prices are known; it leaves out the `unpriced_tokens` of
@@ -126,6 +128,7 @@ class RunStatus:
     rollouts: int = 0
     scored: int = 0
     planned: int = 0
+    unscored: int = 0
     discarded: int = 0
     taken_up: int = 0
     begun_anew: dict[str, int] = field(default_factory=dict)
@@ -442,7 +445,10 @@ class RunReader:
             max(len(group), self._group_size if self._group_ends.get(name, True) else 0)
             for name, group in self._groups.items()
         )
-        self._average(status, tasks, [self._lacking(groups) for groups in by_task.values()])
+        refused = self._refused()
+        status.planned += sum(refused)
+        lacking = [*(self._lacking(groups) for groups in by_task.values()), *refused]
+        self._average(status, [*tasks, *([] for _ in refused)], lacking)
         before = [each.reward for task in recorded for _, each in task if each.reward is not None]
         status.graded = sum(name in grades and grades[name].reward is not None for task in recorded for name, _ in task)
         status.recorded_mean = math.fsum(before) / len(before) if before and status.graded else None
@@ -475,6 +481,7 @@ class RunReader:
         everyone = [
             [*(each.reward or 0.0 for each in task), *[0.0] * more] for task, more in zip(tasks, lacking, strict=True)
         ]
+        status.unscored = sum(map(len, everyone)) - len(rewards)
         status.mean_with_unscored = sum(rewards) / sum(map(len, everyone)) if any(everyone) else None
         status.mean_with_unscored_interval = mean_interval(everyone)
         status.full = Rate.of([[reward >= 1 for reward in task] for task in scored]) if rewards else None
@@ -519,6 +526,13 @@ class RunReader:
         for name in self._groups:
             tasks[self._task_ids.get(name) or name].append(name)
         return tasks
+
+    def _refused(self) -> list[int]:
+        """Return the number of rollouts of each task that the environment of an evaluation refused, which the metrics
+        of an ended run have."""
+        if not self._ended or self._status.kind != "eval":
+            return []
+        return [self._group_size] * int(last_metrics(self.folder / "metrics.jsonl").get("tasks_left_out", 0))
 
     def _lacking(self, groups: Sequence[str]) -> int:
         """Return the number of rollouts that are missing from these groups because the groups failed."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.rollouts.events import InFlight
+from palaestra.rollouts.events import GroupsPlanned, Handlers, InFlight
 from palaestra_slots.core.clock import Clock, SystemClock
 from palaestra_slots.core.io.durable_files import UNREADABLE, private, read_regular, unfinished_name
 
@@ -51,6 +51,8 @@ class StagesNow(msgspec.Struct, kw_only=True):
     at: float
     stages: dict[str, int]
     idle: list[Idle]
+    planned: int | None = None
+    """The number of tasks of the run, once it is known."""
 
 
 class StatusFile:
@@ -60,7 +62,14 @@ class StatusFile:
         self._clock = clock or SystemClock()
         self._in_flight = in_flight
         self._written: InFlight | None = None
+        self._planned: int | None = None
         self._me = socket.gethostname(), os.getpid(), started_ticks(os.getpid()) or 0
+
+    def handlers(self) -> Handlers:
+        return {GroupsPlanned: self._on_planned}
+
+    def _on_planned(self, event: GroupsPlanned) -> None:
+        self._planned, self._written = event.total, None
 
     def now(self) -> StagesNow:
         """Return the current stages."""
@@ -73,6 +82,7 @@ class StatusFile:
             at=self._clock.wall(),
             stages=dict(Counter(stage for stage, _ in self._in_flight.values())),
             idle=first,
+            planned=self._planned,
         )
 
     def write(self, path: Path) -> None:
@@ -118,6 +128,12 @@ def read_stages(folder: Path) -> StagesNow | None:
     except (OSError, *UNREADABLE):
         return None
     return found if found.schema == STATUS_SCHEMA else None
+
+
+def tasks_planned(folder: Path) -> int:
+    """Return the number of tasks of the run in this folder; 0 if it is unknown."""
+    found = read_stages(folder)
+    return 0 if found is None else found.planned or 0
 
 
 def is_alive(found: StagesNow) -> bool | None:
