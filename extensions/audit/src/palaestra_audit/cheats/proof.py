@@ -35,8 +35,8 @@ from palaestra.rollouts.grading.grader import LIVE, WAYS, Way
 from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.spec import Phase
-from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES
 from palaestra_audit.cheats.cheat import Cheat
+from palaestra_audit.cheats.command_tool import TERMINAL, CommandTool, find_command_tool
 from palaestra_audit.cheats.forged_results import FORGERIES
 from palaestra_audit.cheats.hijacked_code import MODULES, SHADOWS, SOURCES
 from palaestra_audit.cheats.hollow_work import Hollow, hollows, is_code
@@ -105,43 +105,6 @@ class State(StrEnum):
     """It earned nothing, but it could not have earned anything either."""
     CLOSED = "closed"
     """It earned nothing where only its attack was missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommandTool:
-    """The agent's tool that runs commands, and how to call it. `argument` is its argument for a command, or for Python
-    code if `python`; `limited` tools also take the argument `timeout`."""
-
-    name: str
-    argument: str
-    python: bool = False
-    limited: bool = False
-
-    @classmethod
-    def of(cls, tools: Sequence[Mapping[str, JSON]]) -> CommandTool | None:
-        """Return the first of the agent's tools that runs commands, by the names of its arguments; `terminal` comes
-        before others. Return None if there is none."""
-        functions = sorted((tool.get("function", {}) for tool in tools), key=lambda each: each.get("name") != COMMANDS)
-        for function in functions:
-            schema = function.get("parameters") or {}
-            taken: Mapping[str, JSON] = schema.get("properties") or {}
-            for argument in _COMMAND_ARGUMENTS:
-                if argument in taken and {*schema.get("required", ())} <= {argument}:
-                    python = argument == "code" and "python" in json.dumps(function).lower()
-                    return cls(function["name"], argument, python, "timeout" in taken)
-        return None
-
-    def calls(self, commands: Sequence[str]) -> list[ToolStep]:
-        """Return calls that run the commands, in one call if it is not too long."""
-        whole = "".join(commands)
-        limit = {"timeout": 60} if self.limited else {}
-        texts = [whole] if len(whole.encode()) <= MAX_COMMAND_BYTES else commands
-        return [ToolStep(self.name, {self.argument: _IN_PYTHON.format(text) if self.python else text, **limit})
-                for text in texts]  # fmt: skip
-
-
-TERMINAL = CommandTool(COMMANDS, "command", limited=True)
-"""The tool of the toolset `terminal`."""
 
 
 class CheatPolicy(Policy):
@@ -272,7 +235,7 @@ class Proof:
 
     @property
     def untried(self) -> tuple[str, ...]:
-        """The names of the cheats that could not be tried, because no tool of the agent is known to run commands."""
+        """The names of the cheats that could not be tried, because no tool of the agent ran commands."""
         return self.not_tested.get(_NO_COMMANDS, ())
 
     def to_json(self) -> dict[str, JSON]:
@@ -321,6 +284,8 @@ class EnvironmentProof:
     _copy: str = ""
     """The other copy of a file of the solution that an attack found without earning anything."""
     _ways: dict[Way, str] = field(default_factory=dict)
+    _tool: CommandTool | None = None
+    """The tool with which the attacks are played."""
 
     async def run(self, count: int) -> Proof:
         """Play the first `count` tasks with the solutions, with a policy that does nothing, and with the cheats. Raises
@@ -387,6 +352,7 @@ class EnvironmentProof:
             for name, spec in specs.items()
         }
         await play("noop", NoopPolicy(), tasks, self._before)
+        self._tool = await self._find_tool(specs, runs)
 
     async def _play_cheats(self, tasks: Sequence[Task], runs: PolicyRuns) -> None:
         """Play the cheats concurrently, as many at a time as there are processors."""
@@ -517,11 +483,12 @@ class EnvironmentProof:
         group = await runs.play(HollowPolicy(files, self._tool), task, n)
         return group.trajectories[0] if group.trajectories else None
 
-    @property
-    def _tool(self) -> CommandTool | None:
-        """The tool with which the attacks are played: that of doing nothing on the first task that could be played."""
-        groups = [group for _, group in self._played["noop"] if not group.error]
-        return CommandTool.of(groups[0].tools) if groups else TERMINAL
+    async def _find_tool(self, specs: Mapping[str, SlotSpec], runs: PolicyRuns) -> CommandTool | None:
+        """Return the tool with which the attacks are played: that of the first task that could be played."""
+        for number, (task, group) in enumerate(self._played["noop"]):
+            if not group.error:
+                return await find_command_tool(runs, task, number, group.tools, specs.get(task.id))
+        return TERMINAL
 
     def _trajectory(self, policy: str, task: Task) -> Trajectory | None:
         """Return the rollout of a solution or of doing nothing on a task, if there is one."""
@@ -693,10 +660,7 @@ _ADVICE = (
     "the score uses the exit status or output of commands such as {!r}; if they run the agent's code, which can end or "
     "print anything, use sandbox.call or palaestra.grading.run_tests instead"
 )
-_NO_COMMANDS = "the agent has no tool that runs commands"
-_COMMAND_ARGUMENTS = ("command", "cmd", "script", "commands", "shell", "bash", "code")
-"""Names of the argument with which a tool gets the command or code that it runs."""
-_IN_PYTHON = "import subprocess\nprint(subprocess.run(['sh', '-c', {!r}], timeout=60).returncode)"
+_NO_COMMANDS = "no tool of the agent ran the commands that were tried"
 _NO_PYTHON = "the reference solution leaves no Python code"
 _NO_TEXT = "the reference solution leaves no text files"
 _UNNOTICED = "the score does not depend on what the reference solution leaves"
