@@ -204,7 +204,7 @@ def shown_steps(steps: Sequence[Step], played: Trajectory | None) -> Iterator[st
                 function = call["function"]
                 yield shown(Step(tool=function["name"], arguments=json.loads(function["arguments"])))
         elif began:
-            yield f"  {'user: ' if role == 'user' else ''}{str(text):.{_MOST_SHOWN}}"
+            yield f"  {'user: ' if role == 'user' else ''}{text!s:.{_MOST_SHOWN}}"
 
 
 def _decoded(text: str) -> str:

@@ -162,7 +162,7 @@ def test_turns_and_time_are_those_of_the_whole_conversation() -> None:
         return "and?"
 
     rollout = played(cafe(slow), max_agent_turns=3).trajectories[0]
-    assert (rollout.outcome, len(rollout.turns), rollout.messages[-1]["role"]) == (Outcome.MAX_TURNS, 3, "user")
+    assert (rollout.outcome, len(rollout.turns), rollout.messages[-1]["role"]) == (Outcome.MAX_TURNS, 3, "assistant")
 
     async def stuck() -> str:
         await asyncio.sleep(60)
@@ -171,6 +171,16 @@ def test_turns_and_time_are_those_of_the_whole_conversation() -> None:
     rollout = played(cafe(stuck), worker_timeout=0.3).trajectories[0]
     assert (rollout.outcome, len(rollout.turns), rollout.messages[-1]["role"]) == (Outcome.BUDGET, 1, "assistant")
     assert rollout.reward == 0.0
+
+
+@pytest.mark.parametrize(("turns", "questions"), [(1, 0), (2, 1), (3, 1), (4, 2)])
+def test_the_user_is_not_asked_after_the_last_turn(turns: int, questions: int) -> None:
+    (rollout,) = played(cafe(), max_agent_turns=turns).trajectories
+    assert (len(rollout.turns), len(asked), rollout.outcome) == (turns, questions, Outcome.MAX_TURNS)
+    assert ("user" in rollout.beside.stages) == bool(questions)
+    asked.clear()
+    (solved,) = palaestra.run_sync(cafe(), policy="oracle", max_agent_turns=3).trajectories
+    assert (solved.outcome, len(asked)) == (Outcome.NATURAL, 1)  # its last step is its last turn
 
 
 def test_the_reference_ends_with_its_last_step_and_noop_with_its_first_reply() -> None:

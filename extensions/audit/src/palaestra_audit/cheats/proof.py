@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import json
 import os
 import posixpath
 import re
@@ -46,12 +45,11 @@ from palaestra_audit.cheats.tampered_tests import ANSWERS, PLANTS, VERDICTS
 from palaestra_audit.opening import load, opened_environment
 from palaestra_slots.core.config import nearest
 from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError, TaskError
-from palaestra_slots.core.types import JSON, Message, Say, Task, ToolStep
+from palaestra_slots.core.types import JSON, Message, Say, Task
 from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import WORKSPACE, SlotSpec
 from palaestra_tokens.chat_server import SessionContext
 from palaestra_tokens.engines.scripted import (
-    COMMANDS,
     Act,
     NoopPolicy,
     OraclePolicy,
