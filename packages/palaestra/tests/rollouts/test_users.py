@@ -454,6 +454,29 @@ def test_concurrent_questions_share_a_started_connection_and_a_failed_start_is_r
     assert all(each.closed for each in made)
 
 
+def test_a_question_does_not_queue_behind_those_that_waited_for_the_start() -> None:
+    class Quick(ChatModel):
+        def server(self) -> Any:
+            return Connection()
+
+    class Connection:
+        async def start(self) -> None:
+            await asyncio.sleep(0)
+
+        async def aclose(self) -> None: ...
+
+    async def scenario() -> None:
+        servers, model = _Servers(), Quick("m", base_url="http://127.0.0.1:1")
+        first, *others = [asyncio.create_task(servers.of(model)) for _ in range(50)]
+        await first
+        assert not all(each.done() for each in others)
+        with pytest.raises(StopIteration):
+            servers.of(model).send(None)  # it is answered without a round of the event loop
+        await asyncio.gather(*others)
+
+    asyncio.run(scenario())
+
+
 def test_a_plain_hook_with_a_loop_of_its_own_gets_one_clear_error() -> None:
     made = cafe()
     made.scores.clear()

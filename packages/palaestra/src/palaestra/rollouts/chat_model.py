@@ -46,6 +46,9 @@ class _Servers:
 
     async def of(self, model: ChatModel) -> ServerGroup:
         """Return the started connection. A failed start is not kept, so the next call tries again."""
+        # Not under the lock, which lets only one waiting call through in each round of the event loop.
+        if (started := self._open.get(model)) is not None:
+            return started
         async with self._starting.setdefault(model, asyncio.Lock()):
             if model not in self._open:
                 server = model.server()
