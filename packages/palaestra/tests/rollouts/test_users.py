@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from yarl import URL
 
 import palaestra
 from palaestra import ChatModel, ConfigError, Prices, Say, Task, ToolStep, environment
@@ -19,7 +20,7 @@ from palaestra.rollouts.counterfactual import fork_of
 from palaestra.rollouts.events import ReplyReceived, RolloutResumed, TurnTaken
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.journal.verify import verify_run
-from palaestra_slots.core.errors import EngineRefused, EngineReplyError
+from palaestra_slots.core.errors import EngineError, EngineRefused, EngineReplyError
 from palaestra_slots.core.types import JSON, Blame, Outcome
 from palaestra_tokens.config import APIServerConfig
 from palaestra_tokens.engine import Sampled
@@ -372,6 +373,32 @@ def test_a_users_model_that_fails_leaves_the_rollout_unscored() -> None:
             (rollout,) = run.trajectories
             assert (rollout.reward, rollout.blame) == (None, Blame.ENGINE)
             assert "no such model" in rollout.error
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("status", [0, 401, 403, 404, 405])
+def test_errors_of_a_users_model_name_the_model_and_no_setting_of_the_run(status: int) -> None:
+    async def scenario() -> None:
+        async with LoopbackServer(FakeAnswer({"error": {"message": "no"}}, status=status or 500)) as server:
+            address = server.url if status else "http://127.0.0.1:1/v1"
+            model = ChatModel("guest-of-honour", base_url=address)
+
+            async def person(messages: Sequence[JSON]) -> str | None:
+                return await model.play_user("You want tea.", messages)
+
+            for asked_by in (palaestra.run(cafe(person), policy="oracle", infra_retries=0), None):
+                if asked_by is None:
+                    with pytest.raises(EngineError) as raised:
+                        await model.ask("?")
+                    error = str(raised.value)
+                else:
+                    error = (await asked_by).trajectories[0].error
+                assert "ChatModel" in error
+                assert "guest-of-honour" in error
+                assert str(URL(address).port) in error
+                assert "--openai" not in error
+                assert "OPENAI_API_KEY" not in error
 
     asyncio.run(scenario())
 
