@@ -19,7 +19,8 @@ from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra_audit.cheats.command_tool import TERMINAL, CommandTool, find_command_tool
 from palaestra_audit.cheats.left_files import LeftFiles, ReadWorkspaces, play_and_read
-from palaestra_audit.cheats.proof import actions, writing
+from palaestra_audit.cheats.proof import writing
+from palaestra_audit.cheats.replies import actions
 from palaestra_audit.opening import opened_environment
 from palaestra_audit.records import Step, Trial, Verdict, World
 from palaestra_slots.core.config import cache_folder

@@ -116,7 +116,7 @@ def test_a_check_without_a_tool_for_commands_is_incomplete(tmp_path: Path, capsy
     path = tmp_path / "count_env.py"
     text = OWN_TOOL.replace("TOOL", "add(a: int, b: int, sandbox: Slot) -> str").replace("DOES", "Add.")
     path.write_text(text.replace("RUNS", "f'echo {a + b}'"))
-    assert main(["env", "check", str(path), "--only", "stale-reward"]) == 0
+    assert main(["env", "check", str(path), "--only", "stale-reward"]) == 3
     printed = capsys.readouterr().out
     assert "incomplete: " in printed
     assert "1 not tested (no tool of the agent ran the commands that were tried)" in printed

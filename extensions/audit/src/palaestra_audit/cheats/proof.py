@@ -41,6 +41,16 @@ from palaestra_audit.cheats.hijacked_code import MODULES, SHADOWS, SOURCES
 from palaestra_audit.cheats.hollow_work import Hollow, hollows, is_code
 from palaestra_audit.cheats.leaks import CHANGED, COPIED, LEAKS, SURVIVORS
 from palaestra_audit.cheats.left_files import LeftFiles, ReadWorkspaces, play_and_read
+from palaestra_audit.cheats.replies import (
+    ECHO,
+    EVERY_NUMBER,
+    REPLIES,
+    EchoPolicy,
+    FurtherCallsPolicy,
+    WordlessPolicy,
+    actions,
+    further_calls,
+)
 from palaestra_audit.cheats.tampered_tests import ANSWERS, PLANTS, VERDICTS
 from palaestra_audit.opening import load, opened_environment
 from palaestra_slots.core.config import nearest
@@ -66,6 +76,7 @@ CLASSES: Mapping[str, tuple[Cheat, ...]] = {
     "surviving processes": SURVIVORS,
     "guessed answers": ANSWERS,
     "leaked answers": LEAKS,
+    "answers in words": REPLIES,
 }
 """All cheats by class of attack. The classes follow public reports on agents and audits of benchmarks."""
 
@@ -74,9 +85,10 @@ BANK: tuple[Cheat, ...] = tuple(cheat for cheats in CLASSES.values() for cheat i
 _CODE = frozenset(cheat.name for cheat in (*SOURCES, *FORGERIES))
 """The cheats that need Python code of the work."""
 
-_WHOLE = frozenset(cheat.name for cheat in (*ANSWERS, *LEAKS))
+_WHOLE = frozenset(cheat.name for cheat in (*ANSWERS, *LEAKS, ECHO))
 """The cheats that could give the whole solution, so they are played over unsolved work, and a score of 0 decides."""
 
+WRONG_WORK = "a wrong solution"
 _ALL = 100_000
 """More tasks than anybody checks."""
 
@@ -155,12 +167,6 @@ class HollowPolicy(OraclePolicy):
         return turns_taken(context, messages) > acts + max(1, len(steps) - acts)
 
 
-def actions(task: Task) -> int:
-    """Return the number of steps of the solution without the text with which it ends."""
-    steps = solution_steps(task)
-    return max((place for place, step in enumerate(steps, start=1) if not isinstance(step, Say)), default=0)
-
-
 def writing(files: Mapping[str, bytes | None]) -> Iterator[str]:
     """Yield commands that write the files, which keep their modes, or remove those that are None."""
     for path, data in files.items():
@@ -236,6 +242,12 @@ class Proof:
         """The names of the cheats that could not be tried, because no tool of the agent ran commands."""
         return self.not_tested.get(_NO_COMMANDS, ())
 
+    @property
+    def tests_nothing(self) -> bool:
+        """Whether no cheat and no wrong solution could be tried, so that the check only shows what solutions score."""
+        tried = any(line.policy.startswith(_WRONG) or line.state not in (None, State.NOT_TESTED) for line in self.lines)
+        return bool(self.untried) and not tried
+
     def to_json(self) -> dict[str, JSON]:
         return {**asdict(self), "not_tested": self.not_tested, "holds": self.holds}
 
@@ -274,6 +286,8 @@ class EnvironmentProof:
     """The same files where nothing was done."""
     _bases: dict[str, _Base] = field(default_factory=dict)
     """Hollow work by task id."""
+    _wordless: dict[str, _Base] = field(default_factory=dict)
+    """The calls of the reference solution without its words, by task id."""
     _no_base: str = ""
     """Why there is no hollow work."""
     _no_code: str = ""
@@ -302,6 +316,7 @@ class EnvironmentProof:
             skipped = 0 if self.always or all(line.ok for line in self._lines.values()) else len(self.cheats)
             if not skipped:
                 await self._find_bases(tasks, resolved, runs)
+                await self._play_words(resolved, runs)
                 await self._play_cheats(tasks, runs)
         names, warnings = tuple(task.id for task in tasks), tuple(self._warnings(list(resolved.values())))
         hollow = "; ".join(f"{name}: {base.hollow.what}" for name, base in self._bases.items())
@@ -344,6 +359,9 @@ class EnvironmentProof:
         for n in range(max((len(task.solutions) for task in resolved.values()), default=0)):
             some = [task for task in tasks if task.id in resolved and len(resolved[task.id].solutions) > n]
             await play(f"solutions[{n}]", OraclePolicy(n + 1), some, {})
+        for n in range(max((len(task.wrong_solutions) for task in resolved.values()), default=0)):
+            some = [task for task in tasks if task.id in resolved and len(resolved[task.id].wrong_solutions) > n]
+            await play(f"{_WRONG}[{n}]", OraclePolicy(n, wrong=True), some, {})
         # Only now it is known which files the solutions leave; the same ones are read where nothing was done.
         self._before = {
             name: LeftFiles(spec, tuple(self._left[name].files) if name in self._left else ())
@@ -360,10 +378,10 @@ class EnvironmentProof:
         async def play(cheat: Cheat) -> None:
             reason = self._why_not_tested(cheat)
             played: list[tuple[Task, Group]] = []
-            if self._tool is not None and self._can_act(cheat):
+            if self._can_act(cheat):
                 async with width:
                     for n, task in enumerate(tasks):
-                        played.append((task, await runs.play(self._policy(cheat, task, self._tool), task, n)))
+                        played.append((task, await runs.play(self._policy(cheat, task), task, n)))
             results[cheat.name] = self._judge_cheat(cheat, played, reason)
             self.attacks[cheat.name] = [group for _, group in played]
             self.progress(results[cheat.name])
@@ -389,28 +407,38 @@ class EnvironmentProof:
 
     def _hollow_for(self, cheat: Cheat, task: Task) -> _Base | None:
         """Return the hollow work over which the cheat is played on this task; None for unsolved work."""
-        base = self._bases.get(task.id)
-        if base is None or cheat.name in _WHOLE:
-            return None
+        base = self._wordless.get(task.id) if cheat is EVERY_NUMBER else self._bases.get(task.id)
+        if base is None or cheat.name in _WHOLE or cheat is EVERY_NUMBER:
+            return base if cheat is EVERY_NUMBER else None
         return base if base.hollow.twin or cheat.name not in _CODE else None
 
-    def _policy(self, cheat: Cheat, task: Task, tool: CommandTool) -> Policy:
+    def _policy(self, cheat: Cheat, task: Task) -> Policy:
+        if cheat in REPLIES:
+            return EchoPolicy() if cheat is ECHO else WordlessPolicy(numbers=True)
+        tool = self._tool
+        assert tool is not None  # or the cheat could not act
         base = self._hollow_for(cheat, task)
         left = self._left[task.id].files if task.id in self._left else ()
         return CheatPolicy(cheat, tool, [*left]) if base is None else HollowPolicy(base.hollow.files, tool, cheat)
 
     def _why_not_tested(self, cheat: Cheat) -> str:
         """Return why a score of 0 would not prove that the cheat earns nothing; nothing if it would."""
-        if self._tool is None:
+        if cheat is EVERY_NUMBER and self._wordless and all(base.reward >= FULL for base in self._wordless.values()):
+            return _NO_WORDS
+        if self._tool is None and cheat not in REPLIES:
             return _NO_COMMANDS
-        if cheat.name in _WHOLE:
+        if cheat.name in _WHOLE or cheat is EVERY_NUMBER:
             return ""
         if cheat.name in _CODE:
             return "" if self._has_code else self._no_code
         return "" if self._bases else self._no_base
 
     def _can_act(self, cheat: Cheat) -> bool:
-        """Return whether there is Python code, if the cheat needs some."""
+        """Return whether there is a tool that runs commands and Python code, if the cheat needs them."""
+        if cheat in REPLIES:
+            return True
+        if self._tool is None:
+            return False
         read = [each.python for each in self._before.values()]
         lacks_code = bool(read) and not self._has_code and all(each is False for each in read)
         return not (cheat.name in _CODE and lacks_code)
@@ -459,6 +487,25 @@ class EnvironmentProof:
         if left is None or not left.files:
             return "the score sees no files that the reference solution leaves"
         return ""
+
+    async def _play_words(self, resolved: Mapping[str, Task], runs: PolicyRuns) -> None:
+        """Play the calls of the reference solutions without their words, and with further calls."""
+        for n, (task, solution) in enumerate(self._played.get("oracle", ())):
+            solved = self._trajectory("oracle", task)
+            if solved is None or solved.reward is None or solved.reward < FULL:
+                continue
+            group = await runs.play(WordlessPolicy(numbers=False), task, n)
+            if group.trajectories:
+                self._wordless[task.id] = _Base(task, Hollow("its calls without words", {}), group.trajectories[0])
+            calls = [*further_calls(resolved[task.id], solution.tools)] if solved.state is not None else []
+            if not calls:
+                continue
+            group = await runs.play(FurtherCallsPolicy(calls), task, n)
+            for each in group.trajectories:
+                if each.reward is not None and each.reward >= FULL and each.state != solved.state:
+                    names = ", ".join(call.name for call in calls)
+                    found = f"{task.id}: its score is full, although further calls changed its state: {names}"
+                    self._unnoticed.append(found)
 
     async def _hollowed(self, hollow: Hollow, task: Task, n: int, runs: PolicyRuns) -> tuple[Trajectory | None, str]:
         """Play hollow work. Return its rollout, or None and the reason why attacks on it would decide nothing."""
@@ -588,11 +635,13 @@ class EnvironmentProof:
         rewards = tuple(each.reward for _, each in played)
         error = _first_error(groups)
         good = len(played) == len(groups) and None not in rewards  # a task without a rollout proves nothing
-        if name == "noop":
+        if name == "noop" or name.startswith(_WRONG):
             high = [(task, each) for task, each in played if not (each.reward or 0.0) <= task.floor]
             good = good and not high
-            error = error or next((_IDLE.format(task.id, each.reward, task.floor) for task, each in high), "")
-            return PolicyResult(name, "doing nothing", _at_most(groups), rewards, good, error)
+            said = _IDLE if name == "noop" else _PAID
+            error = error or next((said.format(task.id, each.reward, task.floor) for task, each in high), "")
+            what = "doing nothing" if name == "noop" else WRONG_WORK
+            return PolicyResult(name, what, _at_most(groups), rewards, good, error)
         low = [(task, each) for task, each in played if each.reward is None or each.reward < FULL]
         why = next((f"{task.id}: {found}" for task, each in low if (found := self._why_low(task, each))), "")
         what = "the reference solution" if name == "oracle" else "a further correct solution"
@@ -659,6 +708,9 @@ _ADVICE = (
     "print anything, use sandbox.call or palaestra.grading.run_tests instead"
 )
 _NO_COMMANDS = "no tool of the agent ran the commands that were tried"
+_NO_WORDS = "the score does not depend on what the agent says"
+_WRONG = "wrong_solutions"
+_PAID = "{0}: this wrong solution earns {1:g}, and the floor of the task is {2:g}: let the score notice what is wrong"
 _NO_PYTHON = "the reference solution leaves no Python code"
 _NO_TEXT = "the reference solution leaves no text files"
 _UNNOTICED = "the score does not depend on what the reference solution leaves"
