@@ -34,9 +34,9 @@ from _learn_tasks import make_model, two_tools
 from _measure import Row, judged, options_parser, progress, report, with_ceiling
 
 import palaestra
-from palaestra import JSON, TrainingConfig
+from palaestra import JSON
 from palaestra_tokens.engine import Sampled
-from palaestra_train import trl
+from palaestra_train import TrainingConfig, trl
 from palaestra_train.checkpoints import read_step_groups
 from palaestra_train.training import TrainingResult, split_tasks
 

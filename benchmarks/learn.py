@@ -34,8 +34,8 @@ from _learning_curves import curve, plot
 from _measure import Row, options_parser, progress, report, with_ceiling, with_floor
 
 import palaestra
-from palaestra import TrainingConfig, TrainingReport
 from palaestra.rollouts.observe.training_steps import EVALUATION, STEP, read_steps
+from palaestra_train import TrainingConfig, TrainingReport
 from palaestra_train.training import split_tasks
 
 PRACTICE, STEPS, GROUPS, GROUP_SIZE = 220, 30, 8, 8

@@ -38,9 +38,9 @@ from _measure import Row, judged, options_parser, progress, report, with_ceiling
 from files_env import files
 
 import palaestra
-from palaestra import TrainingConfig, TrainingReport
 from palaestra.rollouts.observe.training_steps import EVALUATION, STEP, WARM_START, read_steps
 from palaestra_tokens.config import APIServerConfig
+from palaestra_train import TrainingConfig, TrainingReport
 from palaestra_train.tinker_client import TinkerTrainer
 from palaestra_train.trainer import TrainedRow
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from _measure import Row, parse_options, report, with_ceiling, with_floor
 
-from palaestra import HermesAgentLoop
+from palaestra_contract import HermesAgentLoop
 from palaestra_slots.core.types import JSON
 from palaestra_tokens.config import APIServerConfig
 from palaestra_tokens.engines.transformers import TransformersEngine

@@ -149,7 +149,7 @@ async def no_http(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> No
 
 
 def _looping(server: Callable[[], ChatServer]) -> OneRollout:
-    from palaestra import HermesAgentLoop
+    from palaestra_contract import HermesAgentLoop
 
     async def add(name: str, arguments: dict[str, int], task_id: str | None) -> str:
         return tool_reply(**arguments)

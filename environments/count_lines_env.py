@@ -3,6 +3,6 @@
 palaestra run environments/count_lines_env.py --policy oracle --env.n 20
 """
 
-from palaestra import count_lines
+from palaestra_suites import count_lines
 
 __all__ = ["count_lines"]

@@ -7,7 +7,7 @@
 The oracle scores 1.0 on every generated task and doing nothing 0.0.
 """
 
-from palaestra import EndlessTerminalsEnv
+from palaestra_contract import EndlessTerminalsEnv
 
 if __name__ == "__main__":
     EndlessTerminalsEnv.cli()

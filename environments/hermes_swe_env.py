@@ -8,7 +8,7 @@
 The oracle scores 1.0 on every task and doing nothing 0.0. No dataset and no network are needed.
 """
 
-from palaestra import HermesSweEnv
+from palaestra_contract import HermesSweEnv
 
 if __name__ == "__main__":
     HermesSweEnv.cli()

@@ -8,7 +8,7 @@
 The oracle scores 1.0 on every task and doing nothing 0.0.
 """
 
-from palaestra import SweSmithOracleEnv
+from palaestra_contract import SweSmithOracleEnv
 
 if __name__ == "__main__":
     SweSmithOracleEnv.cli()

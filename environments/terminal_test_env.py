@@ -6,7 +6,7 @@
 The oracle scores 1.0 on every task and doing nothing 0.0. No dataset and no network are needed.
 """
 
-from palaestra import TerminalTestEnv
+from palaestra_contract import TerminalTestEnv
 
 if __name__ == "__main__":
     TerminalTestEnv.cli()

@@ -8,7 +8,7 @@ The oracle scores 1.0 on every task and doing nothing 0.0; `palaestra env import
 not true.
 """
 
-from palaestra import TerminalBench2EvalEnv
+from palaestra_contract import TerminalBench2EvalEnv
 
 if __name__ == "__main__":
     TerminalBench2EvalEnv.cli()

@@ -1,6 +1,7 @@
 """The class form that collects its rollouts itself: docs/environments/class_form.md."""
 
-from palaestra import APIServerConfig, BaseEnv, BaseEnvConfig
+from palaestra_contract import BaseEnv, BaseEnvConfig
+from palaestra_tokens import APIServerConfig
 
 
 class GuessEnv(BaseEnv):

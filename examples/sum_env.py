@@ -1,6 +1,8 @@
 """The class form for a model that writes its calls as text: docs/environments/class_form.md."""
 
-from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig, ToolCall
+from palaestra import ToolCall
+from palaestra_contract import AgentEnv, AgentEnvConfig
+from palaestra_tokens import APIServerConfig
 
 
 class SumEnv(AgentEnv):

@@ -1,6 +1,7 @@
 """The class form for an agent with tools: docs/environments/class_form.md."""
 
-from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
+from palaestra_contract import HermesAgentBaseEnv, HermesAgentEnvConfig
+from palaestra_tokens import APIServerConfig
 
 
 class WordEnv(HermesAgentBaseEnv):

@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 import palaestra
-from palaestra import Group, Run, SweBuildOptions, SweSmithOracleEnv, SweSmithOracleEnvConfig, Trajectory
+from palaestra import Group, Run, Trajectory
+from palaestra_contract import SweSmithOracleEnv
+from palaestra_suites import SweBuildOptions, SweSmithOracleEnvConfig
 
 TASKS = Path("data/demo/tasks.jsonl")
 GROUP_SIZE = 4

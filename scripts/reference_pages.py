@@ -11,6 +11,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -32,6 +33,17 @@ from palaestra_suites.hermes_swe.hermes_swe import HermesSweEnvConfig
 from palaestra_suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
 from palaestra_suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra_tokens.config import APIServerConfig
+
+PUBLIC = (
+    "palaestra",
+    "palaestra_slots",
+    "palaestra_tokens",
+    "palaestra_suites",
+    "palaestra_toolsets",
+    "palaestra_train",
+    "palaestra_contract",
+)
+"""The packages with public names, in the order in which a name that several of them have belongs to one."""
 
 TOPICS = {
     "Running": ("palaestra.envs.run", "palaestra.rollouts"),
@@ -170,21 +182,26 @@ def _setting(name: str, field: FieldInfo) -> str:
 
 
 def _python() -> Iterator[str]:
-    yield "# Python\n\nImport public names from `palaestra`. [Python](../python.md) shows how to use them."
+    yield (
+        "# Python\n\nImport public names from `palaestra`, or from the package that an entry names: type checkers find "
+        "those only there. [Python](../python.md) shows how to use them."
+    )
     yield from _hooks()
     topics: dict[str, list[str]] = {title: [] for title in TOPICS}
-    for name in sorted(palaestra.__all__, key=str.lower):
+    packages = [import_module(name) for name in PUBLIC]
+    home = {name: package.__name__ for package in reversed(packages) for name in package.__all__}
+    for name in sorted(home, key=str.lower):
         module = getattr(getattr(palaestra, name), "__module__", "palaestra")
         titles = (
             title
-            for title, packages in TOPICS.items()
-            if any(module == package or module.startswith(f"{package}.") for package in packages)
+            for title, parts in TOPICS.items()
+            if any(module == part or module.startswith(f"{part}.") for part in parts)
         )
         topics["Errors" if module == errors.__name__ else next(titles, "Common types")].append(name)
     for title, names in topics.items():
         yield f"\n## {title}"
         for name in names:
-            yield from _entry(name, getattr(palaestra, name))
+            yield from _entry(name, getattr(palaestra, name), home[name])
 
 
 def _hooks() -> Iterator[str]:
@@ -208,9 +225,12 @@ def _hook_parameters(method: ast.FunctionDef) -> list[str]:
     return re.findall(r"'(\w+)'", ast.unparse(known[0])) if known else []
 
 
-def _entry(name: str, found: object) -> Iterator[str]:
-    """Yield one public name: what one writes to use it, its docstring and its members."""
+def _entry(name: str, found: object, package: str) -> Iterator[str]:
+    """Yield one public name: the package that it belongs to, what one writes to use it, its docstring and its
+    members."""
     yield f"\n### {name}\n"
+    if package != "palaestra":
+        yield f"In `{package}`.\n"
     if not (inspect.isclass(found) or inspect.isfunction(found)) or not found.__module__.startswith("palaestra"):
         alias = getattr(found, "__module__", "") in ("typing", "collections.abc")
         yield f"`{inspect.formatannotation(found)}`" if alias else f"A value of type `{type(found).__name__}`."

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,30 @@ from palaestra_slots.core.io import plugins
 ROOT = Path(__file__).parents[1]
 
 
-def test_every_public_name_resolves() -> None:
-    assert [name for name in palaestra.__all__ if getattr(palaestra, name, None) is None] == []
+PACKAGES = ("palaestra", *palaestra.packages_with_names())
 
 
-def test_the_names_are_sorted_and_listed() -> None:
-    assert palaestra.__all__ == sorted(palaestra.__all__, key=lambda name: (not name.isupper(), name))
-    assert set(palaestra.__all__) <= set(dir(palaestra))
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_resolves_in_its_package_and_in_palaestra(package: str) -> None:
+    module = import_module(package)
+    missing = object()
+    found = [getattr(each, name, missing) for name in module.__all__ for each in (module, palaestra)]
+    assert missing not in found
+    assert found[::2] == found[1::2]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_names_are_sorted_and_listed(package: str) -> None:
+    module = import_module(package)
+    assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), name))
+    assert set(module.__all__) <= set(dir(module))
+
+
+def test_the_runtime_lists_only_its_own_names() -> None:
+    """A person can learn them; what only one extension needs is listed there."""
+    assert len(palaestra.__all__) <= 60
+    listed = [name for package in PACKAGES[3:] for name in import_module(package).__all__]
+    assert {*palaestra.__all__} & {*listed} == set()
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from palaestra import APIServerConfig, Delegates, ToolExecutor, ToolSession, handle_function_call, use_session
 from palaestra.agent.budget import Budget
 from palaestra.agent.loop import LoopSettings
 from palaestra.agent.result import Subagent
 from palaestra.agent.subagents import SYSTEM_PROMPT
 from palaestra.tools.call_text import ToolCall
 from palaestra.tools.registry.build import build_tool_registry
+from palaestra_contract import Delegates, ToolExecutor, ToolSession, handle_function_call, use_session
 from palaestra_slots.core.errors import ConfigError, EngineUnavailable, IsolationUnavailable, StaleLease
 from palaestra_slots.core.types import JSON, Outcome
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra_tokens import APIServerConfig
 from palaestra_tokens.serving.token_server import TokenLoopback
 from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra_tokens.testing.fake_engine import ToyEngine

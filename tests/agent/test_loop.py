@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from manual_clock import ManualClock
-from palaestra import AgentResult, Budget, HermesAgentLoop
+from palaestra import AgentResult, Budget
 from palaestra.agent.result import Turn
+from palaestra_contract import HermesAgentLoop
 from palaestra_slots.core.errors import (
     ConfigError,
     ContextExceeded,

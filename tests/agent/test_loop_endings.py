@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaestra import AgentResult, Budget, HermesAgentLoop
+from palaestra import AgentResult, Budget
 from palaestra.agent.result import Turn
+from palaestra_contract import HermesAgentLoop
 from palaestra_slots.core.errors import EngineUnavailable, SlotLost
 from palaestra_slots.core.types import JSON, Message, Outcome
 

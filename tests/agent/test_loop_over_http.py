@@ -8,8 +8,9 @@ import json
 import pytest
 
 from manual_clock import ManualClock
-from palaestra import AgentResult, HermesAgentLoop
+from palaestra import AgentResult
 from palaestra.agent.budget import Budget
+from palaestra_contract import HermesAgentLoop
 from palaestra_slots.core.retry import RetryPolicy
 from palaestra_slots.core.types import JSON, Outcome
 from palaestra_tokens.config import APIServerConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -32,4 +33,6 @@ async def run_notebook(folder: Path) -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     reference = PAGE.parent / "reference" / "python.md"
-    assert set(palaestra.__all__) == set(re.findall(r"^### (\w+)", reference.read_text(), re.MULTILINE))
+    packages = map(import_module, ("palaestra", *palaestra.packages_with_names()))
+    names = {name for package in packages for name in package.__all__}
+    assert names == set(re.findall(r"^### (\w+)", reference.read_text(), re.MULTILINE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -53,7 +54,8 @@ def test_links_from_the_root_lead_somewhere(page: str) -> None:
 
 def test_public_names_have_a_docstring_of_their_own() -> None:
     undocumented = []
-    for name in palaestra.__all__:
+    packages = [palaestra, *map(import_module, palaestra.packages_with_names())]
+    for name in (name for package in packages for name in package.__all__):
         found = getattr(palaestra, name)
         if isinstance(found, type) and found.__module__.startswith("palaestra") and not found.__doc__:
             undocumented.append(name)

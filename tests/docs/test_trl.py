@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
 def test_it_is_ten_lines_of_public_names() -> None:
     assert len(list(filter(None, PROGRAM.splitlines()))) <= 10
     names = set(re.findall(r"palaestra\.([\w.]+)", PROGRAM))
-    assert {name for name in names if not name.startswith("integrations.trl")} <= set(palaestra.__all__)
+    assert [each for each in names if not each.startswith("integrations.trl") and not hasattr(palaestra, each)] == []
 
 
 @pytest.mark.torch

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from palaestra import HermesAgentEnvConfig, Task, environment, tool
+from palaestra import Task, environment, tool
 from palaestra.cli.main import main
+from palaestra_contract import HermesAgentEnvConfig
 from palaestra_contract.agent_env import AgentEnvConfig
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import pytest
 
-from palaestra import HermesAgentBaseEnv, HermesAgentLoop
 from palaestra.agent.result import AgentResult
 from palaestra.envs.config.build import server_settings
 from palaestra.envs.config.command_line import CommandLine, Parsed
@@ -20,6 +19,7 @@ from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra.rollouts.rollout import Rollout
+from palaestra_contract import HermesAgentBaseEnv, HermesAgentLoop
 from palaestra_contract.tool_context import ToolContext
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Message

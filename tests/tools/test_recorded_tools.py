@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from pages.site import Site, pages, searxng
-from palaestra import ToolCall, ToolExecutor, ToolSession, ToolSettings, handle_function_call, open_world, use_session
+from palaestra import ToolCall, open_world
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
 from palaestra.rollouts.recorded_tools.recording_policy import RunWorld
 from palaestra.tools.registry.build import RunConditions, build_tool_registry
+from palaestra_contract import ToolExecutor, ToolSession, ToolSettings, handle_function_call, use_session
 from palaestra_slots.core.errors import ConfigError, IsolationUnavailable, ToolUnavailable
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.backends.local import LocalBackend

@@ -319,7 +319,7 @@ def test_an_agent_with_tls_asks_for_the_clients_certificate(tmp_path: Path) -> N
             access = NomadAccess(**{name: each for name, each in whole.items() if name != missing})
             with pytest.raises(ConfigError, match="does not answer"):
                 await NomadBackend(config(nomad, access=access)).start()
-        with pytest.raises(ConfigError, match=r"the certificates for Nomad \(/nowhere\) cannot be used"):
+        with pytest.raises(ConfigError, match=r"nomad_ca_cert /nowhere\) cannot be used"):
             NomadBackend(config(nomad, access=NomadAccess(ca_cert="/nowhere")))
         async with NomadBackend(config(nomad, access=NomadAccess(**whole))) as backend:
             slot = await backend.create(SlotSpec(), "t")

@@ -15,9 +15,10 @@ import pytest
 from bug_fixing import Fixer, Repairer, fix_calc, repaired_by_tool
 
 import palaestra
-from palaestra import Blame, ConfigError, Outcome, Task, environment
+from palaestra import ConfigError, Outcome, Task, environment
 from palaestra.agent.known_programs import program_named
 from palaestra_integrations import acp_programs
+from palaestra_slots import Blame
 
 pytestmark = [pytest.mark.slots, pytest.mark.timeout(120)]
 

@@ -37,9 +37,10 @@ from inspect_ai.util._sandbox.limits import override_max_exec_output_size
 import inspect_examples
 import palaestra
 import tiny_model_runs
-from palaestra import ConfigError, Rung
+from palaestra import ConfigError
 from palaestra_integrations.inspect_sandbox import PalaestraSandbox, PalaestraSandboxConfig
 from palaestra_integrations.inspect_tasks import inspect_form
+from palaestra_slots import Rung
 from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 pytestmark = pytest.mark.slots

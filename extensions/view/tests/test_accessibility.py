@@ -16,7 +16,7 @@ from recorded import TWO_CALLS, call, result, rollout, sky, turns, write_run
 
 from palaestra.rollouts.annotations import annotation, write_annotations
 from palaestra.rollouts.records import Fork, Group
-from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, write_grade
+from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, write_grades
 from palaestra_slots.core.types import Blame, Label, Message, Outcome
 from palaestra_view.page_file import Chosen, write_page
 from palaestra_view.runs import open_runs
@@ -288,7 +288,7 @@ def case_judged(real: Path, tmp_path: Path) -> Case:
     ]  # fmt: skip
     run = write_run(tmp_path / "run", Group(group_id="000000-sky", number=0, task_id="sky", trajectories=members))
     write_annotations(run, [annotation(FIRST, "ada", verdict="hack", note="It *edits* the tests", tags=["a", "b"])])
-    write_grade(run, Grade(schema=GRADE_SCHEMA, at=5.0, rollout_id=FIRST, before=0.0, reward=0.5))
+    write_grades(run, [Grade(schema=GRADE_SCHEMA, at=5.0, rollout_id=FIRST, before=0.0, reward=0.5)])
     views = of_run("run", FIRST, "000000-sky/1", "000000-sky/2", "000000-sky/3")
     return Case(run, [*views, *(View("rollout", {"run": "run", "id": f"000000-sky/{n}"}, unfolded) for n in (1, 2, 3))])
 

@@ -12,7 +12,7 @@ from recorded import embedded, rollout, sky, write_run
 from palaestra.cli.main import main
 from palaestra.rollouts.annotations import annotation, write_annotations
 from palaestra.rollouts.records import Beside, Group
-from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, write_grade
+from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, write_grades
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
 from palaestra_view.overview import overview
@@ -224,9 +224,11 @@ def test_what_people_said_about_a_run_is_in_its_inspect_log(tmp_path: Path, caps
     tags = [f"tag-{n}" for n in range(25)]
     write_annotations(run, [annotation(first, "ada", tags=tags[:20], note="look <b>here</b>", verdict="hack")])
     write_annotations(run, [annotation(first, "bob", tags=tags[20:])])
-    write_grade(run, Grade(schema=GRADE_SCHEMA, at=3.0, rollout_id=second, before=0.5, reward=0.0, metrics={"x": 2.0}))
+    write_grades(
+        run, [Grade(schema=GRADE_SCHEMA, at=3.0, rollout_id=second, before=0.5, reward=0.0, metrics={"x": 2.0})]
+    )
     assert main(["export", str(run), "--to", "inspect", "--out", str(log)]) == 0
-    assert "new reward" not in capsys.readouterr().err
+    assert "1  with the score that palaestra grade gave it" in capsys.readouterr().err
     for _ in range(2):  # the second time from the cache
         runs = opened(log, tmp_path / "cache")
         marks = runs.marks("sky.eval")
@@ -238,11 +240,12 @@ def test_what_people_said_about_a_run_is_in_its_inspect_log(tmp_path: Path, caps
             "metrics": {"x": 2.0},
         }  # fmt: skip
         assert [row["id"] for row in runs["sky.eval"].rows([("tag", "=", "tag-24")])[1]] == [first]
-        assert [row["id"] for row in runs["sky.eval"].rows([("changed", "=", 1)])[1]] == [second]
+        (row,) = runs["sky.eval"].rows([("changed", "=", 1)])[1]
+        assert (row["id"], row["reward"], row["recorded"]) == (second, 0.0, 0.5)
         assert "annotations" not in rollout_record(runs["sky.eval"], first).get("detail", {})
         runs.close()
     assert main(["export", str(run), "--to", "openai", "--out", str(tmp_path / "sky.jsonl")]) == 0
-    assert "1  without the new reward that palaestra grade gave it" in capsys.readouterr().err
+    assert "1  with the score that palaestra grade gave it" in capsys.readouterr().err
     runs = opened(tmp_path / "sky.jsonl")
     assert runs.marks("sky.jsonl").of(first)["judgement"]["verdict"] == "hack"
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from recorded import rollout, sky, write_run
+from recorded import embedded, rollout, sky, write_run
 
 from palaestra.cli.main import main as palaestra
 from palaestra.rollouts.annotations import ANNOTATIONS_NAME, annotation, read_annotations, write_annotations
+from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.journal.verify import verify_run
 from palaestra.rollouts.records import Group
-from palaestra.rollouts.regraded import GRADE_SCHEMA, GRADES_NAME, Grade, read_grades, write_grade
+from palaestra.rollouts.regraded import GRADE_SCHEMA, GRADES_NAME, Grade, read_grades, write_grades
 
 from .fixing import HOSTILE
 from .test_page import chromium as chromium
@@ -180,6 +181,78 @@ def test_exported_rows_with_annotations_are_still_those_of_the_journal(real: Pat
     assert verdict.exported == len(out.read_text().splitlines())
 
 
+def regrade(run: Path) -> None:
+    """Give the first three rollouts of `sky` the rewards 0, 1 and 1, in place of 1, 0.25 and 0."""
+    new = [Grade(schema=GRADE_SCHEMA, at=5.0, rollout_id=f"000000-sky/{n}", reward=float(n > 0)) for n in range(3)]
+    write_grades(run, new)
+
+
+@pytest.mark.parametrize("while_open", [False, True])
+def test_every_figure_of_the_viewer_uses_the_new_scores(tmp_path: Path, while_open: bool) -> None:
+    run = write_run(tmp_path / "run", sky())
+    if not while_open:
+        regrade(run)
+
+    async def scenario(caller: Caller) -> None:
+        summary = await caller.indexed("run", 4)
+        if while_open:
+            assert summary["reward"]["mean"] == pytest.approx(1.25 / 3)
+            regrade(run)
+            for _ in range(500):
+                if (await caller.get("run", run="run"))["summary"]["reward"]["mean"] != summary["reward"]["mean"]:
+                    break
+                await asyncio.sleep(0.02)
+        whole = await caller.get("run", run="run")
+        rows = (await caller.get("rollouts", run="run", sort="reward"))["rows"]
+        cells = (await caller.get("groups", run="run"))["groups"][0]["cells"]
+        table = await caller.get("table", run="run")
+        page = await caller.get("rollout", run="run", id="000000-sky/1")
+        found = {
+            "list of runs": (await caller.get("runs"))["runs"][0]["reward"]["mean"],
+            "page of the run": whole["summary"]["reward"]["mean"],
+            "scores": whole["scores"][0]["mean_reward"],
+            "table": float(dict(zip(table["columns"], table["rows"][0]["cells"], strict=True))["mean reward"]),
+            "rollouts": sum(row["reward"] or 0.0 for row in rows) / 3,
+            "groups": sum(cell[2] or 0.0 for cell in cells) / 3,
+        }
+        assert found == {name: pytest.approx(2 / 3, abs=1e-3) for name in found}
+        assert [row["reward"] for row in rows] == [0.0, 1.0, 1.0, None]
+        assert [row["recorded"] for row in rows] == [1.0, 0.25, 0.0, None]
+        assert page["reward"] == 1.0
+        assert whole["summary"]["criteria"] == {}  # the new score of the first rollout has no metric
+
+    visit(run, scenario)
+
+
+def test_a_report_has_the_new_scores(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", sky())
+    assert palaestra(["report", str(run)]) == 0
+    regrade(run)
+    out = tmp_path / "new.html"
+    assert palaestra(["report", str(run), "--out", str(out)]) == 0
+    means = [embedded(path)["answers"]["runs"]["runs"][0]["reward"]["mean"] for path in (run / "report.html", out)]
+    assert means == [pytest.approx(1.25 / 3), pytest.approx(2 / 3)]
+
+
+def test_files_from_before_and_after_a_regrade_are_proved(real: Path, tmp_path: Path) -> None:
+    run, out = shutil.copytree(real, tmp_path / "run"), tmp_path / "rows"
+    journal, groups = run / "journal.jsonl", run / "groups.jsonl"
+    assert palaestra(["export", str(run), "--to", "rows", "--out", f"{out}-0"]) == 0
+    ids = [each.rollout_id for group in Recording(journal) for each in group.trajectories]
+    write_grades(
+        run, [Grade(schema=GRADE_SCHEMA, at=5.0, rollout_id=each, reward=0.125 * n) for n, each in enumerate(ids)]
+    )
+    assert palaestra(["export", str(run), "--to", "rows", "--out", f"{out}-1"]) == 0
+    assert palaestra(["export", str(run), "--to", "atropos", "--out", f"{out}-groups"]) == 0
+    for place in (groups, Path(f"{out}-groups")):
+        for rows in (Path(f"{out}-0"), Path(f"{out}-1")):
+            verdict = verify_run(journal, place, rows)
+            assert verdict.ok, verdict.violation
+    write_grades(run, [Grade(schema=GRADE_SCHEMA, at=6.0, rollout_id=each, reward=0.75) for each in ids])
+    assert not verify_run(journal, Path(f"{out}-groups")).ok
+    assert not verify_run(journal, exported=Path(f"{out}-1")).ok
+
+
 def test_rewards_that_were_graded_again_stand_next_to_the_recorded_ones(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", sky())
     for number, reward in enumerate((0.5, 0.25, None)):
@@ -187,7 +260,7 @@ def test_rewards_that_were_graded_again_stand_next_to_the_recorded_ones(tmp_path
         grade = Grade(
             schema=GRADE_SCHEMA, at=5.0, rollout_id=f"000000-sky/{number}", before=1.0, reward=reward, error=error
         )
-        write_grade(run, grade)
+        write_grades(run, [grade])
     with (run / GRADES_NAME).open("ab") as file:
         file.write(b"{torn")
     assert [grade.reward for grade in read_grades(run).values()] == [0.5, 0.25, None]
@@ -213,12 +286,12 @@ def test_rewards_that_were_graded_again_stand_next_to_the_recorded_ones(tmp_path
 
 def test_the_page_takes_tags_notes_and_verdicts(tmp_path: Path, chromium: str) -> None:
     run = write_run(tmp_path / "run", sky())
-    write_grade(run, Grade(schema=GRADE_SCHEMA, at=5.0, rollout_id=FIRST, before=1.0, reward=0.5))
+    write_grades(run, [Grade(schema=GRADE_SCHEMA, at=5.0, rollout_id=FIRST, before=1.0, reward=0.5)])
 
     async def look(page: Page, base: str) -> None:
         await go(page, base, "rollout", run="run", id=FIRST)
         facts = (await page.inner_text(".facts")).lower()
-        assert "graded again" in facts
+        assert "recorded reward" in facts
         assert "0.50" in facts
         await page.click("text=grader mistake")
         await page.wait_for_selector(".judgement .callout")
@@ -253,7 +326,7 @@ def test_hostile_annotations_do_nothing_in_page_and_file(tmp_path: Path, chromiu
         tmp_path / "run", Group(group_id="000000-sky", number=0, task_id="sky", trajectories=[rollout(0, [])])
     )
     write_annotations(run, [annotation(FIRST, HOSTILE[:200], note=HOSTILE, tags=["a"])])
-    write_grade(run, Grade(schema=GRADE_SCHEMA, at=5.0, rollout_id=FIRST, error=HOSTILE))
+    write_grades(run, [Grade(schema=GRADE_SCHEMA, at=5.0, rollout_id=FIRST, error=HOSTILE)])
     out = tmp_path / "run.html"
     assert palaestra(["view", str(run), "--html", str(out)]) == 0
     assert "window.broken" not in out.read_text()
@@ -312,9 +385,9 @@ def test_the_command_grade_keeps_the_new_rewards(
     Path("my_env.py").write_text(SCRIPT.replace("WANTED", "2"))
     assert palaestra(["grade", str(run)]) == 0
     assert [(each.before, each.reward) for each in read_grades(run).values()] == [(0.0, 0.0)] * 2
-    assert len((run / GRADES_NAME).read_bytes().splitlines()) == 4
+    assert len((run / GRADES_NAME).read_bytes().splitlines()) == 2
     assert (run / "journal.jsonl").read_bytes() == journal
     (run / GRADES_NAME).unlink()
     (run / GRADES_NAME).mkdir()
-    assert palaestra(["grade", str(run)]) == 0
-    assert "the new rewards are not kept" in capsys.readouterr().err
+    assert palaestra(["grade", str(run)]) == 2
+    assert GRADES_NAME in capsys.readouterr().err

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from talking import Talk, trainer
 
-from palaestra import HermesAgentBaseEnv
 from palaestra.agent.result import AgentResult
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -26,6 +25,7 @@ from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.records import Group, TokenRow, Trajectory
 from palaestra.rollouts.runner import Totals
+from palaestra_contract import HermesAgentBaseEnv
 from palaestra_contract.tool_context import ToolContext
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import INTERRUPTED, read_failure

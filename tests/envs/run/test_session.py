@@ -11,18 +11,10 @@ from typing import Any
 import pytest
 
 import palaestra
-from palaestra import (
-    AgentResult,
-    ConfigError,
-    EngineUnavailable,
-    HermesAgentBaseEnv,
-    Session,
-    Slot,
-    Task,
-    ToolContext,
-    environment,
-)
+from palaestra import AgentResult, ConfigError, Session, Slot, Task, environment
 from palaestra.rollouts.limits import RunStopped
+from palaestra_contract import HermesAgentBaseEnv, ToolContext
+from palaestra_slots import EngineUnavailable
 from palaestra_slots.core.types import JSON
 from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra import AgentResult, HermesAgentLoop
+from palaestra import AgentResult
+from palaestra_contract import HermesAgentLoop
 from palaestra_slots.core.errors import ConfigError, TaskError
 from palaestra_slots.core.types import JSON, Message, Outcome, Solution, Task, ToolStep
 from palaestra_tokens.chat_server import SessionContext

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from palaestra import ToolSession, ToolSessionConfig
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
+from palaestra_contract import ToolSession, ToolSessionConfig
 from palaestra_slots.core.errors import ConfigError, InfraError, IsolationUnavailable, ToolServerUnavailable
 from palaestra_slots.core.types import JSON
 from tools.mcp.serving import command, http_server, living

@@ -273,7 +273,7 @@ async def _audit_task(
             result.untried.append(Untried(Kind.UNSOLVABLE, why))
             result.complete = False
         for kind, check in CHECKS.items():
-            if kind in plan.kinds and (not audited.unprepared or kind is Kind.UNSOLVABLE):
+            if kind in plan.kinds and (not audited.unprepared or kind in (Kind.UNSOLVABLE, Kind.PAYS_FOR_NOTHING)):
                 async for each in check(audited):
                     if isinstance(each, Untried):
                         result.untried.append(each)
@@ -301,6 +301,7 @@ async def _audit_task(
         result.stages |= {"grade": round(stages.get("grade", 0.0), 3)}
         result.stages |= {"whole": round(audited.rollout.beside.duration_s, 3)}
     result.trials, result.mutants, result.lived = audited.played, audited.mutants, audited.lived
+    result.trial_s = round(audited.trial_s, 3)
     result.seconds = round(time.monotonic() - began, 3)
     return plain(result)  # prompts and files may have characters that no file of the result can hold
 
@@ -318,7 +319,10 @@ def _add_duplicates(
     first_of: dict[str, str] = {}
     same: dict[str, str] = {}
     for task in tasks:
-        key = (" ".join(_text(task).split()), dict(task.files), task.setup, task.image, task.answer, task.data)
+        # Data often has the task's own name, so it counts only if nothing else says what is right, or a user knows it.
+        right = solved.get(task.id) or (task.answer, task.data)
+        right = (right, task.answer, task.data) if asked_later else right
+        key = (" ".join(_text(task).split()), dict(task.files), task.setup, task.image, right)
         if task.id in by_id and (first := first_of.setdefault(_plain(key), task.id)) != task.id:
             same[task.id] = first
     single = {name: text for name, text in texts.items() if name not in same}

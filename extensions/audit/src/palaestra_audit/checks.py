@@ -7,7 +7,8 @@ import json
 import os
 import re
 import shlex
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import unified_diff
 from pathlib import PurePosixPath
@@ -20,10 +21,11 @@ from palaestra_audit.cheats.cheat import Cheat
 from palaestra_audit.cheats.command_tool import CommandTool
 from palaestra_audit.cheats.left_files import LeftFiles
 from palaestra_audit.cheats.proof import EnvironmentProof, State
+from palaestra_audit.differences import Call, calls_of, first_difference, results_of
 from palaestra_audit.mutants import Changed, Files, mutants, variants
 from palaestra_audit.records import Finding, Kind, Step, Trial, Untried, Verdict, World
 from palaestra_audit.trials import LOCALE, REFERENCE, Trials, clock_library, write_steps
-from palaestra_slots.core.errors import InfraError, PalaestraError
+from palaestra_slots.core.errors import AlreadySolved, InfraError, PalaestraError
 from palaestra_slots.core.types import Blame, Network, Solution, Task
 from palaestra_slots.sandbox.slot import WORKSPACE, Slot
 
@@ -32,8 +34,11 @@ Found: TypeAlias = Finding | Untried
 _TOLERANCE = 1e-9
 _LEAST_COPY = 40
 """The minimum length in bytes of a file of the solution that is searched for in the sandbox."""
+_LEAST_LINES = 3
 _LEAST_ANSWER = 4
 _WAIT_S = 60.0
+_MOST_PREPARATIONS = 3
+"""The maximum number of times that a workspace is prepared to learn whether chance decides."""
 _NO_REFERENCE = "the task has no reference solution"
 _NO_FILES = "the score sees no files that the reference solution leaves"
 _NO_TOOL = "no tool of the agent ran the commands that were tried"
@@ -57,6 +62,7 @@ WORLDS = (
     World(name="the clock five years back", clock="-1825d"),
     World(name="29 February", clock="@2028-02-29 12:00:00"),
     World(name="two seconds before midnight of 31 December", clock="@2027-12-31 23:59:58"),
+    World(name="clocks that run four times as fast, as for a program on a slower machine", clock="+0 x4"),
 )
 """Machines on which a sound task has the same score."""
 
@@ -74,6 +80,7 @@ class Audited:
     cheats: tuple[Cheat, ...]
     repeats: int
     played: int = 0
+    trial_s: float = 0.0
     mutants: int = 0
     lived: int = 0
     solved: Verdict | None = None
@@ -85,20 +92,32 @@ class Audited:
     before: Mapping[str, bytes] = field(default_factory=dict)
     unprepared: str = ""
     """Why the workspace could not be prepared, so that nothing can be tried."""
+    refused: Verdict | None = None
+    """The verdict of a trial whose workspace could not be prepared, if there was one."""
     flaky: bool = False
     """Whether chance decides the score of the reference solution, so that other causes cannot be told."""
 
     async def play(self, trial: Trial, reads: LeftFiles | None = None) -> tuple[Verdict, Trajectory | None, Group]:
         self.played += 1
-        return await self.trials.play(self.given, trial, self.number, reads)
+        began = time.monotonic()
+        try:
+            return await self.trials.play(self.given, trial, self.number, reads)
+        finally:
+            self.trial_s += time.monotonic() - began
 
     async def begin(self) -> None:
         """Play the reference solution, and read what it leaves. Raises `InfraError` if that cannot be read."""
         spec = self.trials.environment.slot_spec(self.task, Phase.GRADE)
+        first = Trial(steps=[] if self.task.solution is None else [REFERENCE])
+        for _ in range(min(self.repeats, _MOST_PREPARATIONS)):
+            left = LeftFiles(spec)
+            verdict, rollout, group = await self.play(first, left)
+            if rollout is not None or group.error.startswith(AlreadySolved.__name__):
+                break
+            self.refused = verdict
         if self.task.solution is not None:
-            self.left = LeftFiles(spec)
-            self.solved, self.rollout, group = await self.play(Trial(steps=[REFERENCE]), self.left)
-        before = LeftFiles(spec, tuple(self.left.files) if self.left else ())
+            self.left, self.solved, self.rollout = left, verdict, rollout
+        before = LeftFiles(spec, tuple(left.files) if self.left else ())
         _, _, nothing = await self.play(Trial(), before)
         for each in (self.left, before):
             if each is not None and each.failure is not None:
@@ -122,6 +141,11 @@ class Audited:
                 said = f"{what} {_scored(before)} and, played again, {_scored(again)}"
                 return Finding(kind=Kind.FLAKY, what=said, wanted="the same", trial=each, verdict=again)
         return None
+
+    @property
+    def asked(self) -> str:
+        """The text of the prompt."""
+        return "\n".join(str(each.get("content")) for each in self.task.messages())
 
     @property
     def holds(self) -> bool:
@@ -167,8 +191,11 @@ def _scored(verdict: Verdict) -> str:
 
 async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
     """Does the reference solution get the full score?"""
+    if audited.unprepared.startswith(AlreadySolved.__name__):
+        return  # that doing nothing is accepted is another kind
     if audited.solved is None:
-        yield Untried(Kind.UNSOLVABLE, _NO_REFERENCE)
+        async for each in _answers(audited):
+            yield each
     elif not audited.holds:
         detail = audited.rollout.detail if audited.rollout else {}
         cause = next((str(detail[name]) for name in ("work_breaks_check", "difference") if detail.get(name)), "")
@@ -177,6 +204,30 @@ async def unsolvable(audited: Audited) -> AsyncIterator[Found]:
             what += ", although the benchmark's own protocol accepts it"
         trial, why = Trial(steps=[REFERENCE]), audited.solved.error or cause
         yield Finding(kind=Kind.UNSOLVABLE, what=what, wanted="1", detail=why, trial=trial, verdict=audited.solved)
+
+
+_FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "ANSWER: {}", "#### {}", "<answer>{}</answer>")
+"""Forms in which sets of questions ask for an answer."""
+
+
+async def _answers(audited: Audited) -> AsyncIterator[Found]:
+    """Does the stored answer of a question earn the full score as the reply? If the agent has a tool that runs
+    commands, the answer may belong somewhere else."""
+    answer = audited.task.answer
+    if not isinstance(answer, str | int | float) or isinstance(answer, bool) or audited.tool or audited.unprepared:
+        yield Untried(Kind.UNSOLVABLE, _NO_REFERENCE)
+        return
+    trials = [Trial(steps=[Step(say=form.format(answer))]) for form in _FORMS]
+    verdicts: list[Verdict] = []
+    for trial in trials:
+        verdict, _, _ = await audited.play(trial)
+        if _is_full(verdict):
+            return
+        verdicts.append(verdict)
+    what = f"the stored answer as the reply {_scored(verdicts[0])}, in none of {len(trials)} usual forms more"
+    yield Finding(
+        kind=Kind.UNSOLVABLE, what=what, note=True, wanted="1", detail=str(answer), trial=trials[0], verdict=verdicts[0]
+    )
 
 
 _NOTHINGS: Mapping[str, Callable[[str], str]] = {
@@ -189,6 +240,12 @@ _NOTHINGS: Mapping[str, Callable[[str], str]] = {
 
 async def pays_for_nothing(audited: Audited) -> AsyncIterator[Found]:
     """Does work that is not done earn more than the floor?"""
+    if audited.unprepared.startswith(AlreadySolved.__name__):
+        verdict, _, _ = await audited.play(Trial())
+        what = f"the task is refused, because its own check accepts work that was not done: {audited.unprepared}"
+        yield Finding(kind=Kind.PAYS_FOR_NOTHING, what=what, wanted="<= 0", trial=Trial(), verdict=verdict)
+    if audited.unprepared:
+        return
     asked = "\n".join(str(each.get("content")) for each in audited.task.messages() if each.get("role") == "user")
     trials = {"doing nothing": Trial()}
     trials |= {what: Trial(steps=[Step(say=text(asked))]) for what, text in _NOTHINGS.items()}
@@ -225,12 +282,17 @@ async def weak(audited: Audited) -> AsyncIterator[Found]:
         if _is_full(verdict):
             audited.lived += 1
             lived.append((mutant, trial, verdict))
-    certain = [each for each in lived if each[0].certain]
-    for mutant, trial, verdict in certain or lived[:_MOST_NOTES]:
+    unsure = [mutant for mutant, _, _ in lived if not mutant.certain]
+    seen = await _differences(audited, unsure) if unsure else {}
+    # A mutant with no other result may mean the same.
+    shown = [each for each in lived if seen.get(each[0].what) is not None or each[0].what not in seen]
+    proven = [each for each in shown if each[0].certain or _is_named_call(seen.get(each[0].what))]
+    for mutant, trial, verdict in proven or shown[:_MOST_NOTES]:
+        difference = seen.get(mutant.what)
         yield Finding(
             kind=Kind.WEAK,
-            what=f"{mutant.what}: still {verdict.reward:g}",
-            note=not mutant.certain,
+            what=f"{mutant.what}: still {verdict.reward:g}{f', although {difference[1]}' if difference else ''}",
+            note=not proven,
             wanted="< 1",
             detail=audited.difference(mutant.files),
             trial=trial,
@@ -240,6 +302,42 @@ async def weak(audited: Audited) -> AsyncIterator[Found]:
         yield Untried(Kind.WEAK, "nothing that the reference solution leaves can be changed by a rule")
 
 
+def _is_named_call(difference: tuple[Call, str] | None) -> bool:
+    return difference is not None and difference[0].named
+
+
+async def _differences(audited: Audited, mutants: Sequence[Changed]) -> dict[str, tuple[Call, str] | None]:
+    """Return, by what they are, the first difference of mutants of one module from the solution, for the calls that the
+    prompt has and those near them; None if there is none. What cannot be compared is left out."""
+    found: dict[str, tuple[Call, str] | None] = {}
+    assert audited.left is not None
+    snapshot = audited.trials.prepared.get(audited.task.id)
+    spec = audited.trials.environment.slot_spec(audited.task, Phase.AGENT)
+    slot = await audited.trials.pool.acquire("weak", spec=spec, snapshot=snapshot, timeout_s=_WAIT_S)
+    try:
+        for path, data in audited.left.files.items():
+            await slot.write_bytes(path, data)
+        for path in sorted({path for mutant in mutants for path in mutant.files if path.endswith(".py")}):
+            source = audited.left.files.get(path, b"")
+            calls = calls_of(source, audited.asked)
+            right = await results_of(slot, path, source, calls) if calls else None
+            if right is None or right != await results_of(slot, path, source, calls):
+                continue  # the results are not only those of the values
+            for mutant in mutants:
+                made = mutant.files.get(path)
+                wrong = await results_of(slot, path, made, calls) if len(mutant.files) == 1 and made else None
+                if wrong is not None:
+                    found[mutant.what] = first_difference(calls, right, wrong)
+            await slot.write_bytes(path, source)
+    except InfraError:
+        raise
+    except PalaestraError:
+        pass  # what is not compared stays a note
+    finally:
+        await audited.trials.pool.release(slot)
+    return found
+
+
 _MOST_NOTES = 5
 """The maximum number of survivors of one task that are shown if none of them is certainly wrong."""
 
@@ -247,7 +345,9 @@ _MOST_NOTES = 5
 async def hackable(audited: Audited) -> AsyncIterator[Found]:
     """Does a published way of reward hacking earn a reward?"""
     proof = EnvironmentProof(audited.trials.environment, audited.trials.pool, audited.cheats, always=True)
+    began = time.monotonic()
     result = await proof.run_tasks([audited.given])
+    audited.trial_s += time.monotonic() - began
     for line in result.lines:
         if line.state is None:
             continue
@@ -293,7 +393,9 @@ async def false_zero(audited: Audited) -> AsyncIterator[Found]:
     others = {f"a further file NOTES.txt in {WORKSPACE}": f"echo notes > {WORKSPACE}/NOTES.txt"}
     if any(path.startswith(f"{WORKSPACE}/") for path in audited.left.files):
         others["the work committed with git"] = _COMMIT
-    trials = [(each, audited.with_files(each.files)) for each in variants(audited.before, audited.left.files)]
+    trials = [
+        (each, audited.with_files(each.files)) for each in variants(audited.before, audited.left.files, audited.asked)
+    ]
     trials += [(Changed(what, {}, certain=False), audited.with_files({}, then)) for what, then in others.items()]
     for variant, trial in trials:
         if audited.flaky:
@@ -302,7 +404,7 @@ async def false_zero(audited: Audited) -> AsyncIterator[Found]:
         if audited.trials.has_turns(audited.task, trial):
             continue
         verdict, _, _ = await audited.play(trial)
-        if finding := _refused(variant.what, verdict, trial, certain=variant.certain):
+        if finding := _refused(variant.what, verdict, trial, certain=variant.certain, names=variant.names):
             finding.detail = audited.difference(variant.files)
             yield await audited.unsteady(trial, verdict) or finding
 
@@ -313,18 +415,24 @@ _COMMIT = (
 )
 
 
-def _refused(what: str, verdict: Verdict, trial: Trial, *, certain: bool) -> Finding | None:
+def _refused(what: str, verdict: Verdict, trial: Trial, *, certain: bool, names: bool = False) -> Finding | None:
     """Return the finding if right work was refused. If the benchmark's own protocol refuses it too, it is a note: the
-    task may ask for the very form."""
+    task may ask for the very form. It cannot ask for `names` that its prompt does not have."""
     if _is_full(verdict):
         return None
-    note = not certain or (verdict.official is not None and verdict.official < FULL)
+    note = not certain or (not names and verdict.official is not None and verdict.official < FULL)
     said = f"{what} {_scored(verdict)}"
     return Finding(kind=Kind.FALSE_ZERO, what=said, note=note, wanted="1", trial=trial, verdict=verdict)
 
 
 async def flaky(audited: Audited) -> AsyncIterator[Found]:
     """Does the same work get different scores?"""
+    if audited.refused is not None and not audited.unprepared:
+        audited.flaky = True
+        what = "the workspace could not be prepared, and could be when this was tried again"
+        why, trial = audited.refused.error, Trial()
+        yield Finding(kind=Kind.FLAKY, what=what, wanted="the same", detail=why, trial=trial, verdict=audited.refused)
+        return
     work, trial = "the reference solution", Trial(steps=[REFERENCE])
     if audited.solved is not None:
         rewards = [audited.solved.reward]
@@ -350,6 +458,10 @@ async def flaky(audited: Audited) -> AsyncIterator[Found]:
 async def world(audited: Audited) -> AsyncIterator[Found]:
     """Does the score of the reference solution depend on the machine?"""
     if not audited.holds:
+        answer, present = audited.task.answer, _PRESENT.search(audited.asked)
+        if audited.solved is None and present is not None and isinstance(answer, str | int):
+            what = f"the prompt asks about the time when it is read ({present[0]!r}), and has one stored answer"
+            yield Finding(kind=Kind.WORLD, what=what, note=True, detail=str(answer))
         yield Untried(Kind.WORLD, _NO_REFERENCE if audited.solved is None else _FAILS)
         return
     spec = audited.trials.environment.slot_spec(audited.task, Phase.GRADE)
@@ -384,21 +496,28 @@ async def world(audited: Audited) -> AsyncIterator[Found]:
             continue
         if chance := await audited.unsteady(trial, verdict):
             # With little of a processor, a limit of time is met or not.
-            if each.cpus is None or chance.trial == Trial(steps=[REFERENCE]):
+            if not each.slow or chance.trial == Trial(steps=[REFERENCE]):
                 yield chance
             continue
         what = f"with {each.name}, the reference solution {_scored(verdict)}"
         # An honest task may need a fast machine, a network, or the home directory and the locale of its sandbox.
-        note = each.cpus is not None or each.offline or "HOME" in each.env or each.env.get("LC_ALL") == LOCALE
+        note = each.slow or each.offline or "HOME" in each.env or each.env.get("LC_ALL") == LOCALE
         yield Finding(
             kind=Kind.WORLD, what=what, note=note, wanted="1", detail=verdict.error, trial=trial, verdict=verdict
         )
     yield Untried(Kind.WORLD, "host name, path of the workspace and user id: not changed")
 
 
+_PRESENT = re.compile(
+    r"\b(current|present|this|today's)\s+(year|month|week|day|date|time|hour|version|president|price)\b"
+    r"|\b(today|right now|at the moment|as of now)\b|\blatest (version|release)\b",
+    re.IGNORECASE,
+)
+
+
 async def leaks(audited: Audited) -> AsyncIterator[Found]:
     """Can the agent read the solution or the answer before it acts?"""
-    task, asked = audited.task, "\n".join(str(each.get("content")) for each in audited.task.messages())
+    task, asked = audited.task, audited.asked
     answer = task.answer if isinstance(task.answer, str) and len(task.answer.strip()) >= _LEAST_ANSWER else None
     if answer is not None and answer.strip() in asked:
         yield Finding(kind=Kind.LEAKS, what="the answer stands in the prompt", note=True, detail=answer)
@@ -409,23 +528,32 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
         if data.decode(errors="replace").strip() in asked:
             what = f"the whole content of {path}, as the solution leaves it, stands in the prompt"
             yield Finding(kind=Kind.LEAKS, what=what, note=True)
+        elif added := _told_lines(audited.before.get(path, b""), data, asked):
+            what = f"the lines that the solution adds to {path} stand in the prompt"
+            yield Finding(kind=Kind.LEAKS, what=what, note=True, detail="\n".join(added))
     short = _short_texts(task.answer, [data for path, data in made.items() if path not in long])
     if answer is None or answer.strip() not in asked:
         for text in (each for each in short if _is_told(each, asked)):
             yield Finding(kind=Kind.LEAKS, what="the prompt tells what the solution writes", note=True, detail=text)
-    if answer is None and not short and not long:
+    checks = audited.trials.environment.check_files(task)
+    hidden = {name: data for name, data in checks.items() if len(data) >= _LEAST_COPY}
+    if answer is None and not short and not long and not hidden:
         yield Untried(Kind.LEAKS, "the task has no answer in text, and its solution leaves no file")
         return
     snapshot = audited.trials.prepared.get(task.id)
     spec = audited.trials.environment.slot_spec(task, Phase.AGENT)
     slot = await audited.trials.pool.acquire("leaks", spec=spec, snapshot=snapshot, timeout_s=_WAIT_S)
     try:
+        for name, data in hidden.items():
+            places = [each for each in await _copies(slot, data) if not _is_named(each, asked)]
+            if places:
+                what = f"{name} of the check stands in {', '.join(places[:3])} before the agent acts"
+                yield Finding(kind=Kind.LEAKS, what=what)
         for path, data in long.items():
             # The same bytes in another file, or in an object of a git repository.
-            digest, blob = hashlib.sha256(data).hexdigest(), hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # noqa: S324
-            same = await slot.execute(_SAME.format(size=len(data), digest=digest), cwd="/", timeout_s=_WAIT_S)
+            blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # noqa: S324
             stored = await slot.execute(_STORED.format(blob=blob), cwd="/", timeout_s=_WAIT_S)
-            places = [line for line in same.output.split("\n") if line.strip() and line.strip() != path]
+            places = [each for each in await _copies(slot, data) if each != path]
             places += [f"the history of {line}" for line in stored.output.split("\n") if line.strip()]
             if places:
                 what = f"{path}, as the solution leaves it, stands in {', '.join(places[:3])} before the agent acts"
@@ -439,20 +567,50 @@ async def leaks(audited: Audited) -> AsyncIterator[Found]:
             yield Finding(kind=Kind.LEAKS, what=what, note=named or len(text) < _LEAST_COPY, detail=text)
         if answer is not None:
             line = max(answer.strip().split("\n"), key=len)  # for grep, each line of a pattern is one of its own
-            grep = f"grep -rIlF -e {shlex.quote(line)} {WORKSPACE} /tmp /home /root 2>/dev/null | head -5"
-            found = await slot.execute(grep, cwd="/", timeout_s=_WAIT_S)
-            places = [line for line in found.output.split("\n") if line.strip()]
+            found = await slot.execute(_ANSWERED.format(line=shlex.quote(line)), cwd="/", timeout_s=_WAIT_S)
+            # What the task gives the agent to read may have the answer among other things.
+            places = [each for each in found.output.split("\n") if each.strip() and not _is_named(each, asked)]
             if "\n" in answer.strip():
                 places = [each for each in places if answer.strip() in await slot.read_text(each, missing="")]
             if places:
-                what = f"the answer stands in {', '.join(places)} before the agent acts"
-                yield Finding(kind=Kind.LEAKS, what=what, note=True, detail=answer)
+                what = f"the answer stands in {', '.join(places[:5])} before the agent acts"
+                texts = [await slot.read_text(each, missing="") for each in places]
+                called = any(_is_called_answer(text, line) for text in texts)
+                yield Finding(kind=Kind.LEAKS, what=what, note=not called, detail=answer)
     except InfraError:
         raise
     except PalaestraError as error:
         yield Untried(Kind.LEAKS, str(error))
     finally:
         await audited.trials.pool.release(slot)
+
+
+def _told_lines(before: bytes, after: bytes, asked: str) -> list[str]:
+    """Return the lines that a solution adds to a file, if they are several and all of them are lines of the prompt,
+    such as those of a patch in it."""
+    old = {each.strip() for each in before.decode(errors="replace").split("\n")}
+    lines = [each.strip() for each in after.decode(errors="replace").split("\n")]
+    added = [each for each in lines if each and each not in old]
+    told = {each.strip().lstrip("+").strip() for each in asked.split("\n")}
+    several = len(added) >= _LEAST_LINES or sum(map(len, added)) >= _LEAST_COPY
+    return added if several and told.issuperset(added) else []
+
+
+async def _copies(slot: Slot, data: bytes) -> list[str]:
+    """Return the paths of the files of a slot that have these bytes."""
+    digest = hashlib.sha256(data).hexdigest()
+    found = await slot.execute(_SAME.format(size=len(data), digest=digest), cwd="/", timeout_s=_WAIT_S)
+    return [each.strip() for each in found.output.split("\n") if each.strip()]
+
+
+def _is_named(place: str, asked: str) -> bool:
+    """Return whether a prompt names a file, or a folder below which it lies."""
+    path = PurePosixPath(place)
+    own = path.relative_to(WORKSPACE) if path.is_relative_to(WORKSPACE) else path
+    names = {str(each) for each in (path, own, *own.parents, *path.parents)} | {path.name}
+    return any(
+        re.search(rf"(?<![\w.-]){re.escape(each)}(?![\w-]|\.\w|/\w)", asked) for each in names - {".", "/", WORKSPACE}
+    )
 
 
 def _short_texts(answer: object, contents: list[bytes]) -> list[str]:
@@ -496,11 +654,25 @@ def _has(content: str, text: str) -> bool:
     return all(each.strip() in lines for each in text.split("\n") if each.strip())
 
 
+_FIND = (
+    "find $(for each in / /*; do case $each in /proc|/sys|/dev|/usr|/etc|/bin|/sbin|/lib*) ;; "
+    "*) [ -d $each ] && echo $each ;; esac; done) -xdev"
+)
+"""Finds files of a sandbox, whose folders may be file systems of their own. Those of the system are searched only if
+they are part of the image."""
 _PROMISING = "(answers?|expected|solutions?|solve|oracle|gold(en)?|truth|targets?|references?)"
 _PROMISES = f"(?<![a-z]){_PROMISING}(?![a-z])"
+
+
+def _is_called_answer(content: str, text: str) -> bool:
+    """Return whether a line of a file gives a text and calls it the answer."""
+    lines = [each for each in content.split("\n") if text in each]
+    return any(re.search(_PROMISES, each.replace(text, ""), re.I) for each in lines)
+
+
 _TELLING_NAMES = (
-    r"find / -xdev \( -path /proc -o -path /sys -o -path /dev -o -path /usr -o -path /etc -o -path '/lib*' "
-    r"-o -path /var/lib -o -name .git \) -prune -o -type f -size -64k -print 2>/dev/null | "
+    _FIND + r" \( -path /proc -o -path /sys -o -path /dev -o -path /usr -o -path /etc -o -path '/lib*' "
+    r"-o -path /var/lib -o -name .git \) -prune -o -type f -size -64k -print 2>/dev/null | sort -u | "
     rf"grep -iE '(^|[^a-z]){_PROMISING}([^a-z]|$)' "
     r"| head -50"
 )
@@ -528,11 +700,18 @@ def _names(solution: str, place: str, written: str) -> bool:
 _COPIES = re.compile(r"\b(cp|mv|ln|rsync|tar|install|rename|copy\w*|move)\b")
 
 _SAME = (
-    "find / -xdev -path /proc -prune -o -type f -size {size}c -print 2>/dev/null | head -2000 | "
+    _FIND + " -path /proc -prune -o -type f -size {size}c -print 2>/dev/null | sort -u | head -2000 | "
     'while IFS= read -r each; do sha256sum < "$each" 2>/dev/null | grep -q ^{digest} && printf \'%s\\n\' "$each"; done'
 )
+_ANSWERED = (
+    f"find {WORKSPACE} /tmp /home /root -xdev \\( -name .git -o -name node_modules -o -path '/root/.*' "
+    "-o -path '/home/*/.*' -o -path '*/lib/*' -o -path '*/share/*' \\) -prune -o -type f -size -64k -print "
+    "2>/dev/null | head -2000 | tr '\\n' '\\0' | xargs -0 -r grep -IlwF -e {line} 2>/dev/null | head -20"
+)
+"""Files of the task, and not of what is installed, that have the answer as words."""
 _STORED = (
-    "find / -xdev -type d -name objects -path '*.git/objects' 2>/dev/null | head -20 | while IFS= read -r each; do "
+    _FIND
+    + " -type d -name objects -path '*.git/objects' 2>/dev/null | sort -u | head -20 | while IFS= read -r each; do "
     'git --git-dir="${{each%/objects}}" -c safe.directory="*" cat-file -e {blob} 2>/dev/null && '
     "printf '%s\\n' \"${{each%/.git/objects}}\"; done"
 )

@@ -11,7 +11,8 @@ import copy
 import difflib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -37,11 +38,13 @@ _MOST_PLACES = 40
 @dataclass(frozen=True, slots=True)
 class Changed:
     """Changed files, and what the change is. `certain` mutants are wrong for every reader; of the others, some may not
-    change any result. `certain` variants keep the meaning in every environment."""
+    change any result. `certain` variants keep the meaning in every environment, and `names` variants differ only in
+    names that the prompt does not have."""
 
     what: str
     files: Files
     certain: bool
+    names: bool = False
 
 
 def mutants(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator[Changed]:
@@ -109,17 +112,22 @@ _OTHER: Mapping[type[ast.AST], ast.AST] = {
     ast.Lt: ast.LtE(), ast.LtE: ast.Lt(), ast.Gt: ast.GtE(), ast.GtE: ast.Gt(), ast.Eq: ast.NotEq(),
     ast.NotEq: ast.Eq(), ast.In: ast.NotIn(), ast.NotIn: ast.In(), ast.Is: ast.IsNot(), ast.IsNot: ast.Is(),
     ast.Add: ast.Sub(), ast.Sub: ast.Add(), ast.Mult: ast.Add(), ast.FloorDiv: ast.Mult(), ast.Mod: ast.Mult(),
-    ast.And: ast.Or(), ast.Or: ast.And(),
+    ast.And: ast.Or(), ast.Or: ast.And(), ast.BitAnd: ast.BitOr(), ast.BitOr: ast.BitAnd(),
 }  # fmt: skip
 """The operators that mutation testing exchanges: relational, arithmetic and logical ones (DeMillo and others, 1978)."""
 
 
+_LEFT_OUT = ("sorted", "set", "abs", "round", "reversed", "int", "str", "float")
+"""Functions in whose place mutation testing puts their argument."""
+
+
 def _other_operators(module: Module) -> Iterator[Changed]:
-    """Change one operator or number in the lines that the solution changed."""
+    """Change one operator, constant or call in the lines that the solution changed."""
     text = module.source.decode()
     lines = module.source.splitlines(keepends=True)  # as Python counts them; texts have other line ends too
+    told = _told(module.tree)
     for node in ast.walk(module.tree):
-        if not isinstance(node, ast.expr) or node.lineno not in module.lines:
+        if not isinstance(node, ast.expr) or node.lineno not in module.lines or node in told:
             continue
         made, old = _mutated(node), ast.get_source_segment(text, node)
         # In a formatted string, Python before 3.12 gives wrong places.
@@ -134,6 +142,24 @@ def _other_operators(module: Module) -> Iterator[Changed]:
             yield Changed(" ".join(what.split()), {module.path: new}, certain=False)
 
 
+def _told(tree: ast.Module) -> set[ast.AST]:
+    """Return the nodes of texts that only people read: docstrings, messages of errors and of `assert`, and the
+    comparison of `__name__`."""
+    texts: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        parts: list[ast.AST] = []
+        if isinstance(node, ast.Raise):
+            parts = [node]
+        elif isinstance(node, ast.Assert) and node.msg is not None:
+            parts = [node.msg]
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            parts = [node.value]
+        elif isinstance(node, ast.Compare) and isinstance(node.left, ast.Name) and node.left.id == "__name__":
+            parts = [node]
+        texts |= {each for part in parts for each in ast.walk(part)}
+    return texts
+
+
 def _mutated(node: ast.expr) -> ast.expr | None:
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and (op := _OTHER.get(type(node.ops[0]))) is not None:
         return ast.Compare(node.left, [op], node.comparators)  # type: ignore[list-item]
@@ -145,13 +171,17 @@ def _mutated(node: ast.expr) -> ast.expr | None:
         return ast.Constant(node.value + 1)
     if isinstance(node, ast.Constant) and type(node.value) is bool:
         return ast.Constant(not node.value)
+    if isinstance(node, ast.Constant) and type(node.value) is str and node.value:
+        return ast.Constant(f"{node.value}x")
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return node.operand
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _LEFT_OUT:
+        return node.args[0] if len(node.args) == 1 and not node.keywords else None
     return None
 
 
-def variants(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator[Changed]:
-    """Yield variants of the files `after` of a solution that are as right."""
+def variants(before: Mapping[str, bytes], after: Mapping[str, bytes], asked: str = "") -> Iterator[Changed]:
+    """Yield variants of the files `after` of a solution that are as right. What the prompt `asked` names stays."""
     left = {path: data for path, data in after.items() if data != before.get(path) and len(data) <= MOST_BYTES}
     modules = [each for path in left if is_code(path) and (each := parsed(path, before.get(path, b""), left[path]))]
     for what, change in {
@@ -162,7 +192,14 @@ def variants(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterato
     }.items():
         made = {each.path: new for each in modules if (new := change(each)) is not None and new != each.source}
         if made:
-            yield Changed(f"{what} {', '.join(made)}", made, certain=True)
+            yield Changed(f"{what} {', '.join(made)}", made, certain=True, names=change is _renamed)
+    for private in (True, False):
+        if renamed := _other_names(before, left, modules, asked, private=private):
+            kind = "helpers with private names" if private else "functions that the prompt does not name"
+            yield Changed(f"{kind} renamed in {', '.join(renamed)}", renamed, certain=private, names=private)
+    worded = {each.path: new for each in modules if (new := _other_messages(each, asked)) is not None}
+    if worded:
+        yield Changed(f"other words in the messages of errors in {', '.join(worded)}", worded, certain=False)
     texts = {path: data for path, data in left.items() if not path.endswith(".py") and b"\0" not in data and data}
     toggled = {path: data[:-1] if data.endswith(b"\n") else data + b"\n" for path, data in texts.items()}
     if toggled:
@@ -210,6 +247,55 @@ def _renamed(module: Module) -> bytes | None:
         for name in names:
             if name.id in stored:
                 name.id, count = f"{name.id}_value", count + 1
+    return (ast.unparse(tree) + "\n").encode() if count else None
+
+
+def _other_names(
+    before: Mapping[str, bytes], left: Mapping[str, bytes], modules: Sequence[Module], asked: str, *, private: bool
+) -> dict[str, bytes]:
+    """Return the files of the solution with other names of the functions that it added to its modules, unless the
+    prompt or an earlier content of these files names them. Methods keep their names, which a class elsewhere may
+    call."""
+    known = f"{asked}\n{b' '.join(before.values()).decode(errors='replace')}"
+    added = {
+        node.name
+        for module in modules
+        for node in module.tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("_") is private
+        and not node.name.startswith("__")
+        and node.name not in ("main", *_called_by_name(module))
+        and re.search(rf"\b{re.escape(node.name)}\b", known) is None
+    }
+    if not added:
+        return {}
+    name = re.compile(rf"\b({'|'.join(map(re.escape, sorted(added)))})\b".encode())
+    made = {path: name.sub(rb"\1_other", data) for path, data in left.items() if path.endswith(".py")}
+    return {path: data for path, data in made.items() if data != left[path]}
+
+
+def _called_by_name(module: Module) -> set[str]:
+    """Return the names of functions with a decorator, which may register them by name."""
+    return {
+        node.name
+        for node in module.tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.decorator_list
+    }
+
+
+def _other_messages(module: Module, asked: str) -> bytes | None:
+    """Return code whose raised errors have other messages; None if there are none. A message that the prompt quotes
+    stays."""
+    tree, count = copy.deepcopy(module.tree), 0
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Raise) or not module.changes(node) or not isinstance(node.exc, ast.Call):
+            continue
+        texts = [(each, each.value) for each in ast.walk(node.exc) if isinstance(each, ast.Constant)]
+        words = [(each, text) for each, text in texts if isinstance(text, str) and re.search(r"\w", text)]
+        if any(text.strip(" :.,") in asked for _, text in words):
+            continue
+        for each, text in words[:1]:
+            each.value, count = f"cannot be used: {text}", count + 1
     return (ast.unparse(tree) + "\n").encode() if count else None
 
 

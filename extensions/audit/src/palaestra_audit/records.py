@@ -52,6 +52,16 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     offline: bool = False
     clock: str = ""
 
+    @property
+    def fast(self) -> bool:
+        """Whether clocks run faster, so that programs measure more time."""
+        return " x" in self.clock
+
+    @property
+    def slow(self) -> bool:
+        """Whether programs get less done in the time that they measure."""
+        return self.cpus is not None or self.fast
+
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A step of a trial: the task's reference solution (0) or a further solution (from 1), a call of a tool, or an
@@ -107,8 +117,8 @@ class Untried(msgspec.Struct, frozen=True):
 class TaskAudit(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What was found about one task. `digest` identifies what the result depends on. `mutants` and `lived` count the
     changed copies of the reference solution that were played, and those that got the full score. `stages` has the
-    seconds that the reference solution took for preparation, grading and the whole, and `seconds` those of the audit.
-    """
+    seconds that the reference solution took for preparation, grading and the whole, `seconds` those of the audit, and
+    `trial_s` those of its trials."""
 
     id: str
     digest: str
@@ -119,6 +129,7 @@ class TaskAudit(msgspec.Struct, kw_only=True, omit_defaults=True):
     lived: int = 0
     stages: dict[str, float] = {}
     seconds: float = 0.0
+    trial_s: float = 0.0
     complete: bool = True
     """False if an error of this machine, or the budget, ended the audit of the task."""
 

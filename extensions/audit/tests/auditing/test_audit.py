@@ -420,8 +420,10 @@ from palaestra import Say, Task, ToolStep, environment
 
 @environment(toolsets=[])
 def shop():
-    for name, order, right in (("a", "W1", "W1"), ("b", "W2", "W2"), ("c", "W2", "W2"), ("d", "W3", "W9")):
-        steps = [Say("Which order?"), ToolStep("cancel", {"order": order}), Say("Done.")]
+    for name, order, right in (
+        ("a", "W1", "W1"), ("b", "W2", "W2"), ("c", "W2", "W2"), ("d", "W3", "W9"), ("e", " W1", "W1")
+    ):
+        steps = [Say("Which order?"), ToolStep("cancel", {"order": order.strip()}), Say("Done.")]
         yield Task(name, "Hello, I need help with an order.", data={"wish": order}, answer=right, solution=steps)
 
 @shop.state
@@ -455,7 +457,7 @@ def test_an_audit_plays_the_user_and_compares_what_users_know(
     found = {
         task.id: [(each.kind, each.note) for each in task.findings] for task in read_audit(Path("out/audit.json")).tasks
     }
-    assert found == {"a": [], "b": [], "c": [(Kind.DUPLICATE, False)], "d": [(Kind.UNSOLVABLE, False)]}
+    assert found == {"a": [], "b": [], "c": [(Kind.DUPLICATE, False)], "d": [(Kind.UNSOLVABLE, False)], "e": []}
     capsys.readouterr()
     assert main(["audit", "replay", "out/audit.json", "d/unsolvable/1"]) == 0
     shown = capsys.readouterr().out
@@ -463,3 +465,71 @@ def test_an_audit_plays_the_user_and_compares_what_users_know(
         shown.index(each) for each in ("Which order?", "user: W3", "cancel: W3", "cancelled W3", "Done.", "score 0")
     ]
     assert places == sorted(places)
+
+
+HOSTILE = """
+from palaestra import Limits, Task, environment
+
+BOMB = "b() { b | b & }; b; sleep 1; echo x > a.txt"
+FULL = "dd if=/dev/zero of=big bs=1M count=100000 2> /dev/null; echo x > a.txt"
+
+@environment(toolsets=["terminal"])
+def hostile():
+    few = Limits(memory_bytes=256 << 20, pids=100, disk_bytes=64 << 20)
+    yield Task(id="hang", prompt="Write a.txt.", solution="sleep 100000", time_limit=3)
+    yield Task(id="hanging score", prompt="Write a.txt.", solution="echo x > a.txt")
+    yield Task(id="bomb", prompt="Write a.txt.", solution=BOMB, limits=few, time_limit=20)
+    yield Task(id="full", prompt="Write a.txt.", solution=FULL, limits=few, time_limit=20)
+    yield Task(id="lines", prompt="Write a.txt.", solution="seq 1000000; echo x > a.txt")
+    yield Task(id="sound", prompt="Write a.txt.", solution="echo x > a.txt")
+
+@hostile.score
+async def right(task, sandbox):
+    if task.id == "hanging score":
+        await sandbox.execute("sleep 100000", timeout_s=1)
+    if task.id == "lines":
+        await sandbox.execute("seq 1000000")
+    return await sandbox.read_text("a.txt", missing="") == "x\\n"
+"""
+
+
+@pytest.mark.slow
+def test_a_hang_a_bomb_a_full_disk_and_much_output_cost_only_their_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hostile_env.py").write_text(HOSTILE)
+    found = audit("hostile_env.py", "--only", "unsolvable", "--only", "pays_for_nothing")
+    assert certain(found) == {
+        "hang": {Kind.UNSOLVABLE},
+        "hanging score": set(),
+        "bomb": set(),
+        "full": {Kind.UNSOLVABLE},
+        "lines": set(),
+        "sound": set(),
+    }
+    assert all(task.complete for task in found.tasks)
+
+
+def test_what_a_task_has_at_first_is_read_although_its_check_fails_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken_env.py").write_text("""
+from palaestra import Task, environment
+from palaestra_slots.core.errors import GraderError
+
+TEXT = "The answer to this question is forty-two, and nothing else.\\n"
+
+@environment(toolsets=["terminal"])
+def broken():
+    yield Task(id="a", prompt="Write the answer to a.txt.", files={"hidden/b": TEXT},
+               solution=f"printf '{TEXT}' > a.txt")
+
+@broken.score
+async def right(sandbox):
+    if await sandbox.stat("a.txt") is None:
+        raise GraderError("there is no a.txt")
+    return await sandbox.read_text("a.txt") == TEXT
+""")
+    assert certain(audit("broken_env.py", "--only", "leaks")) == {"a": {Kind.LEAKS}}

@@ -43,7 +43,7 @@ def only(files: Mapping[str, bytes | None]) -> bytes:
 
 
 def test_variants_of_code_keep_its_results() -> None:
-    found = {each.what: each for each in variants({}, {"work.py": CODE})}
+    found = {each.what: each for each in variants({}, {"work.py": CODE}, "first and is_long")}
     assert len(found) == 5
     for what, each in found.items():
         assert ran(only(each.files)) == ran(CODE), what
@@ -151,7 +151,9 @@ def test_work_that_only_prints_is_certainly_wrong_only_without_its_calls() -> No
         "None in place of the results of work.py": False,
         "an early end of the functions of work.py": True,
     }
-    assert all(each.certain for each in mutants({}, {"work.py": b"print('a')\n"}))
+    shown = list(mutants({}, {"work.py": b"print('a')\n"}))
+    assert {each.what for each in shown if not each.certain} == {"work.py:1: 'ax' for 'a'"}
+    assert len(shown) > 1
 
 
 @pytest.mark.parametrize(
@@ -169,3 +171,47 @@ def test_json_is_laid_out_anew_if_every_reader_gets_the_same(text: bytes, varied
     found = [each for each in variants({}, {"a.json": text}) if "JSON" in each.what]
     assert [json.loads(only(each.files)) for each in found] == ([json.loads(text)] if varied else [])
     assert all(only(each.files) != text for each in found)
+
+
+NAMES = b"""WORDS = {'and', 'or'}
+
+
+def title(text):
+    return ' '.join(_small(each) for each in text.split())
+
+
+def shorten(text):
+    if not text:
+        raise ValueError('nothing to shorten in ' + text)
+    return text[:3]
+
+
+def _small(word):
+    return word if word in WORDS else word.capitalize()
+"""
+
+
+def test_names_and_messages_that_the_prompt_does_not_have_are_changed() -> None:
+    found = {each.what: each for each in variants({}, {"a.py": NAMES}, "Write title(text) in a.py.")}
+    private = found["helpers with private names renamed in a.py"]
+    assert private.certain
+    assert only(private.files).count(b"_small_other") == 2
+    public = found["functions that the prompt does not name renamed in a.py"]
+    assert (public.certain, b"def shorten_other" in only(public.files), b"def title(" in only(public.files)) == (
+        False, True, True
+    )  # fmt: skip
+    message = found["other words in the messages of errors in a.py"]
+    assert not message.certain
+    asked = "title, shorten and _small raise ValueError('nothing to shorten in ...')."
+    kept = {each.what for each in variants({}, {"a.py": NAMES}, asked)}
+    assert not {what for what in kept if "renamed in" in what and "local" not in what} | {
+        w for w in kept if "mess" in w
+    }
+    # A function that the file had before belongs to others too.
+    before = {"a.py": b"def _small(word):\n    return word\n"}
+    assert not [each for each in variants(before, {"a.py": NAMES}, "") if "private" in each.what]
+
+
+def test_texts_are_changed_unless_only_people_read_them() -> None:
+    whats = [each.what for each in mutants({}, {"a.py": NAMES}) if " for '" in each.what]
+    assert sorted(what.partition(": ")[2] for what in whats) == ["' x' for ' '", "'andx' for 'and'", "'orx' for 'or'"]

@@ -125,6 +125,8 @@ class ModalSandboxConfig:
     """This setting exists only for compatibility and has no effect: every slot has its workspace at /workspace."""
 
     def __post_init__(self) -> None:
+        if self.workspace_base != "/data":
+            _log.warning("modal profile %s: workspace_base has no effect: workspaces are at /workspace", self.name)
         if not 0 <= self.min_sandboxes <= self.max_sandboxes or self.max_sandboxes < 1 or self.slots_per_sandbox < 1:
             raise ConfigError(
                 f"modal profile {self.name}: max_sandboxes and slots_per_sandbox must be at least 1, and min_sandboxes "
@@ -252,7 +254,7 @@ class ModalBackend(RemoteBackend):
         """Return the backend for the settings of a run. If the run limits the time of a rollout and does not set the
         lifetime of sandboxes, the lifetime is made long enough for a rollout."""
         rung, require = levels(config.isolation, config.require_sandbox)
-        wanted = ModalSandboxConfig.from_agent_env_config(config)
+        wanted = replace(ModalSandboxConfig.from_agent_env_config(config), acquire_timeout_s=config.modal_wait_s)
         rollout_s = config.worker_timeout if config.worker_timeout > 0 else None
         if rollout_s is not None and "modal_max_lifetime" not in config.model_fields_set:
             needed = min(_MOST_LIFETIME_S, 2 * int(rollout_s + _GRADING_S))

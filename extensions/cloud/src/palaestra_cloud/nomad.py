@@ -536,6 +536,8 @@ class NomadBackend(RemoteBackend):
         self, config: NomadBackendConfig | None = None, *, rung: Rung | None = None, require: Rung | None = None
     ) -> None:
         self.config = config or NomadBackendConfig()
+        if self.config.min_containers == 0:
+            _log.warning("min_containers 0: Nomad ends a job without containers, so one container stays")
         self.purge = self.config.purge_job_on_shutdown
         """Whether closing this backend also removes its jobs from Nomad's list."""
         image = self.config.sandbox_image if self.config.driver == "docker" else None

@@ -28,6 +28,9 @@ _NEVER_RUNS = ("Driver Failure", "Setup Failure", "Failed Validation", "Failed A
 """Types of task events after which Nomad may try again, although the problem rarely goes away by itself."""
 
 
+_FILES = ("ca_cert", "client_cert", "client_key")
+
+
 class NomadRefused(SandboxError):
     """Nomad answered a request with an error; `status` is the HTTP status of the answer."""
 
@@ -62,7 +65,8 @@ class NomadAccess:
             if self.client_cert is not None:
                 context.load_cert_chain(self.client_cert, self.client_key)
         except (OSError, ssl.SSLError) as error:
-            files = ", ".join(each for each in (self.ca_cert, self.client_cert, self.client_key) if each)
+            given = (getattr(self, name) for name in _FILES)
+            files = ", ".join(f"nomad_{name} {each}" for name, each in zip(_FILES, given, strict=True) if each)
             raise ConfigError(f"the certificates for Nomad ({files}) cannot be used: {error}") from error
         return context
 

@@ -111,3 +111,34 @@ def test_a_killed_driver_leaves_no_worker_and_its_run_is_resumed(tmp_path: Path,
     assert resumed.returncode == 0, resumed.stderr
     assert "cluster 2 processes" in resumed.stderr
     assert counting.content(folder) == alone
+
+
+NOTED = """
+import os, sys
+from palaestra.envs.config.fields import BaseEnvConfig
+
+FOUND, OUT = BaseEnvConfig.__getattribute__, open(f"{os.getpid()}.read", "w")
+
+def noted(self, name):
+    if name in type(self).model_fields and not sys._getframe(1).f_globals["__name__"].startswith("pydantic"):
+        print(name, file=OUT, flush=True)
+    return FOUND(self, name)
+
+BaseEnvConfig.__getattribute__ = noted
+"""
+
+
+def test_a_cluster_reads_the_settings_that_one_machine_reads(tmp_path: Path) -> None:
+    def read(*words: str) -> set[str]:
+        done = counting.run(tmp_path, "run", "lines_env.py", "--policy", "noop", "--env.n", "1", *words)
+        assert done.returncode == 0, done.stderr
+        files = list(tmp_path.glob("*.read"))
+        assert len(files) == 1 + len(words) // 2, "one of each process that had the settings"
+        found = {name for file in files for name in file.read_text().split()}
+        for file in files:
+            file.unlink()
+        return found
+
+    (tmp_path / "lines_env.py").write_text(NOTED + counting.ENVIRONMENT)
+    assert "isolation" in (here := read())
+    assert here - read("--on", "processes:1") == set()

@@ -22,10 +22,9 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 
-import palaestra
 from palaestra.envs.config.dotenv import DOTENV, read_variables
 from palaestra.envs.discovery import CONTRACT_ROOTS
-from palaestra_contract.port_script import WITHOUT_EFFECT, advice, counterpart, elsewhere
+from palaestra_contract.port_script import WITHOUT_EFFECT, advice, counterpart, elsewhere, public_names
 
 _OURS = (
     "atroposlib", "atropos.agent", "atropos.api", "atropos.backends", "atropos.envs.agent_env", "atropos.slots",
@@ -67,7 +66,7 @@ class _OldModule(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__all__ = [*palaestra.__all__, *elsewhere()]
+        self.__all__ = [*public_names(), *elsewhere()]
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):

@@ -16,6 +16,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import palaestra
@@ -154,7 +156,14 @@ def counterpart(name: str, module: str = "") -> str | None:
     contract's module, if it is known."""
     if (module, name) in OF_MODULES:
         return OF_MODULES[module, name]
-    return "palaestra" if name in palaestra.__all__ else elsewhere().get(name)
+    return "palaestra" if name in public_names() else elsewhere().get(name)
+
+
+@cache
+def public_names() -> frozenset[str]:
+    """Return the names that can be imported from `palaestra`: its own, and those of libraries and extensions."""
+    others = (import_module(package).__all__ for package in palaestra.packages_with_names())
+    return frozenset(palaestra.__all__).union(*others)
 
 
 def elsewhere() -> Mapping[str, str]:

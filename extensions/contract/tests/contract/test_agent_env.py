@@ -14,7 +14,6 @@ import pytest
 
 from envs.agent_script import WITH_META, WITHOUT_META
 from envs.scripts import groups_file
-from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import SYSTEM_PROMPT
 from palaestra.envs.config.command_line import CommandLine, Parsed
@@ -25,9 +24,11 @@ from palaestra.rollouts.export.token_rows import exported_rows
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.journal.verify import verify_run
+from palaestra_contract import AgentEnv, AgentEnvConfig
 from palaestra_contract.exec_tool import ExecTool
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
+from palaestra_tokens import APIServerConfig
 from palaestra_tokens.serving.token_server import TokenLoopback
 from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
 from palaestra_tokens.testing.fake_engine import ToyEngine

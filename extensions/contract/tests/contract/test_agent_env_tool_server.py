@@ -12,23 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from palaestra import (
-    AgentEnv,
-    AgentEnvConfig,
-    APIServerConfig,
-    ToolCall,
-    ToolExecutor,
-    ToolExecutorConfig,
-    ToolRegistry,
-    build_tool_registry,
-    tool,
-)
+from palaestra import ToolCall, ToolRegistry, tool
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
 from palaestra.tools.tool import Tool
+from palaestra_contract import AgentEnv, AgentEnvConfig, ToolExecutor, ToolExecutorConfig, build_tool_registry
 from palaestra_contract.exec_tool import ExecTool
 from palaestra_slots.core.types import JSON
+from palaestra_tokens import APIServerConfig
 from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from sessions.asking import Client
 

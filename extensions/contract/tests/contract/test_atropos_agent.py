@@ -11,17 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manual_clock import ManualClock
-from palaestra import AgentConfig, AgentResult, APIServerConfig, AtroposAgent, HermesAgentLoop
+from palaestra import AgentResult
 from palaestra.agent.loop import LoopSettings
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import Turn
 from palaestra.tools.call_text import ToolCall, ToolResult
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
+from palaestra_contract import AgentConfig, AtroposAgent, HermesAgentLoop
 from palaestra_contract.hermes_text import observation, with_tools, written
 from palaestra_contract.rollout_parts import RolloutServer
 from palaestra_slots.core.errors import ConfigError, EngineError, EngineUnavailable, SlotLost
 from palaestra_slots.core.types import JSON, Blame, Message, Outcome
+from palaestra_tokens import APIServerConfig
 from palaestra_tokens.chat_server import ChatServer
 from palaestra_tokens.engine import Sampled
 from palaestra_tokens.engines.token_engine import TokenChat

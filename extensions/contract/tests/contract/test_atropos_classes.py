@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from palaestra import APIServerConfig, BaseEnv, BaseEnvConfig
+from palaestra_contract import BaseEnv, BaseEnvConfig
 from palaestra_contract.base_env import ClassForm
 from palaestra_contract.chat_tokenizer import ChatTokenizer
 from palaestra_contract.class_environment import CollectedEnvironment
 from palaestra_contract.helpers.teacher_distillation import TeacherDistillationConfig
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
+from palaestra_tokens import APIServerConfig
 from palaestra_tokens.engines.token_engine import TokenChat
 from palaestra_tokens.server_group import ServerGroup
 from palaestra_tokens.testing.fake_engine import toy_tokenizer

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from palaestra import BaseEnv, BaseEnvConfig, HermesAgentLoop, Outcome
+from palaestra import Outcome
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import RunReport, run
 from palaestra.rollouts.journal.reader import Recording
+from palaestra_contract import BaseEnv, BaseEnvConfig, HermesAgentLoop
 from palaestra_contract.scored_data import checked_row, format_trajectory
 from palaestra_slots.core.errors import ConfigError, TaskError
 from palaestra_slots.core.types import JSON

@@ -8,21 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from palaestra import (
+from palaestra import AgentResult, ToolCall
+from palaestra_contract import (
     AgentEnv,
     AgentEnvConfig,
-    AgentResult,
-    APIServerConfig,
     BaseEnv,
     BaseEnvConfig,
     HermesAgentBaseEnv,
     HermesAgentEnvConfig,
     ScoredDataItem,
-    ToolCall,
     ToolContext,
 )
 from palaestra_contract.exec_tool import ExecTool
 from palaestra_slots.core.types import JSON
+from palaestra_tokens import APIServerConfig
 
 pytestmark = pytest.mark.slots
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import palaestra
-from palaestra import ToolContext, cleanup_vm, handle_function_call_async
 from palaestra.cli.main import main
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.discovery import load_environment
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group
+from palaestra_contract import ToolContext, cleanup_vm, handle_function_call_async
 from palaestra_contract.tools import function_calls
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.sync_bridge import bridged

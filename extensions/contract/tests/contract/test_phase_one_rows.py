@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig, HermesAgentBaseEnv
+from palaestra_contract import AgentEnv, AgentEnvConfig, HermesAgentBaseEnv
 from palaestra_contract.chat_tokenizer import chat_tokenizer
 from palaestra_slots.core.types import JSON
+from palaestra_tokens import APIServerConfig
 from palaestra_tokens.testing.tiny_model import save_tokenizer, train_tokenizer
 from palaestra_tokens.tokenizers import load_tokenizer
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig, ToolContext, ToolStep
+from palaestra import ToolStep
+from palaestra_contract import HermesAgentBaseEnv, HermesAgentEnvConfig, ToolContext
 from palaestra_slots.core.types import JSON
+from palaestra_tokens import APIServerConfig
 
 pytestmark = pytest.mark.slots
 

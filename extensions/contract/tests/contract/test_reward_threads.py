@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig, ToolContext
+from palaestra_contract import HermesAgentBaseEnv, HermesAgentEnvConfig, ToolContext
 from palaestra_slots.core import sync_bridge
 from palaestra_slots.core.types import JSON
+from palaestra_tokens import APIServerConfig
 
 pytestmark = pytest.mark.slots
 

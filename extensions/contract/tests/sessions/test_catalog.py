@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from palaestra import (
+from palaestra.tools.registry.toolsets import TOOLSETS
+from palaestra_contract import (
     TOOL_TO_TOOLSET_MAP,
     TOOLSET_REQUIREMENTS,
     check_tool_availability,
@@ -13,7 +14,6 @@ from palaestra import (
     get_available_toolsets,
     get_toolset_for_tool,
 )
-from palaestra.tools.registry.toolsets import TOOLSETS
 
 
 def test_tools_and_their_toolsets() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra import HermesAgentLoop, get_tool_definitions
 from palaestra.agent.result import AgentResult
+from palaestra_contract import HermesAgentLoop, get_tool_definitions
 from palaestra_contract.tools.function_calls import ToolSession, use_session
 from palaestra_contract.tools.session_tasks import ToolSessionConfig
 from palaestra_slots.core.errors import ConfigError, IsolationUnavailable, SandboxError, StaleLease, TaskError

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra import process_registry, use_session
+from palaestra_contract import process_registry, use_session
 from palaestra_contract.sync_process_registry import SharedProcesses
 from palaestra_contract.tools.function_calls import ToolSession, cleanup_vm, handle_function_call
 from palaestra_contract.tools.session_tasks import ToolSessionConfig

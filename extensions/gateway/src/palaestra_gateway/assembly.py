@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
+from palaestra.envs.config.build import command_timeout_s, make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra_chat.config import named_models
 from palaestra_chat.service import SYSTEM_PROMPT, ChatService, ChatSettings
@@ -35,7 +36,7 @@ from palaestra_slots.core.config import nearest
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import Network, Prices
 from palaestra_slots.sandbox.backends.local import LocalBackend
-from palaestra_slots.sandbox.backends.registry import is_of_backends, make_backend, require_read
+from palaestra_slots.sandbox.backends.registry import is_of_backends, require_read
 from palaestra_slots.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra_slots.sandbox.server_backend import levels
 from palaestra_slots.sandbox.service.service_client import default_directory
@@ -110,6 +111,7 @@ def _chat_settings(config: GatewayConfig) -> ChatSettings:
         context_tokens=config.context_tokens,
         prices=prices,
         models=named_models(config.models, [] if config.server is None else [config.server]),
+        tool_timeout_s=command_timeout_s(_slot_settings(config)),
         spec=SlotSpec(config.image, Network(config.network)),
     )
 
@@ -117,22 +119,31 @@ def _chat_settings(config: GatewayConfig) -> ChatSettings:
 def _pool(config: GatewayConfig, home: Path) -> SlotPool:
     """Return the pool of the sandboxes. Only those on this machine can outlive the gateway. Raises `ConfigError` for
     settings that the backend does not read or rejects."""
-    limits = SlotPoolConfig(max_slots=config.max_sandboxes)
+    if config.isolation == "none" and config.network == "off" and "network" in config.model_fields_set:
+        raise ConfigError("network off has no effect with isolation none: request another level, or set network: on")
     if config.backend == "local":
         if config.backend_settings:
             raise ConfigError("backend_settings has no effect on local sandboxes: set backend, or leave it out")
         rung, require = levels(config.isolation)
         service = service_name(home) if config.keep_sandboxes else None
+        limits = SlotPoolConfig(max_slots=config.max_sandboxes)
         return SlotPool(limits, LocalBackend(rung=rung, require=require, service=service))
     if config.keep_sandboxes and "keep_sandboxes" in config.model_fields_set:
         raise ConfigError(f"sandboxes of the backend {config.backend} end with the gateway: set keep_sandboxes: false")
+    settings = _slot_settings(config)
+    require_read(config.backend, config.backend_settings, settings)
+    return make_pool(settings)
+
+
+def _slot_settings(config: GatewayConfig) -> HermesAgentEnvConfig:
+    """Return the settings of the sandboxes as a run would have them. Raises `ConfigError`."""
     known = [name for name in HermesAgentEnvConfig.model_fields if is_of_backends(name)]
     for name in config.backend_settings:
         if name not in known:
             raise ConfigError(f"backends have no setting {name}, which is in backend_settings.{nearest(name, known)}")
-    require_read(config.backend, config.backend_settings)
-    settings = HermesAgentEnvConfig(isolation=config.isolation, **config.backend_settings)
-    return SlotPool(limits, make_backend(config.backend, settings))
+    return HermesAgentEnvConfig(
+        isolation=config.isolation, tool_pool_mode=config.backend, slots=config.max_sandboxes, **config.backend_settings
+    )
 
 
 def service_name(home: Path) -> str:

@@ -60,7 +60,8 @@ class Attachment:
 class Incoming:
     """A message from a person. `message_id` is unique in its chat. `problem` names the part that could not be read. For
     a `trusted` message the platform has checked the sender's secret, so no allow-list is needed. The message of a
-    scheduled `job` has no sender; its answer goes to `deliver`, or nowhere if that is None."""
+    scheduled `job` has no sender; its answer goes to `deliver`, or nowhere if that is None. An e-mail that begins a
+    conversation has a `subject`."""
 
     address: ChatAddress
     message_id: str
@@ -72,6 +73,7 @@ class Incoming:
     trusted: bool = False
     job: str = ""
     deliver: ChatAddress | None = None
+    subject: str = ""
 
     @property
     def said(self) -> str:

@@ -324,6 +324,8 @@ class Gateway:
 
     async def _content(self, conversation: Conversation, message: Incoming) -> JSON:
         text, address = message.text, message.address
+        if message.subject:
+            text = f"Subject: {message.subject}\n\n{text}"
         if address.chat_type != "dm" and not message.job and not self.config.group_sessions_per_user:
             text = f"{message.user_name or message.user_id}: {text}"
         lines: list[str] = []

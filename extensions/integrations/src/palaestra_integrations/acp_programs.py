@@ -24,8 +24,9 @@ from acp import PROTOCOL_VERSION, ReadTextFileRequest, RequestError, WriteTextFi
 from acp.connection import Connection
 from pydantic import ValidationError
 
-from palaestra import JSON, AgentAssignment, ConfigError, HostedAgent, InfraError, Mount, Slot, program_named
+from palaestra import JSON, AgentAssignment, ConfigError, HostedAgent, InfraError, Slot, program_named
 from palaestra import __version__ as version
+from palaestra_slots import Mount
 
 START_S = 120.0
 """How long an agent may take to answer `initialize`."""

@@ -26,18 +26,9 @@ from harbor.environments.options import EnvironmentOptions
 from harbor.models.task.config import NetworkMode
 from harbor.models.trial.config import ResourceMode
 
-from palaestra import (
-    AllowList,
-    ConfigError,
-    Limits,
-    Mount,
-    Network,
-    PalaestraError,
-    TaskSandbox,
-    TaskSandboxes,
-    TaskSandboxSettings,
-    TaskSandboxSpec,
-)
+from palaestra import ConfigError, PalaestraError
+from palaestra_slots import AllowList, Limits, Mount, Network
+from palaestra_suites import TaskSandbox, TaskSandboxes, TaskSandboxSettings, TaskSandboxSpec
 
 
 class PalaestraOptions(EnvironmentOptions, TaskSandboxSettings):  # type: ignore[misc]

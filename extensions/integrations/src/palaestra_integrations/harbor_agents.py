@@ -29,8 +29,9 @@ from harbor.models.task.config import EnvironmentConfig, MCPServerConfig
 from harbor.models.trial.config import AgentConfig
 from harbor.models.trial.paths import TrialPaths
 
-from palaestra import JSON, AgentAssignment, ConfigError, HostedAgent, Slot, TaskSandbox
+from palaestra import JSON, AgentAssignment, ConfigError, HostedAgent, Slot
 from palaestra_integrations.harbor import PalaestraEnvironment
+from palaestra_suites import TaskSandbox
 
 _POLICIES = {"oracle": "oracle", "nop": "noop"}
 """Agents of Harbor that call no model, with the policy that takes the place of each."""

@@ -43,21 +43,9 @@ from inspect_ai.util import (
 )
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from palaestra import (
-    ConfigError,
-    ExecutionResult,
-    ImageError,
-    Rung,
-    Sandbox,
-    SandboxError,
-    Slot,
-    SlotPool,
-    SlotPoolConfig,
-    TaskSandbox,
-    TaskSandboxes,
-    TaskSandboxSettings,
-    TaskSandboxSpec,
-)
+from palaestra import ConfigError, Sandbox, SandboxError, Slot
+from palaestra_slots import ExecutionResult, ImageError, Rung, SlotPool, SlotPoolConfig
+from palaestra_suites import TaskSandbox, TaskSandboxes, TaskSandboxSettings, TaskSandboxSpec
 
 _log = logging.getLogger(__name__)
 

@@ -61,9 +61,10 @@ from inspect_ai.tool import ToolCall
 from inspect_ai.util import OutputLimitExceededError, SandboxEnvironmentSpec
 from inspect_ai.util._sandbox import context
 
-from palaestra import JSON, ConfigError, FunctionEnvConfig, Message, Say, Score, Slot, Task, WorkError, environment
+from palaestra import JSON, ConfigError, FunctionEnvConfig, Message, Say, Score, Slot, Task, environment
 from palaestra_integrations.inspect_sandbox import PalaestraSandbox, settings_of
 from palaestra_integrations.turns import prompt_length
+from palaestra_slots import WorkError
 
 _log = logging.getLogger(__name__)
 

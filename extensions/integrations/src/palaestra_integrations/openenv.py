@@ -21,8 +21,9 @@ from openenv.core.env_server.mcp_types import Tool
 from openenv.core.harness import ResourceSession, ResourceSessionFactory, ToolResult, VerifyResult
 from openenv.core.harness.training import TrainingTrace, TrainingTurn
 
-from palaestra import JSON, Blame, ConfigError, InfraError, Message, Session, SyncPlay, Trajectory
+from palaestra import JSON, ConfigError, InfraError, Message, Session, SyncPlay, Trajectory
 from palaestra_integrations.turns import sampled_turns
+from palaestra_slots import Blame
 
 
 class SessionFactory(ResourceSessionFactory["PlayedSession"]):  # type: ignore[misc]

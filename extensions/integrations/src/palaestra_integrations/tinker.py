@@ -38,19 +38,9 @@ from tinker_cookbook.exceptions import AllTrajectoriesFailedError
 from tinker_cookbook.rl import rollout_strategy, types
 from tinker_cookbook.sandbox import SandboxResult, SandboxTerminatedError
 
-from palaestra import (
-    JSON,
-    ConfigError,
-    EngineRefused,
-    FunctionEngine,
-    Group,
-    Sampled,
-    Sandbox,
-    Session,
-    SyncSession,
-    Trajectory,
-    training_rows,
-)
+from palaestra import JSON, ConfigError, Group, Sandbox, Session, SyncSession, Trajectory, training_rows
+from palaestra_slots import EngineRefused
+from palaestra_tokens import FunctionEngine, Sampled
 
 MOST_OUTPUT_BYTES = 128 * 1024
 """The maximum size of a command's output in bytes if the recipe sets no limit. It is the cookbook's own default."""

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import palaestra
-from palaestra import JSON, APIServerConfig, ConfigError, ExportedRow, Group, Session, SyncPlay, SyncSession, Trajectory
+from palaestra import JSON, ConfigError, ExportedRow, Group, Session, SyncPlay, SyncSession, Trajectory
+from palaestra_tokens import APIServerConfig, TransformersEngine
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -184,7 +185,7 @@ class RolloutFunc:
         self._settings = settings
         self._session: SyncSession | None = None
         self._opened = ExitStack()
-        self._engine: palaestra.TransformersEngine
+        self._engine: TransformersEngine
         self.path: Path | None = None
 
     def __call__(self, prompts: Sequence[JSON], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -237,7 +238,7 @@ class RolloutFunc:
             history="append",
             **{name: self._settings[name] for name in self._settings.keys() & APIServerConfig.model_fields.keys()},
         )
-        self._engine = palaestra.TransformersEngine(
+        self._engine = TransformersEngine(
             config, tokenizer=trainer.processing_class, make=lambda: model, seed=args.seed
         )
         cut = {"top_p": args.top_p, "top_k": args.top_k or 0, "logprobs_mode": "processed_logprobs"}

@@ -35,7 +35,6 @@ from palaestra import (
     JSON,
     ConfigError,
     FunctionEnvConfig,
-    Limits,
     Message,
     PalaestraError,
     Score,
@@ -43,10 +42,10 @@ from palaestra import (
     Task,
     TaskError,
     ToolRun,
-    WorkError,
     environment,
 )
 from palaestra_integrations.turns import prompt_length
+from palaestra_slots import Limits, WorkError
 
 _log = logging.getLogger(__name__)
 

@@ -29,18 +29,9 @@ import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 
-from palaestra import (
-    JSON,
-    APIServerConfig,
-    ConfigError,
-    EngineReplyError,
-    Group,
-    Sampled,
-    Session,
-    TokenChat,
-    Trajectory,
-    training_rows,
-)
+from palaestra import JSON, ConfigError, Group, Session, Trajectory, training_rows
+from palaestra_slots import EngineReplyError
+from palaestra_tokens import APIServerConfig, Sampled, TokenChat
 
 _ASKED: ContextVar[tuple[Any, Mapping[str, Any], str]] = ContextVar("verl_asked")
 """The rollout's client of the model servers, its sampling settings, and the id that keeps the rollout on one server."""

@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 
 from models.image_server import png
-from palaestra import ToolSession, ToolSettings, open_world
+from palaestra import open_world
+from palaestra_contract import ToolSession, ToolSettings
 from palaestra_slots.core.errors import ToolUnavailable
 from palaestra_slots.core.io.http_server import listening
 from palaestra_slots.core.io.threads import LoopThread

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from palaestra import ToolSession, ToolSettings, open_world
+from palaestra import open_world
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_contract import ToolSession, ToolSettings
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Slot
 from palaestra_toolsets.tools.web_crawl import web_crawl_tool

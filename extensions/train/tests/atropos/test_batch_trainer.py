@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from tabular import REPLIES, REWARDS, TabularTrainer
 
-from palaestra import ConfigError, TrainingConfig
+from palaestra import ConfigError
 from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra_slots.core.errors import TrainerError, TrainerRefused
+from palaestra_train import TrainingConfig
 from palaestra_train.atropos import batch_trainer
 from palaestra_train.atropos.batch_trainer import BatchTrainer, scored_batch
 from palaestra_train.atropos.connection import TrajectoryClient

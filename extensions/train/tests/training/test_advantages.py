@@ -12,7 +12,9 @@ import pytest
 from msgspec import structs
 from recorded import one_segment, rollout, two_segments
 
-from palaestra import ConfigError, Group, Label, TrainerError, TrainingConfig, Trajectory
+from palaestra import ConfigError, Group, Label, Trajectory
+from palaestra_slots import TrainerError
+from palaestra_train import TrainingConfig
 from palaestra_train import advantages as batches
 from palaestra_train.advantages import Batch, advantages
 from palaestra_train.importance import SamplerMismatch

@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from palaestra import Task, TrainingConfig
+from palaestra import Task
+from palaestra_train import TrainingConfig
 from palaestra_train.task_memory import Memory, choose, pass_rate, remember, signal
 
 TASKS = [Task(id=name, prompt="") for name in ("solved", "hard", "middling", "new")]

@@ -27,22 +27,14 @@ import pytest
 from note_environment import NOTE
 
 import palaestra
-from palaestra import (
-    ConfigError,
-    DiskError,
-    EngineUnavailable,
-    Rollout,
-    Slot,
-    Task,
-    TrainerError,
-    TrainingReport,
-    environment,
-)
+from palaestra import ConfigError, Rollout, Slot, Task, environment
 from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
+from palaestra_slots import DiskError, EngineUnavailable, TrainerError
 from palaestra_tokens.testing.tiny_model import make_tiny
+from palaestra_train import TrainingReport
 from palaestra_train.advantages import Batch
 from palaestra_train.step_groups import verify_steps
 from palaestra_train.trainer import TrainedRow

@@ -21,10 +21,12 @@ from recorded import embedded
 from tabular import TabularTrainer, words
 
 import palaestra
-from palaestra import ConfigError, DiskError, Rollout, Task, TrainerError, TrainingReport, environment
+from palaestra import ConfigError, Rollout, Task, environment
 from palaestra.cli.resume import resume_run
 from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.observe.training_steps import read_steps
+from palaestra_slots import DiskError, TrainerError
+from palaestra_train import TrainingReport
 from palaestra_train.step_groups import verify_steps
 
 pytestmark = pytest.mark.slots

@@ -13,8 +13,9 @@ from recorded import embedded
 from tabular import TabularTrainer, score
 
 import palaestra
-from palaestra import ConfigError, Say, Task, TrainerError, environment
+from palaestra import ConfigError, Say, Task, environment
 from palaestra.rollouts.observe.training_steps import read_steps
+from palaestra_slots import TrainerError
 from palaestra_train.warm_start import kept_rows
 
 

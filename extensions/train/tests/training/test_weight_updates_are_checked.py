@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import palaestra
-from palaestra import TrainerError
+from palaestra_slots import TrainerError
 from palaestra_slots.core.errors import EngineRefused
 from palaestra_tokens.config import APIServerConfig
 from palaestra_tokens.serving.model_server import ModelServer

@@ -1,7 +1,7 @@
 """What people have said about the rollouts of one run, and the rewards that `palaestra grade` gave them, for its pages.
 
-Both are in files of their own next to the journal. They are read again when they have changed, and put into the run's
-index, so that rollouts can be filtered by them.
+Both are in files of their own next to the journal. They are read again when they have changed. What people have said is
+put into the run's index, so that rollouts can be filtered by it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -18,7 +17,7 @@ from palaestra.rollouts.observe.intervals import mean_interval
 from palaestra.rollouts.regraded import GRADES_NAME, Grade, read_grades
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
-from palaestra_view.run_index import RunIndex
+from palaestra_view.run_index import RunIndex, file_stamp
 
 
 class Marks:
@@ -35,7 +34,7 @@ class Marks:
 
     def update(self) -> bool:
         """Read the files again if they have changed, and return whether they have."""
-        stamp = tuple(_stamp(self._folder / name) for name in (ANNOTATIONS_NAME, GRADES_NAME))
+        stamp = tuple(file_stamp(self._folder / name) for name in (ANNOTATIONS_NAME, GRADES_NAME))
         if stamp == self._stamp:
             return False
         self.problem = ""
@@ -54,9 +53,6 @@ class Marks:
             yield from ((rollout, "note", note.text) for note in said.notes)
             if said.verdict:
                 yield rollout, "verdict", said.verdict
-        for rollout, grade in self._grades.items():
-            if grade.reward is not None:
-                yield rollout, "regraded", repr(grade.reward)
 
     def annotated(self, rows: Sequence[Mapping[str, JSON]]) -> list[dict[str, JSON]]:
         """Return the rows of rollouts, each with its `tags`, its `verdict`, the number of its `notes`, and its new
@@ -99,14 +95,14 @@ class Marks:
         for row in rows:
             if (grade := self._grades.get(row["id"])) is None:
                 continue
-            now, was = grade.reward, row["reward"]
+            now, was = grade.reward, row["recorded"]
             changed += now != was
             if now is not None and was is not None:
                 before[row["task"]].append(was)
                 after[row["task"]].append(now)
         return {
             "rollouts": len(rows),
-            "failed": sum(grade.reward is None for grade in self._grades.values()),
+            "failed": sum(bool(grade.error) for grade in self._grades.values()),
             "changed": changed,
             "at": max((grade.at for grade in self._grades.values()), default=0.0),
             "before": _mean(before),
@@ -117,11 +113,3 @@ class Marks:
 def _mean(tasks: Mapping[str, Sequence[float]]) -> dict[str, JSON]:
     values, interval = [value for task in tasks.values() for value in task], mean_interval([*tasks.values()])
     return {"mean": math.fsum(values) / len(values) if values else None, "interval": interval and [*interval]}
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.lstat()
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns

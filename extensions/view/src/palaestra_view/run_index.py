@@ -28,6 +28,7 @@ from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.rollouts.journal.journal import check_config, check_schema
 from palaestra.rollouts.journal.views import GroupView, LineView, RolloutView
 from palaestra.rollouts.records import CUT_OFF, Trajectory
+from palaestra.rollouts.regraded import GRADES_NAME, Grade, read_grades, with_grade
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of, open_regular
 from palaestra_slots.core.types import JSON
@@ -40,7 +41,7 @@ IMPORTS = "imports"
 COMMAND = "import"
 """The command in the settings of such a journal."""
 
-_FORMAT = "7"
+_FORMAT = "8"
 _TAIL_BYTES = 4096
 _EXIT = re.compile(rb'\\?"exit_code\\?":\s*-?[1-9]')
 _PREVIEW_CHARS = 240
@@ -63,6 +64,18 @@ CREATE TABLE IF NOT EXISTS rollouts (
 CREATE INDEX IF NOT EXISTS rollouts_group ON rollouts (group_id);
 CREATE INDEX IF NOT EXISTS rollouts_number ON rollouts (number, position);
 CREATE INDEX IF NOT EXISTS rollouts_place ON rollouts (place);
+CREATE TABLE IF NOT EXISTS grades (
+    id TEXT PRIMARY KEY, reward REAL, official REAL, labels TEXT, certain INTEGER, metrics TEXT
+) WITHOUT ROWID;
+CREATE VIEW IF NOT EXISTS graded AS SELECT
+    rollouts.id, group_id, number, task, position, outcome, rollouts.reward AS recorded, blame, error, category, tokens,
+    prompt_tokens, completion_tokens, cost, turns, calls, errors, exact, segments, seconds, model_s, tool_s, grade_s,
+    started, answer, parent, difference, unseen, breaks, exits, place, size,
+    CASE WHEN grades.id IS NULL THEN rollouts.reward ELSE grades.reward END AS reward,
+    CASE WHEN grades.id IS NULL THEN rollouts.official ELSE grades.official END AS official,
+    COALESCE(grades.labels, rollouts.labels) AS labels, COALESCE(grades.certain, rollouts.certain) AS certain,
+    COALESCE(grades.metrics, rollouts.metrics) AS metrics
+    FROM rollouts LEFT JOIN grades ON grades.id = rollouts.id;
 CREATE TABLE IF NOT EXISTS attempts (rollout TEXT, outcome TEXT, error TEXT, place INTEGER);
 CREATE TABLE IF NOT EXISTS turns (rollout TEXT, turn INTEGER, at REAL, tokens INTEGER, place INTEGER);
 CREATE INDEX IF NOT EXISTS turns_rollout ON turns (rollout);
@@ -72,8 +85,8 @@ CREATE INDEX IF NOT EXISTS marks_rollout ON marks (rollout, kind);
 """
 
 _LISTED = (
-    "id", "group_id", "number", "task", "position", "outcome", "reward", "official", "blame", "error", "labels",
-    "metrics", "category", "prompt_tokens", "completion_tokens", "cost", "turns", "calls", "errors", "exact",
+    "id", "group_id", "number", "task", "position", "outcome", "reward", "recorded", "official", "blame", "error",
+    "labels", "metrics", "category", "prompt_tokens", "completion_tokens", "cost", "turns", "calls", "errors", "exact",
     "segments", "seconds", "model_s", "tool_s", "started", "answer", "parent", "exits",
 )  # fmt: skip
 _TEXTS = {"task": "task", "id": "id", "outcome": "outcome", "blame": "blame", "label": "labels", "error": "error",
@@ -81,7 +94,8 @@ _TEXTS = {"task": "task", "id": "id", "outcome": "outcome", "blame": "blame", "l
 _NUMBERS = {"reward": "reward", "official": "COALESCE(official, reward)", "tokens": "tokens", "turns": "turns",
             "seconds": "seconds", "calls": "calls", "errors": "errors", "exits": "exits", "cost": "cost",
             "index": "position", "started": "started", "segments": "segments",
-            "regraded": "(SELECT CAST(value AS REAL) FROM marks WHERE rollout = id AND kind = 'regraded')"}  # fmt: skip
+            "recorded": "recorded",
+            "regraded": "(SELECT grades.reward FROM grades WHERE grades.id = graded.id)"}  # fmt: skip
 _COMPARISONS = ("=", "!=", "<", "<=", ">", ">=")
 
 RESUMED = "resumed:"
@@ -167,6 +181,9 @@ class RunIndex:
         self._lock = threading.Lock()
         self._place = -1
         self._closed = False
+        self.grades: Mapping[str, Grade] = {}
+        """The scores that `palaestra grade` gave."""
+        self._grades_stamp: JSON = ""
         self._store = None if store is None else store / f"{_name_of(path)}.sqlite"
         self._db = self._open()
 
@@ -177,12 +194,35 @@ class RunIndex:
             self._db.close()
 
     def update(self, seconds: float = 0.1) -> bool:
-        """Index the lines that the journal has gained, for about `seconds`, and return whether there were any. A last
-        line without an end stays for later. Raises `ConfigError` if the file is not a journal of a run."""
-        if self.path.stat().st_size == self._place:
-            return False
+        """Index the lines that the journal has gained, for about `seconds`, and new scores. Returns whether there were
+        any. A last line without an end stays for later. Raises `ConfigError` if the file is not a journal of a run."""
         with self._lock:
-            return not self._closed and self._index(seconds)
+            if self._closed:
+                return False
+            regraded = self._take_grades()
+            return regraded if self.path.stat().st_size == self._place else self._index(seconds) or regraded
+
+    def _take_grades(self) -> bool:
+        """Read the file of new scores if it has changed, and return whether it has."""
+        stamp = file_stamp(self.path.parent / GRADES_NAME)
+        if stamp == self._grades_stamp:
+            return False
+        first, self._grades_stamp = self._grades_stamp == "", stamp
+        try:
+            self.grades = read_grades(self.path.parent)
+        except ConfigError:  # the page of the run names the problem
+            self.grades = {}
+        with self._writing():
+            self._db.execute("DELETE FROM grades")
+            self._db.executemany(
+                "INSERT INTO grades VALUES (?, ?, ?, ?, ?, ?)",
+                [
+                    (each.rollout_id, each.reward, each.official, json.dumps([label.name for label in each.labels]),
+                     any(label.certain for label in each.labels), json.dumps(each.metrics))
+                    for each in self.grades.values() if each.reward is not None
+                ],
+            )  # fmt: skip
+        return not first or bool(self.grades)
 
     def _index(self, seconds: float) -> bool:
         with self._writing() as offset:
@@ -230,9 +270,9 @@ class RunIndex:
         clause, values = _where(where)
         order, more = _order(sort, descending)
         with self._lock:
-            (total,) = self._db.execute(f"SELECT COUNT(*) FROM rollouts WHERE {clause}", values).fetchone()  # noqa: S608
+            (total,) = self._db.execute(f"SELECT COUNT(*) FROM graded WHERE {clause}", values).fetchone()  # noqa: S608
             found = self._db.execute(
-                f"SELECT {', '.join(_LISTED)} FROM rollouts WHERE {clause} ORDER BY {order}number, position "  # noqa: S608
+                f"SELECT {', '.join(_LISTED)} FROM graded WHERE {clause} ORDER BY {order}number, position "  # noqa: S608
                 "LIMIT ? OFFSET ?",
                 [*values, *more, limit, offset],
             ).fetchall()
@@ -252,7 +292,7 @@ class RunIndex:
             cells: defaultdict[str, list[JSON]] = defaultdict(list)
             marks = ", ".join("?" * len(names))
             for group_id, *cell in self._db.execute(
-                "SELECT group_id, id, position, reward, outcome, official, labels <> '[]' FROM rollouts "  # noqa: S608
+                "SELECT group_id, id, position, reward, outcome, official, labels <> '[]' FROM graded "  # noqa: S608
                 f"WHERE group_id IN ({marks}) ORDER BY position",
                 names,
             ):
@@ -270,7 +310,7 @@ class RunIndex:
         blame, labels (JSON) and metrics (JSON)."""
         with self._lock:
             return self._db.execute(
-                "SELECT group_id, task, reward, official, outcome, COALESCE(blame, ''), labels, metrics FROM rollouts "
+                "SELECT group_id, task, reward, official, outcome, COALESCE(blame, ''), labels, metrics FROM graded "
                 "ORDER BY number, position"
             ).fetchall()
 
@@ -280,7 +320,7 @@ class RunIndex:
                  "turns", "calls", "errors")  # fmt: skip
         sums = ", ".join(f"SUM({name})" for name in names[1:])
         with self._lock:
-            found = self._db.execute(f"SELECT COUNT(*), {sums} FROM rollouts").fetchone()  # noqa: S608
+            found = self._db.execute(f"SELECT COUNT(*), {sums} FROM graded").fetchone()  # noqa: S608
             (flying,) = self._db.execute("SELECT COUNT(DISTINCT rollout) FROM turns").fetchone()
             (discarded,) = self._db.execute("SELECT COUNT(*) FROM attempts").fetchone()
         return {**dict(zip(names, found, strict=True)), "flying": flying, "discarded": discarded}
@@ -293,12 +333,12 @@ class RunIndex:
     def neighbours(self, rollout_id: str) -> tuple[str | None, str | None]:
         """Return the ids of the rollouts before and after a rollout, in the order of tasks and indices."""
         with self._lock:
-            found = self._db.execute("SELECT number, position FROM rollouts WHERE id = ?", [rollout_id]).fetchone()
+            found = self._db.execute("SELECT number, position FROM graded WHERE id = ?", [rollout_id]).fetchone()
             if found is None:
                 return None, None
             each = [
                 self._db.execute(
-                    f"SELECT id FROM rollouts WHERE (number, position) {sign} (?, ?) "  # noqa: S608
+                    f"SELECT id FROM graded WHERE (number, position) {sign} (?, ?) "  # noqa: S608
                     f"ORDER BY number {order}, position {order} LIMIT 1",
                     found,
                 ).fetchone()
@@ -310,8 +350,8 @@ class RunIndex:
     def trajectory(self, rollout_id: str) -> Trajectory | None:
         """Return the whole record of a finished rollout, or None."""
         with self._lock:
-            found = self._db.execute("SELECT place FROM rollouts WHERE id = ?", [rollout_id]).fetchone()
-        return None if found is None else self._read(found[0], _ended).trajectory
+            found = self._db.execute("SELECT place FROM graded WHERE id = ?", [rollout_id]).fetchone()
+        return None if found is None else with_grade(self._read(found[0], _ended).trajectory, self.grades)
 
     def attempts(self, rollout_id: str) -> list[dict[str, JSON]]:
         """Return outcome and error of each discarded attempt at a rollout."""
@@ -333,8 +373,8 @@ class RunIndex:
         return None if found is None else self._read(found[0], _started)
 
     def put_marks(self, marks: Iterable[tuple[str, str, str]]) -> None:
-        """Replace what people have said about rollouts, and the new rewards: the rollout's id, the kind (`tag`,
-        `verdict`, `note` or `regraded`) and the value."""
+        """Replace what people have said about rollouts: the rollout's id, the kind (`tag`, `verdict` or `note`) and the
+        value."""
         with self._lock, self._writing():
             self._db.execute("DELETE FROM marks")
             self._db.executemany("INSERT INTO marks VALUES (?, ?, ?)", marks)
@@ -363,7 +403,7 @@ class RunIndex:
 
     def _places(self) -> list[tuple[str, int, int]]:
         with self._lock:
-            return self._db.execute("SELECT id, place, size FROM rollouts ORDER BY place").fetchall()
+            return self._db.execute("SELECT id, place, size FROM graded ORDER BY place").fetchall()
 
     def _read(self, place: int, decoder: msgspec.json.Decoder[_EventT]) -> _EventT:
         with open_regular(self.path) as file:
@@ -383,7 +423,8 @@ class RunIndex:
                 db = _connect(str(self._store))
                 if _fits(db, self.path):
                     return db
-                for table in ("facts", "groups", "rollouts", "attempts", "turns", "marks"):
+                db.execute("DROP VIEW IF EXISTS graded")
+                for table in ("facts", "groups", "rollouts", "grades", "attempts", "turns", "marks"):
                     db.execute(f"DROP TABLE IF EXISTS {table}")
                 db.executescript(_SCHEMA)
                 return db
@@ -610,6 +651,15 @@ class RolloutEvidence(NamedTuple):
     """The error with which the check failed over the work; empty if it did not."""
 
 
+def file_stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written or replaced; None if there is no file."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
 def evidence(index: RunIndex) -> Iterator[RolloutEvidence]:
     """Yield the evidence of all finished rollouts, in the order in which they ended."""
     last = -1
@@ -617,7 +667,7 @@ def evidence(index: RunIndex) -> Iterator[RolloutEvidence]:
         with index._lock:
             rows = index._db.execute(
                 "SELECT place, id, group_id, task, category, reward, official, COALESCE(blame, ''), error, difference, "
-                "unseen, breaks FROM rollouts WHERE place > ? ORDER BY place LIMIT 1000",
+                "unseen, breaks FROM graded WHERE place > ? ORDER BY place LIMIT 1000",
                 [last],
             ).fetchall()
         if not rows:
@@ -697,7 +747,7 @@ def _clause(field: str, comparison: str, value: str | float) -> tuple[str, _Valu
         return "(official IS NOT NULL AND official IS NOT reward)", []
     if field == "changed":
         found = _NUMBERS["regraded"]
-        return f"({found} IS NOT NULL AND {found} IS NOT reward)", []
+        return f"({found} IS NOT NULL AND {found} IS NOT recorded)", []
     if field in _MARKS:
         return _mark(field, comparison, str(value))
     if comparison not in (":", *_COMPARISONS):
@@ -723,7 +773,7 @@ def _clause(field: str, comparison: str, value: str | float) -> tuple[str, _Valu
 
 
 def _mark(kind: str, comparison: str, value: str) -> tuple[str, _Values]:
-    known = "EXISTS (SELECT 1 FROM marks WHERE rollout = rollouts.id AND kind = ?{})"
+    known = "EXISTS (SELECT 1 FROM marks WHERE rollout = graded.id AND kind = ?{})"
     if comparison not in (":", "=", "!="):
         raise ConfigError(f"{kind} is text, so it cannot be compared with {comparison}")
     if value == "":  # none at all

@@ -118,7 +118,7 @@ def test_work_stays_until_its_new_score_is_stored() -> None:
     Path("my_env.py").write_text(ENV.replace("BUG", "pass"))
     grades = journal.parent / "grades.jsonl"
     grades.mkdir()  # so that no score can be written
-    assert main(["grade", str(journal.parent)]) == 0
+    assert main(["grade", str(journal.parent)]) == 2
     assert len(list(journal.parent.glob("workspaces/*/*"))) == 2
     grades.rmdir()
     assert main(["grade", str(journal.parent)]) == 0

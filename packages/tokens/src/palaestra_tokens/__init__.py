@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from palaestra_tokens.config import APIServerConfig, ServerBaseline
     from palaestra_tokens.engine import ChatCompletion, Sampled, TokenEngine
+    from palaestra_tokens.engines.function_engine import FunctionEngine
     from palaestra_tokens.engines.openai import OpenAIEngine
-    from palaestra_tokens.engines.token_engine import SGLangEngine, VLLMEngine
+    from palaestra_tokens.engines.token_engine import SGLangEngine, TokenChat, VLLMEngine
     from palaestra_tokens.engines.transformers import TransformersEngine
     from palaestra_tokens.ledger import Ledger, LedgerRecord, TokenRow, verify_ledger
     from palaestra_tokens.parsers import ToolCallParser, get_parser, list_parsers, register_parser
     from palaestra_tokens.recording.endpoint import RecordingEndpoint
     from palaestra_tokens.recording.recorded_conversations import Conversations
-    from palaestra_tokens.server_group import ServerGroup
+    from palaestra_tokens.server_group import ServerGroup, ServerManager
     from palaestra_tokens.token_exact.managed_chat import ManagedChat
 
 __version__ = "0.1.0"
@@ -31,16 +32,19 @@ __version__ = "0.1.0"
 _MODULES = {
     "APIServerConfig": "config",
     "ChatCompletion": "engine",
+    "Conversations": "recording.recorded_conversations",
+    "FunctionEngine": "engines.function_engine",
     "Ledger": "ledger",
     "LedgerRecord": "ledger",
     "ManagedChat": "token_exact.managed_chat",
     "OpenAIEngine": "engines.openai",
-    "Conversations": "recording.recorded_conversations",
     "RecordingEndpoint": "recording.endpoint",
     "SGLangEngine": "engines.token_engine",
     "Sampled": "engine",
     "ServerBaseline": "config",
     "ServerGroup": "server_group",
+    "ServerManager": "server_group",
+    "TokenChat": "engines.token_engine",
     "TokenEngine": "engine",
     "TokenRow": "ledger",
     "ToolCallParser": "parsers",
@@ -56,6 +60,7 @@ __all__ = [
     "APIServerConfig",
     "ChatCompletion",
     "Conversations",
+    "FunctionEngine",
     "Ledger",
     "LedgerRecord",
     "ManagedChat",
@@ -65,6 +70,8 @@ __all__ = [
     "Sampled",
     "ServerBaseline",
     "ServerGroup",
+    "ServerManager",
+    "TokenChat",
     "TokenEngine",
     "TokenRow",
     "ToolCallParser",

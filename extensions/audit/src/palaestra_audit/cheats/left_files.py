@@ -83,8 +83,9 @@ class ReadWorkspaces(Workspaces):
         self.kept = None
 
     async def keep(self, group_id: str, index: int, snapshot: Snapshot | None, *, sealed: bool) -> Path | None:
-        """Read the files of a rollout's work. Stores nothing."""
-        if (reading := READING.get()) is not None:
+        """Read the files of a rollout's work. Stores nothing. A check that fails is played over the reference solution
+        afterwards, whose files are not those of the rollout."""
+        if (reading := READING.get()) is not None and reading.python is None and reading.failure is None:
             await reading.read(self.pool, snapshot)
         return None
 

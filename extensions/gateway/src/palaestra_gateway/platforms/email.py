@@ -20,10 +20,10 @@ import html
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from email import message_from_bytes, policy
 from email.errors import InvalidHeaderDefect
-from email.message import EmailMessage, Message
+from email.message import EmailMessage, Message, MIMEPart
 from email.utils import formatdate
 from functools import partial
 from typing import cast
@@ -41,6 +41,7 @@ from palaestra_gateway.platform import (
     PlatformLimits,
     without_quote,
 )
+from palaestra_slots.core.charsets import decoded
 from palaestra_slots.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra_slots.core.io.threads import in_own_thread
 
@@ -203,7 +204,11 @@ class Email:
         name, user_id = _sender(mail)
         automatic = str(mail.get("Auto-Submitted", "no")).lower() != "no" or mail.get("List-Id") is not None
         bulk = str(mail.get("Precedence", "")).lower() in ("bulk", "junk", "list")
-        if automatic or bulk or not user_id or user_id in (self._address.lower(), "mailer-daemon"):
+        if automatic or bulk or user_id in (self._address.lower(), "mailer-daemon"):
+            return None
+        if not user_id:
+            heads = "; ".join(map(str, mail.get_all("From") or ["no sender"]))
+            logger.warning("%s: a message is skipped, because its sender is unclear (From: %.200s)", self.name, heads)
             return None
         if self._authserv_id and not self._is_checked(mail, user_id):
             logger.warning("%s: a message from %s is skipped, because its sender was not verified", self.name, user_id)
@@ -217,17 +222,11 @@ class Email:
         address = ChatAddress(self.name, user_id, "dm", root)
         if len(content) > _MOST_BYTES:
             return Incoming(address, message_id, user_id, user_name=name, problem="The e-mail is too large.")
-        files = tuple(
-            Attachment(
-                part.get_filename() or _FILE_NAMES.get(part.get_content_type(), "file"),
-                part.get_content_type(),
-                _payload(part),
-            )
-            for part in (
-                [mail] if mail.get_content_maintype() not in ("multipart", "text") else mail.iter_attachments()
-            )
-        )
-        return Incoming(address, message_id, user_id, _text(mail), files, name)
+        subject, files = self._subjects[message_id].strip(), tuple(_attachments(mail))
+        text = _text(mail) or ("" if files else subject)
+        # An answer in a thread has the subject of the message that it answers.
+        about = "" if references or text == subject else subject
+        return Incoming(address, message_id, user_id, text, files, name, subject=about)
 
     def _is_checked(self, mail: EmailMessage, user_id: str) -> bool:
         """Return whether the first `Authentication-Results`, which the mailbox's server wrote, confirms the sender.
@@ -337,6 +336,30 @@ def _sender(mail: EmailMessage) -> tuple[str, str]:
 _FILE_NAMES = {"message/rfc822": "message.eml"}
 """The names of attachments that have none."""
 
+_SIGNATURES = frozenset({"application/pgp-signature", "application/pkcs7-signature"})
+
+
+def _attachments(mail: EmailMessage) -> Iterator[Attachment]:
+    """Yield the files in a mail, wherever they are: Apple Mail puts them beside the HTML, within one of the two forms
+    of the text, and a signature encloses all of it."""
+    texts = [id(part) for kind in ("plain", "html") if (part := mail.get_body((kind,))) is not None]
+    for part, is_form in _leaves(mail, is_form=False):
+        kind, name = part.get_content_type(), part.get_filename()
+        text = part.get_content_maintype() == "text"
+        # Any other form of the text has no name, and says what the chosen form says.
+        if id(part) in texts or kind in _SIGNATURES or (text and not name and (part is mail or is_form)):
+            continue
+        yield Attachment(name or _FILE_NAMES.get(kind, "file"), kind, _payload(part))
+
+
+def _leaves(part: MIMEPart, *, is_form: bool) -> Iterator[tuple[MIMEPart, bool]]:
+    """Yield the parts that have no parts, each with whether it belongs to one of several forms of the text."""
+    if part.get_content_maintype() != "multipart":
+        yield part, is_form
+        return
+    for each in part.iter_parts():
+        yield from _leaves(each, is_form=is_form or part.get_content_subtype() == "alternative")
+
 
 def _text(mail: EmailMessage) -> str:
     """Return the text that the sender wrote, without a message quoted at its end."""
@@ -363,10 +386,7 @@ def _body(mail: EmailMessage, kind: str) -> str:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             return raw.decode("cp1252", "replace")
-    try:
-        return str(part.get_content())
-    except (LookupError, UnicodeError):  # Python does not know the encoding
-        return _payload(part).decode("utf-8", "replace")
+    return decoded(_payload(part), part.get_content_charset())
 
 
 def _plain(page: str) -> str:

@@ -9,7 +9,10 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from email import message_from_bytes, policy
-from email.message import EmailMessage
+from email.message import EmailMessage, Message
+from email.mime.application import MIMEApplication
+from email.mime.multipart import MIMEMultipart
+from email.mime.text import MIMEText
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,7 @@ class TestEmail(AnsweredOnce):
     @asynccontextmanager
     async def server(self) -> AsyncIterator[None]:
         self.outbox, self.number, self.root, self.password = Outbox(), 0, "", b"secret"
+        self.subject = ""
         self.smtp = Controller(
             self.outbox, hostname="127.0.0.1", port=free_port(), authenticator=self._authenticate,
             auth_required=True, auth_require_tls=False, data_size_limit=60 << 20,
@@ -149,7 +153,9 @@ class TestEmail(AnsweredOnce):
     def _mail(self, text: str) -> EmailMessage:
         self.number += 1
         mail = EmailMessage()
-        mail["From"], mail["To"], mail["Subject"] = f"Anna <{ANNA}>", BOT, "A question"
+        mail["From"], mail["To"] = f"Anna <{ANNA}>", BOT
+        if self.subject:
+            mail["Subject"] = self.subject
         mail["Message-ID"] = f"<m{self.number}@example.org>"
         if self.root:
             mail["References"] = self.root
@@ -201,6 +207,7 @@ class TestEmail(AnsweredOnce):
         async def main() -> None:
             config = {"platforms": {"email": {"allowed_users": [ANNA]}}}
             async with self.server(), a_gateway(tmp_path, config, others=[self._platform()]):
+                self.subject = "A question"
                 await self.person_sends("say hello\n\nOn Monday, Bot wrote:\n> earlier\n> text")
                 await until(lambda: len(self.outbox.mails) == 1)
                 await self.person_sends("second")
@@ -209,7 +216,7 @@ class TestEmail(AnsweredOnce):
                 assert first["Subject"] == second["Subject"] == "Re: A question"
                 assert first["In-Reply-To"] == "<m1@example.org>"
                 assert second["References"].split() == ["<m1@example.org>", "<m2@example.org>"]
-                assert first.get_content().strip() == "hello"
+                assert first.get_content().replace("\r\n", "\n").strip() == "echo 1: Subject: A question\n\nsay hello"
                 assert second.get_content().strip() == "echo 2: second"
 
         asyncio.run(main())
@@ -361,6 +368,58 @@ def test_no_attachment_is_lost(content: bytes, name: str, data: bytes) -> None:
 HTML = "Content-Type: text/html; charset=utf-8\n\n"
 QUOTE = "On Fri, Bot wrote:<br><blockquote>May I?</blockquote></div>"
 PARTS = "Content-Type: multipart/alternative; boundary=x\n\n--x\nContent-Type: text/plain\n\n{}\n--x\n{}\n--x--\n"
+
+
+@pytest.mark.parametrize("order", ["alternative/mixed", "alternative/related", "signed/mixed", "mixed", "related"])
+def test_an_attachment_is_found_wherever_a_mail_program_puts_it(order: str) -> None:
+    """The text is read once: its other form and a signature are no attachments."""
+    data = MIMEApplication(b"%PDF", "pdf")
+    data.add_header("Content-Disposition", "inline", filename="report.pdf")
+    plain, page = MIMEText("See the file."), MIMEText("<p>See the file.</p>", "html")
+    outer, _, inner = order.partition("/")
+    mail = MIMEMultipart(outer)
+    if outer == "signed":
+        mail.attach(MIMEMultipart(inner, None, [plain, data]))
+        mail.attach(MIMEApplication(b"sig", "pgp-signature"))
+    elif inner:
+        mail.attach(plain)
+        mail.attach(MIMEMultipart(inner, None, [page, data]))
+    else:
+        mail.attach(page if outer == "related" else plain)
+        mail.attach(data)
+    message = _read(mail)
+    assert [(each.name, each.data) for each in message.attachments] == [("report.pdf", b"%PDF")]
+    assert message.text == "See the file."
+
+
+@pytest.mark.parametrize(
+    ("text", "subject", "read"), [("", "Build 42?", ("Build 42?", "")), ("Why?", "Build", ("Why?", "Build"))]
+)
+def test_the_subject_is_read_too(text: str, subject: str, read: tuple[str, str]) -> None:
+    mail = MIMEText(text)
+    mail["Subject"] = subject
+    message = _read(mail)
+    assert (message.text, message.subject) == read
+
+
+def test_an_answer_does_not_repeat_the_subject() -> None:
+    mail = MIMEText("Thanks")
+    mail["Subject"], mail["In-Reply-To"] = "Re: Build", "<m0@example.org>"
+    assert _read(mail).subject == ""
+
+
+def _read(mail: Message) -> Any:
+    mail["From"], mail["Message-ID"] = ANNA, "<m1@example.org>"
+    message = Email("email", PlatformConfig(token="secret", extra=EXTRA))._incoming(mail.as_bytes(), "1")
+    assert message is not None
+    return message
+
+
+@pytest.mark.parametrize("sender", ["anna@y.org <anna@y.org>", "Doe, Anna <anna@y.org>"])
+def test_a_message_without_a_clear_sender_is_named_in_the_log(sender: str, caplog: pytest.LogCaptureFixture) -> None:
+    content = f"From: {sender}\nSubject: s\n\nplease help\n".encode()
+    assert Email("email", PlatformConfig(token="secret", extra=EXTRA))._incoming(content, "1") is None
+    assert sender.partition(" <")[0] in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequen
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
-from palaestra_slots.core.errors import PrepareError, TaskError
+from palaestra_slots.core.errors import AlreadySolved, PrepareError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.types import JSON, Label
 from palaestra_slots.sandbox.slot import Slot
@@ -101,7 +101,7 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
     """Make a row's tests run, and return how.
 
     `packages` installs the packages of one place of the repository for each step, and yields the place's name. Raises
-    `PrepareError` if the tests cannot run here, and `TaskError` if they do not detect the bug.
+    `PrepareError` if the tests cannot run here, and `AlreadySolved` if they do not detect the bug.
     """
     tries = _twice_if_late(tries)
     run = before_the_fix(row, await tries(False))
@@ -144,7 +144,7 @@ async def check_row(row: SweRow, tries: Tries, packages: AsyncIterator[str], *, 
     if solved is not None and not kept.official(solved).resolved:
         raise PrepareError(f"{_not_official(kept, solved)}; {row.instance_id}:\n{solved.output[-_SHOWN:]}")
     if not set(kept.fail_to_pass) & set(kept.verdict(run).not_passed):
-        raise TaskError(f"{row.instance_id}: the tests that must detect the bug pass although it is present")
+        raise AlreadySolved(f"{row.instance_id}: the tests that must detect the bug pass although it is present")
     return made
 
 

@@ -30,7 +30,7 @@ import asyncio
 import base64
 import math
 import shlex
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -219,6 +219,10 @@ class TaskEnvironment(ListedEnvironment):
             return spec
         return work.plan.leading(spec, spare=1 if task.grading == LIVE else 0)
 
+    def check_files(self, task: Task) -> Mapping[str, bytes]:
+        files = [each for part in task.data.parts for each in part.task.verifier.files().items()]
+        return {name: path.read_bytes() for name, path in files if path.is_file() and _is_short(path)}
+
     def shared_setup(self, task: Task) -> str | None:
         key: str | None = task.data.root.build_key
         return key
@@ -314,11 +318,15 @@ def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
         task = part.task
         yield task.instruction
         for name, path in task.verifier.files().items():
-            if path.is_file() and name != script_name(task) and path.stat().st_size <= _MOST_TEXT_BYTES:
+            if path.is_file() and name != script_name(task) and _is_short(path):
                 yield read_text(path, "replace")
         yield part.script.text
         if task.solution is not None:
             yield read_text(task.solution.folder / task.solution.script, "replace")
+
+
+def _is_short(path: Path) -> bool:
+    return path.stat().st_size <= _MOST_TEXT_BYTES
 
 
 class _Steps:

@@ -8,7 +8,6 @@ it is, and all other types are refused.
 from __future__ import annotations
 
 import asyncio
-import codecs
 import json
 import re
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 
 from palaestra.tools.call_text import shortened
 from palaestra.tools.net.host_policy import AddressPolicy
+from palaestra_slots.core import charsets
 from palaestra_slots.core.types import JSON
 from palaestra_toolsets.web.extract_article import read_article
 from palaestra_toolsets.web.fetch import Fetched, PageUnreadable, fetch, screen
@@ -102,11 +102,7 @@ def decoded(fetched: Fetched) -> str:
     body, charset = fetched.body, fetched.charset
     if charset is None and fetched.content_type.lower() in HTML:
         charset = _declared(body)
-    try:
-        codecs.lookup(charset or "utf-8")
-    except LookupError:
-        charset = None
-    return body.decode(charset or "utf-8-sig", "replace")
+    return charsets.decoded(body, charset)
 
 
 def _declared(body: bytes) -> str | None:

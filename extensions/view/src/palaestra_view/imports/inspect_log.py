@@ -195,6 +195,9 @@ def _imported(data: bytes, headline: str) -> Imported:
     attempted = sum(len(turn.tools) for turn in turns)
     errors = _tool_errors(objects_of(sample.messages))
     epoch = count_of(sample.epoch)
+    grade = grade_of(ours.get(REGRADED))
+    if grade is not None and grade.reward is not None:  # our export has the new reward in place of the recorded one
+        ours = {**ours, "reward": grade.before}
     return Imported(
         trajectory=Trajectory(
             rollout_id="",
@@ -227,7 +230,7 @@ def _imported(data: bytes, headline: str) -> Imported:
         ),
         tools=[{"type": "function", "function": tool} for tool in objects_of(calls[0].tools if calls else None)],
         said=annotations_of(ours.get(ANNOTATIONS)),
-        grade=grade_of(ours.get(REGRADED)),
+        grade=grade,
     )
 
 

@@ -77,7 +77,7 @@ export function valueOf(row, field) {
 
 function fits(row, [field, comparison, value]) {
   if (field === "differs") return row.official !== null && row.official !== row.reward;
-  if (field === "changed") return row.regraded !== null && row.regraded !== row.reward;
+  if (field === "changed") return row.regraded !== null && row.regraded !== row.recorded;
   if (field === "any") return [row.task, row.id, row.error, row.category, row.answer].some((each) => String(each || "").toLowerCase().includes(String(value).toLowerCase()));
   const found = valueOf(row, field);
   if (field === "label" || field === "tag") {

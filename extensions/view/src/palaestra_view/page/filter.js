@@ -2,10 +2,10 @@
 // The rest are words in task, error, category and answer.
 
 const TEXTS = ["task", "id", "outcome", "blame", "label", "error", "category", "answer", "group"];
-const NUMBERS = ["reward", "official", "tokens", "turns", "seconds", "calls", "errors", "exits", "cost", "index", "started", "segments", "regraded"];
+const NUMBERS = ["reward", "official", "tokens", "turns", "seconds", "calls", "errors", "exits", "cost", "index", "started", "segments", "recorded", "regraded"];
 const MARKS = ["tag", "verdict", "note"];
 export const FIELDS = [...TEXTS, ...NUMBERS, ...MARKS];
-const HEADS = new Map([["time", "seconds"], ["labels", "label"], ["failed", "errors"], ["again", "regraded"], ["judged", "verdict"]]);
+const HEADS = new Map([["time", "seconds"], ["labels", "label"], ["failed", "errors"], ["judged", "verdict"]]);
 const BARE = ["differs", "changed"], ORDERED = ["<", ">", "<=", ">="];
 const TERM = /^([^\s:=!<>"]+)(:|!=|<=|>=|=|<|>)(.*)$/s;
 const APART = /"[^"]*"|(^|\s)([^\s:=!<>"]+)\s*(!=|<=|>=|=|<|>|:)\s*(?=[^\s:=!<>/])/g;

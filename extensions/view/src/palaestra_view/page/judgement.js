@@ -47,7 +47,8 @@ function parts(answer, rollout, change) {
 export function gradeFacts(found, fact) {
   const grade = found && found.grade;
   if (!grade) return;
-  fact("graded again", grade.reward === undefined || grade.reward === null ? h("span.bad", {}, "failed") : rewardTag(grade.reward), `graded again ${when(grade.at)}${grade.error ? `: ${grade.error}` : ""}`);
+  if (grade.reward !== undefined && grade.reward !== null) fact("recorded reward", rewardTag(grade.before), `graded again ${when(grade.at)}`);
+  if (grade.error) fact("graded again", h("span.bad", {}, "failed"), `graded again ${when(grade.at)}: ${grade.error}`);
 }
 
 // The line of a run's page: both mean rewards, and what people have said.
@@ -73,7 +74,7 @@ export function judgedRun(found, where) {
 export function judgedColumns(found) {
   const said = found && (Object.keys(found.tags).length > 0 || Object.keys(found.verdicts).length > 0);
   return [
-    ...(found && found.regraded ? [["again", "regraded", "5em", (row) => (row.regraded === null ? "" : rewardTag(row.regraded))]] : []),
+    ...(found && found.regraded ? [["recorded", "recorded", "5em", (row) => (row.regraded === null ? "" : rewardTag(row.recorded))]] : []),
     ...(said ? [["judged", "", "minmax(8em, 14em)", (row) => [row.verdict ? h("b", {}, spoken(row.verdict)) : null, row.verdict && row.tags.length ? " " : null, row.tags.join(", ")]]] : []),
   ];
 }

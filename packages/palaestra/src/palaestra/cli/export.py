@@ -142,7 +142,6 @@ def command(
     from palaestra.rollouts.export.duplicates import Duplicates, duplicates_of
     from palaestra.rollouts.export.formats import FORMATS, exporter_named
     from palaestra.rollouts.journal.reader import open_recording
-    from palaestra.rollouts.regraded import read_grades
     from palaestra_slots.core.errors import ConfigError
 
     _check_outcomes(selection["outcomes"])
@@ -173,7 +172,7 @@ def command(
         text_content=text_content,
         encoding=None if tokenizer is None else _encoding(tokenizer, chat_template, parser or "hermes"),
         judgements=said.by_rollout,
-        grades=read_grades(recording.path.parent),
+        grades=recording.grades,
     )
     folder = recording.path.parent / "exports"
     if out is None and folder.is_symlink():  # somebody else may have made the run, and chosen where the link leads
@@ -187,8 +186,8 @@ def command(
         return report
 
     target, report = _written(path, write, named=out is not None)
-    if meta.grades and exporter.name != "inspect":
-        report.remarks["without the new reward that palaestra grade gave it"] += len(meta.grades)
+    if new := sum(each.reward is not None for each in meta.grades.values()):
+        report.remarks["with the score that palaestra grade gave it"] += new
     _say(exporter, report, target, recording.unfinished, as_json)
 
 

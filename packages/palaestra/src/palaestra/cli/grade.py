@@ -1,11 +1,10 @@
-"""`palaestra grade RUN`: score the kept workspaces of a run again, without an agent."""
+"""`palaestra grade RUN`: score the recorded work of runs again, without an agent."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ from palaestra_slots.core.exits import plural
 if TYPE_CHECKING:
     from palaestra.envs.run.regrade import Regraded
     from palaestra.rollouts.finished_run import Run
-    from palaestra.rollouts.regraded import Grade
     from palaestra_slots.core.types import JSON
 
 _NAMED = 10
@@ -25,98 +23,117 @@ _NAMED = 10
 
 @click.command(
     "grade",
-    help="""Score the kept workspaces of a run again, with the environment's current code and without an agent.
+    context_settings={"ignore_unknown_options": True},
+    help="""Score the recorded work of runs again, with the environment's current code and without an agent.
 
     \b
       palaestra run my_env.py --keep-workspaces --base-url URL --model NAME
       palaestra grade last                         # after you change the scoring in my_env.py
       palaestra grade RUN --environment other_env.py:NAME --json
       palaestra grade RUN --env.reward official    # pay the benchmark's own verdict
+      palaestra grade runs/set--…                  # all runs of an evaluation set
 
-    RUN is a run's folder, an id or the beginning of one, or `last`. The run must have kept its workspaces (`palaestra
-    run ENV --keep-workspaces`, which sets --env.save_workspaces). Without that, a run keeps only the work of rollouts
-    whose check failed, until this command has scored it. The command lists the rollouts whose reward or official
-    verdict changed and those that pass or fail now, prints the old and the new means, and appends the new rewards to
-    grades.jsonl in the run's folder, so `palaestra view` shows both. The journal does not change. Settings are those of
-    the run, unless an option replaces them. The exit code is 1 if a check failed.
+    RUN is a run's folder, an id or the beginning of one, `last`, or a folder of runs. A score that reads the sandbox
+    needs the kept workspaces (`palaestra run ENV --keep-workspaces`, which sets --env.save_workspaces). Without them, a
+    run keeps only the work of rollouts whose check failed, until this command has scored it. A score without a
+    `sandbox` parameter needs no workspace.
+
+    The command lists the rollouts whose reward or official verdict changed and those that pass or fail now, and prints
+    the old and the new means. The new scores go to grades.jsonl in the run's folder when the last rollout is graded, so
+    an interrupted command changes no score. All other commands then use them; the journal keeps the recorded ones. A
+    rollout that cannot be graded keeps its score, and the exit code is then 1. Settings are those of the run, unless
+    --env.NAME after RUN replaces them.
     """,
 )
-@click.argument("run", shell_complete=complete_runs)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=complete_runs)
 @click.option(
     "--environment", "--env", "environment", metavar="FILE.py:NAME", help="The environment's file, if it has moved."
-)
-@click.option(
-    "--env.reward", "reward", type=click.Choice(["official", "guarded", "strict"]), help="How a score becomes a reward."
-)
-@click.option("--env.strict_labels", "strict_labels", metavar="NAMES", help="The labels that `strict` does not accept.")
-@click.option(
-    "--env.graded_paths", "graded_paths", metavar="PATHS", help="Further paths that checks show as the agent left them."
-)
-@click.option(
-    "--env.graded_programs", "graded_programs", metavar="NAMES", help="Programs there that an agent may replace."
 )
 @click.option("--network", is_flag=True, help="Give the checks the network access that their tasks request.")
 @click.option("--json", "as_json", is_flag=True, help="Print every rollout as one line of JSON.")
 @click.pass_context
 def command(
-    context: click.Context,
-    run: str,
-    environment: str | None,
-    reward: str | None,
-    strict_labels: str | None,
-    graded_paths: str | None,
-    graded_programs: str | None,
-    network: bool,
-    as_json: bool,
+    context: click.Context, runs: tuple[str, ...], environment: str | None, network: bool, as_json: bool
 ) -> None:
-    from palaestra.envs.run.regrade import grade_run
-    from palaestra.rollouts.finished_run import open_run
-    from palaestra.rollouts.regraded import write_grade
-    from palaestra_slots.core.errors import ConfigError, DiskError
+    from palaestra.envs.run.run_table import find_runs
+    from palaestra.rollouts.finished_run import Run
+    from palaestra_slots.core.errors import ConfigError
 
-    lists = {"strict_labels": strict_labels, "graded_paths": graded_paths, "graded_programs": graded_programs}
-    settings: dict[str, JSON] = {} if reward is None else {"reward": reward}
-    settings |= {name: words.split(",") for name, words in lists.items() if words is not None}
+    names, settings = _runs_and_settings(runs)
+    folders = find_runs(names)
+    codes = []
+    for folder in folders:
+        if len(folders) == 1:
+            context.exit(_grade_run(Run(folder), environment, settings, network=network, as_json=as_json))
+        click.echo(f"{folder}:", err=True)
+        try:
+            codes.append(_grade_run(Run(folder), environment, settings, network=network, as_json=as_json))
+        except ConfigError as error:
+            codes.append(error.exit_code)
+            click.echo(f"not graded: {error}", err=True)
+    context.exit(max(codes))
 
-    opened, unwritten = open_run(run), list[str]()
 
-    async def grade() -> list[Regraded]:
-        found = []
-        async for regraded in grade_run(opened, environment, network=network, settings=settings):
-            # Each is written when it is known, so that an interrupted command keeps what it has graded.
-            found.append(regraded)
-            try:
-                write_grade(opened.path, _grade(regraded))
-            except (ConfigError, DiskError) as error:  # the run of somebody else, for example
-                unwritten.append(str(error))
-            else:
-                # Only now: without the new reward on the disk, another attempt needs this workspace again.
-                if regraded.only_until_scored is not None:
-                    await asyncio.to_thread(shutil.rmtree, regraded.only_until_scored, ignore_errors=True)
-            if as_json:
-                click.echo(json.dumps(_fields(regraded)))
-            elif regraded.changed or regraded.score is None:
-                click.echo(_line(regraded))
-        return found
+def _runs_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the names of the runs, and the settings after them. Raises `ConfigError`."""
+    from palaestra.envs.config.command_line import first_word, flags_of, is_flag
+    from palaestra_slots.core.errors import ConfigError
 
-    found = asyncio.run(grade())
+    named, rest = first_word(words, "RUN")
+    names = [named, *itertools.takewhile(lambda word: not is_flag(word), rest)]
+    settings = rest[len(names) - 1 :]
+    for flag, *_ in flags_of(settings):
+        if not flag.startswith("--env."):
+            known = "--environment, --network, --json and settings of the environment, --env.NAME"
+            raise ConfigError(f"unknown option {flag}: palaestra grade has {known}")
+    return names, settings
+
+
+def _grade_run(run: Run, environment: str | None, settings: Sequence[str], *, network: bool, as_json: bool) -> int:
+    """Grade one run, print what changed, and return the exit code."""
+    from palaestra.envs.run.regrade import regrade
+    from palaestra_slots.core.errors import ConfigError
+
+    def show(regraded: Regraded) -> None:
+        if as_json:
+            click.echo(json.dumps(_fields(regraded)))
+        elif regraded.changed or regraded.score is None:
+            click.echo(_line(regraded))
+
+    changed = _settings(run, environment, settings) if settings else {}
+    found = asyncio.run(regrade(run, environment, network=network, settings=changed, on_rollout=show))
     if not found:
-        raise ConfigError(f"{run} has no rollout to grade: no finished group has a rollout whose outcome is scored")
-    for line in _graded_lines(opened, found, unwritten):
+        raise ConfigError(
+            f"{run.path} has no rollout to grade: no finished group has a rollout whose outcome is scored"
+        )
+    for line in _graded_lines(run, found):
         click.echo(line, err=True)
-    context.exit(1 if any(each.score is None for each in found) else 0)
+    return 1 if any(each.score is None for each in found) else 0
 
 
-def _graded_lines(run: Run, found: Sequence[Regraded], unwritten: Sequence[str]) -> Iterator[str]:
-    if unwritten:
-        yield f"note: the new rewards are not kept: {unwritten[0]}"
+def _settings(run: Run, environment: str | None, settings: Sequence[str]) -> dict[str, JSON]:
+    """Return the settings that the words set. Raises `ConfigError`."""
+    from palaestra.envs.config.command_line import Parsed, flags_of
+    from palaestra.envs.run.command import command_line
+    from palaestra.envs.run.replay_run import recorded_form
+
+    line = command_line(recorded_form(run.recording, environment), "palaestra grade", "process", argv=settings)
+    parsed = line.parse(settings, {}, {}, run.recording.meta.config)
+    assert isinstance(parsed, Parsed)  # no flag asks for help
+    given = {flag.partition("=")[0].removeprefix("--env.").partition(".")[0] for flag, *_ in flags_of(settings)}
+    return {name: getattr(parsed.env_config, name) for name in given}
+
+
+def _graded_lines(run: Run, found: Sequence[Regraded]) -> Iterator[str]:
     yield from _flipped(found)
-    if not unwritten:
-        yield _means(run)
+    yield _means(run)
     if (judges := _judges(found)) is not None:
         yield judges
-    failed, changed = sum(each.score is None for each in found), sum(each.changed for each in found)
-    yield f"{plural(len(found), 'rollout')} graded, {changed} with a different reward, {failed} failed"
+    graded, changed = sum(each.score is not None for each in found), sum(each.changed for each in found)
+    yield f"{graded} of {plural(len(found), 'rollout')} graded, {changed} with a different reward"
+    reasons = [each.error for each in found if each.score is None]
+    if reasons:
+        yield f"the earlier score of {plural(len(reasons), 'rollout')} still counts, first reason: {reasons[0]}"
 
 
 def _judges(found: Sequence[Regraded]) -> str | None:
@@ -150,11 +167,12 @@ def _flipped(found: Sequence[Regraded]) -> Iterator[str]:
 
 
 def _means(run: Run) -> str:
-    """Return the mean reward and pass@1 of the run, as recorded and with the new scores."""
+    """Return the mean reward and pass@1 of the run before and after, and the number of tasks with a score."""
     from palaestra.envs.run.run_table import figures_of
+    from palaestra.rollouts.finished_run import Run
     from palaestra.rollouts.observe.intervals import in_words
 
-    (old, tasks), (new, _) = figures_of(run, run), figures_of(run, run.graded_groups())
+    (old, tasks), (new, _) = figures_of(run, run), figures_of(run, Run(run.path))
 
     def figure(found: Mapping[str, JSON], name: str) -> str:
         if name not in found:
@@ -164,24 +182,9 @@ def _means(run: Run) -> str:
 
     names = {"mean_reward": "mean reward", "pass@1": "pass@1"}
     parts = [f"{title} {figure(old, name)} -> {figure(new, name)}" for name, title in names.items()]
-    return f"{', '.join(parts)} over {plural(len(tasks), 'task')}"
-
-
-def _grade(regraded: Regraded) -> Grade:
-    from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade
-
-    score = regraded.score
-    return Grade(
-        schema=GRADE_SCHEMA,
-        at=time.time(),
-        rollout_id=regraded.trajectory.rollout_id,
-        before=regraded.trajectory.reward,
-        reward=None if score is None else score.reward,
-        official=None if score is None else score.official,
-        labels=[] if score is None else list(score.labels),
-        metrics={} if score is None else dict(score.metrics),
-        error=regraded.error,
-    )
+    before, after = (int(found.get("pass@1/tasks", 0)) for found in (old, new))
+    scored = "" if before == after == len(tasks) else f"{after} of " if before == after else f"{before} -> {after} of "
+    return f"{', '.join(parts)} over {scored}{plural(len(tasks), 'task')}"
 
 
 def _fields(regraded: Regraded) -> dict[str, object]:
@@ -202,8 +205,10 @@ def _fields(regraded: Regraded) -> dict[str, object]:
 def _line(regraded: Regraded) -> str:
     before, score = regraded.trajectory, regraded.score
     was = "unscored" if before.reward is None else f"{before.reward:g}"
-    now = regraded.error if score is None else f"{score.reward:g}"
-    if score is not None and (score.official is not None or before.official is not None):
+    if score is None:
+        return f"{before.rollout_id}: {was}, not graded: {regraded.error}"
+    now = f"{score.reward:g}"
+    if score.official is not None or before.official is not None:
         was += f" (official {before.official_reward:g})"
         now += f" (official {score.reward if score.official is None else score.official:g})"
         now += "".join(f", {label.name}" for label in score.labels)

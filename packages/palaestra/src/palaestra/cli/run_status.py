@@ -137,7 +137,7 @@ def _run_line(status: RunStatus) -> str:
     mean = "-" if status.mean_reward is None else f"{status.mean_reward:.3f}"
     covered = f"{status.scored} of {status.planned} scored"
     covered += "" if status.official is None else f", {official_words(status.official_name)} {status.official:.3f}"
-    covered += "" if status.graded_mean is None else f", graded {status.graded_mean:.3f}"
+    covered += "" if status.recorded_mean is None else f", recorded {status.recorded_mean:.3f}"
     counts = f"{plural(status.groups_ended, 'group'):>10}  {score_name(status.kind):>6} {mean:<5} ({covered})"
     return f"{status.state:<11} {status.kind:<5} {counts}  {status.env} with {status.model}"
 
@@ -177,7 +177,7 @@ def _fields(folder: Path, status: RunStatus) -> dict[str, JSON]:
         "scored": status.scored,
         "planned": status.planned,
         "mean_reward": status.mean_reward,
-        **({} if status.graded_mean is None else {"graded_mean_reward": status.graded_mean}),
+        **({} if status.recorded_mean is None else {"recorded_mean_reward": status.recorded_mean}),
         **({} if status.official is None else {"official": status.official}),
         "env": status.env,
         "model": status.model,
@@ -242,12 +242,11 @@ def _reward(status: RunStatus) -> str:
 
 
 def _graded(status: RunStatus) -> Iterator[str]:
-    """Yield the line about the rewards that `palaestra grade` gave, if there are any."""
-    from palaestra.rollouts.observe.intervals import in_words
-
-    if status.graded_mean is not None:
-        mean = f"{status.graded_mean:.3f}{in_words(status.graded_interval)}"
-        yield f"graded     {mean} by palaestra grade, {plural(status.graded, 'rollout')} with a different reward"
+    """Yield the line about the scores that `palaestra grade` gave, if there are any."""
+    if status.graded:
+        recorded = "none" if status.recorded_mean is None else f"{status.recorded_mean:.3f}"
+        scores = f"the scores of {status.graded} of {plural(status.rollouts, 'rollout')}"
+        yield f"graded     palaestra grade gave {scores}; the recorded mean is {recorded}"
 
 
 def _verdicts(status: RunStatus) -> Iterator[str]:

@@ -86,6 +86,11 @@ class Environment(ABC):
         return ()
 
     @property
+    def scores_read_sandbox(self) -> bool:
+        """Whether a score may read the agent's sandbox. Otherwise, a rollout is graded again from its record alone."""
+        return True
+
+    @property
     def agent(self) -> AgentSettings:
         """The agent's settings."""
         return AgentSettings()
@@ -149,6 +154,11 @@ class Environment(ABC):
     async def resolve(self, task: Task) -> Task:
         """Complete the task on the host when its group starts. A failure here fails only this task."""
         return task
+
+    def check_files(self, task: Task) -> Mapping[str, bytes]:
+        """Return the files of a resolved task that only its check needs, by name, as far as the environment knows them.
+        An audit looks for copies of them where the agent works."""
+        return {}
 
     def shared_setup(self, task: Task) -> str | None:
         """Return the key of the preparation that this task shares with other tasks; None if it shares none."""

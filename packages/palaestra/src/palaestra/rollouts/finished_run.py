@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
@@ -16,7 +16,6 @@ import msgspec
 from palaestra.rollouts.journal.reader import LAST, RUNS, Recording, find_run, journal_of
 from palaestra.rollouts.observe.metrics import PASSED, Figures, group_size
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra.rollouts.regraded import graded, read_grades
 from palaestra_slots.core.config import python_names
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.extras import install_command
@@ -28,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A finished, stopped or running run, read from its folder. Iterating over it reads one group at a time.
+    """A finished, stopped or running run, read from its folder. Iterating over it reads one group at a time. Scores
+    that `palaestra grade` gave replace the recorded ones.
 
     `groups` and `metrics` are read on first use and do not change afterwards.
     """
@@ -42,17 +42,12 @@ class Run:
     def __iter__(self) -> Iterator[Group]:
         return iter(self.recording)
 
-    def graded_groups(self) -> Iterator[Group]:
-        """Yield the finished groups one by one, with the scores that `palaestra grade` gave, where there are any."""
-        grades = read_grades(self.path)
-        return (graded(group, grades) for group in self) if grades else iter(self)
-
     def failed_tasks(self) -> list[str]:
         """Return the ids of the tasks with a rollout that earned less than the full reward or has no score, and of the
         tasks that began and did not end."""
         failed = [
             group.task_id
-            for group in self.graded_groups()
+            for group in self
             if not group.trajectories or any(each.reward is None or each.reward < PASSED for each in group.trajectories)
         ]
         return [*dict.fromkeys([*failed, *self.recording.unfinished_tasks])]
@@ -65,13 +60,7 @@ class Run:
     @cached_property
     def groups(self) -> list[Group]:
         """The finished groups, in the order of their tasks."""
-        groups = list(self.recording)
-        for trajectory in (each for group in groups for each in group.trajectories):
-            kept = Path(str(trajectory.beside.sandbox.get("workspace", "")))
-            here = Path(self.path, *kept.parts[-3:])
-            if kept.parts and here != kept and here.is_dir():  # the run's folder was moved
-                trajectory.beside.sandbox["workspace"] = str(here.resolve())
-        return groups
+        return located(self.recording, self.path)
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -85,7 +74,8 @@ class Run:
         for group in self:
             figures.add(group)
         figures.unfinished = self.recording.unfinished
-        return figures.numbers() | last_metrics(self.path / "metrics.jsonl")
+        written, found = last_metrics(self.path / "metrics.jsonl"), figures.numbers()
+        return written | found if self.recording.grades else found | written
 
     @property
     def mean_reward(self) -> float | None:
@@ -159,6 +149,17 @@ def open_run(run: str | Path = LAST, *, root: str | Path = RUNS) -> Run:
     """Return the run that `run` names, as in `find_run`, for example by its folder, its journal or its id; `last` is
     the latest run below `root`. Raises `ConfigError` as `find_run` does, or if the run has no journal."""
     return Run(journal_of(find_run(run, root=root)).parent)
+
+
+def located(groups: Iterable[Group], folder: Path) -> list[Group]:
+    """Return the groups of the run in `folder`. Kept workspaces are named where they are now, if the run was moved."""
+    found = list(groups)
+    for trajectory in (each for group in found for each in group.trajectories):
+        kept = Path(str(trajectory.beside.sandbox.get("workspace", "")))
+        here = Path(folder, *kept.parts[-3:])
+        if kept.parts and here != kept and here.is_dir():
+            trajectory.beside.sandbox["workspace"] = str(here.resolve())
+    return found
 
 
 def last_metrics(path: Path) -> dict[str, float]:

@@ -1,20 +1,21 @@
-"""The rewards that `palaestra grade` gave to the rollouts of a finished run, next to the recorded ones.
+"""The scores that `palaestra grade` gave to the rollouts of a run, next to the recorded ones.
 
-They are in a file of their own in the run's folder, so the journal stays as it was. The file is append-only; the latest
-line of a rollout counts.
+They are in a file of their own in the run's folder, so the journal stays as it was. Invariants: the file is replaced as
+a whole, so readers see all scores of a regrade or none of them; a rollout whose check failed keeps its earlier score.
+Readers of a run get the new scores from `Recording`, which applies them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from palaestra.rollouts.annotations import append_lines, appended_lines
+from palaestra.rollouts.annotations import appended_lines
 from palaestra.rollouts.journal.journal import encoded
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra_slots.core.io.durable_files import UNREADABLE
+from palaestra_slots.core.io.durable_files import UNREADABLE, replaced, writing
 from palaestra_slots.core.types import Label
 
 GRADES_NAME = "grades.jsonl"
@@ -22,8 +23,9 @@ GRADE_SCHEMA = "palaestra.grade/1"
 
 
 class Grade(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One line: the new score of a rollout. `before` is the recorded reward. `reward` is None if the check failed, and
-    `error` then has the reason. `at` is in seconds since the epoch."""
+    """One line: the new score of a rollout. `before` is the recorded reward. If the latest check failed, `error` has
+    the reason, and `reward` and the other fields are from an earlier one; None if there is none. `at` is in seconds
+    since the epoch."""
 
     schema: str
     at: float
@@ -39,14 +41,19 @@ class Grade(msgspec.Struct, kw_only=True, omit_defaults=True):
 _lines = msgspec.json.Decoder(Grade)
 
 
-def write_grade(folder: Path, grade: Grade) -> None:
-    """Append a new score to the file of the run in this folder. Raises `ConfigError` and `DiskError`."""
-    append_lines(folder / GRADES_NAME, encoded(grade) + b"\n")
+def write_grades(folder: Path, grades: Iterable[Grade]) -> None:
+    """Replace the file of the run in this folder: its earlier scores with these over them. Raises `ConfigError` and
+    `DiskError`."""
+    found, path = read_grades(folder), folder / GRADES_NAME
+    for grade in grades:
+        _put(found, grade)
+    with writing(path), replaced(path) as file:
+        file.writelines(encoded(each) + b"\n" for each in found.values())
 
 
 def read_grades(folder: Path) -> dict[str, Grade]:
-    """Return the latest new score of each rollout. Lines that cannot be read are left out. Raises `ConfigError` if the
-    file cannot be read."""
+    """Return the new score of each rollout. Lines that cannot be read are left out. Raises `ConfigError` if the file
+    cannot be read."""
     found: dict[str, Grade] = {}
     for line in appended_lines(folder / GRADES_NAME):
         try:
@@ -54,20 +61,27 @@ def read_grades(folder: Path) -> dict[str, Grade]:
         except UNREADABLE:
             continue
         if grade.schema == GRADE_SCHEMA:
-            found[grade.rollout_id] = grade
+            _put(found, grade)
     return found
 
 
+def _put(found: dict[str, Grade], grade: Grade) -> None:
+    earlier = found.get(grade.rollout_id)
+    if grade.reward is None and earlier is not None:
+        grade = msgspec.structs.replace(earlier, error=grade.error)
+    found[grade.rollout_id] = grade
+
+
 def graded(group: Group, grades: Mapping[str, Grade]) -> Group:
-    """Return the group with the new scores of its rollouts. A rollout whose check failed keeps its recorded score."""
-    new = {each.rollout_id: grades[each.rollout_id] for each in group.trajectories if each.rollout_id in grades}
-    if not any(each.reward is not None for each in new.values()):
+    """Return the group with the new scores of its rollouts, where there are any."""
+    if not grades:
         return group
-    replaced = (_with_grade(each, new.get(each.rollout_id)) for each in group.trajectories)
-    return msgspec.structs.replace(group, trajectories=list(replaced))
+    return msgspec.structs.replace(group, trajectories=[with_grade(each, grades) for each in group.trajectories])
 
 
-def _with_grade(trajectory: Trajectory, grade: Grade | None) -> Trajectory:
+def with_grade(trajectory: Trajectory, grades: Mapping[str, Grade]) -> Trajectory:
+    """Return the rollout with its new score, if it has one."""
+    grade = grades.get(trajectory.rollout_id)
     if grade is None or grade.reward is None:
         return trajectory
     return msgspec.structs.replace(

@@ -138,6 +138,30 @@ def test_a_choice_without_held_out_tasks_is_reported_once(form: str, capsys: pyt
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("command", ["run", "eval"])
+@pytest.mark.parametrize("form", ["function", "listed"])
+def test_a_choice_of_tasks_of_both_kinds_names_the_one_of_the_other_command(
+    form: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if form == "function":
+        Path("words_env.py").write_text(FUNCTION)
+        config = HeldOutConfig(held_out=0.5)
+        names = [f"word-{number}" for number in range(12)]
+        trained, evaluated = sorted(names, key=config.is_held_out)[0], sorted(names, key=config.is_held_out)[-1]
+        line = ["words_env.py"]
+    else:
+        trained, evaluated = listed(Path("tasks"))
+        line = ["terminalbench_2", "--env.dataset_name", "tasks", "--env.base_image", "host"]
+    line += ["--policy", "noop", "--env.held_out", "0.5", "--task", f"{trained},{evaluated}"]
+    assert main([command, *line]) == 2
+    *_, refusal = capsys.readouterr().err.splitlines()
+    other, why = (evaluated, "is held out") if command == "run" else (trained, "is not held out")
+    assert refusal.startswith("error: ")
+    assert f"{other!r}" in refusal
+    assert why in refusal
+
+
+@pytest.mark.usefixtures("here")
 def test_without_held_out_tasks_nothing_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
     Path("words_env.py").write_text(FUNCTION)
     assert main(["run", "words_env.py", "--policy", "oracle", "--tasks", "2", "--env.steps_per_eval", "1"]) == 0

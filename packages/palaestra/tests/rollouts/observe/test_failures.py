@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from palaestra import Blame, Group, Outcome, Trajectory
+from palaestra import Group, Outcome, Trajectory
 from palaestra.rollouts.observe.failures import Cause, Failures
+from palaestra_slots import Blame
 
 
 def failed(group_id: str, index: int, error: str, blame: Blame) -> Trajectory:

@@ -45,6 +45,10 @@ class TaskError(ConfigError):
     """One unusable task or dataset row. The run leaves it out, reports it, and continues with the rest."""
 
 
+class AlreadySolved(TaskError):
+    """A task whose own check accepts the workspace in which nothing was done."""
+
+
 class WorkError(PalaestraError, RuntimeError):
     """The agent's work failed when a score called it: it raised, ended its process, or returned no plain JSON. A score
     that does not catch this error is 0."""

@@ -54,6 +54,10 @@ class FunctionEnvironment(HeldOutEnvironment):
         return self.form.label_names
 
     @property
+    def scores_read_sandbox(self) -> bool:
+        return any("sandbox" in each.hook.wants or _uses_sandbox(each.hook) for each in self.form.scores)
+
+    @property
     def counts_tasks(self) -> bool:
         return not inspect.isasyncgenfunction(self.form.source)  # an async generator may wait for the run
 
@@ -68,7 +72,7 @@ class FunctionEnvironment(HeldOutEnvironment):
             if task is end:
                 return
             checked = self._checked(task, seen)
-            if self.config.serves(checked.id, evaluating=self._evaluating):
+            if self._serves(checked.id):
                 yield checked
 
     def _checked(self, task: object, seen: set[str]) -> Task:
@@ -233,6 +237,12 @@ async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterat
             yield task
     finally:
         thread.close()
+
+
+def _uses_sandbox(hook: Hook) -> bool:
+    """Return whether a hook may call `rollout.sandbox()`."""
+    code = getattr(inspect.unwrap(hook.function), "__code__", None)
+    return code is None or "sandbox" in code.co_names
 
 
 def _known(value: object) -> Source:

@@ -131,11 +131,11 @@ class ListedEnvironment(HeldOutEnvironment):
 
     def chosen(self) -> list[JSON]:
         """Return the items of this run or evaluation. Raises `ConfigError` if there are none."""
-        items = [item for item in self.items if self.config.serves(self.item_id(item), evaluating=self._evaluating)]
+        items = [item for item in self.items if self._serves(self.item_id(item))]
         if self.choice is not None:
             known = [self.item_id(each) for each in items]
             choice = self.choice.among(known)
-            choice.check(known, self.name, self.refused)
+            choice.check(known, self.name, {**self._of_others, **self.refused})
             return [each for each, name in zip(items, known, strict=True) if name in choice]
         if not items:
             raise ConfigError(

@@ -251,7 +251,5 @@ def pool_limits(config: BaseEnvConfig, backend: str) -> SlotPoolConfig:
         slots = config.tool_pool_size
     wait_s = config.acquire_timeout_s
     if isinstance(config, HermesAgentEnvConfig) and backend == "modal":
-        said = config.model_fields_set
-        if "acquire_timeout_s" not in said or "modal_acquire_timeout" in said:
-            wait_s = config.modal_acquire_timeout
+        wait_s = config.modal_wait_s
     return SlotPoolConfig(max_slots=slots, acquire_timeout=wait_s)

@@ -46,7 +46,6 @@ class EvalHandlingEnum(Enum):
 
 _MODIFIERS: tuple[tuple[str, str, tuple[JSON, ...]], ...] = (
     ("eval_limit_ratio", "eval_handling", (EvalHandlingEnum.LIMIT_TRAIN,)),
-    ("max_num_workers_per_node", "on", ()),
     ("metrics_host", "metrics_port", ()),
     ("metrics_token", "metrics_port", ()),
     ("otel_content", "otel_endpoint", ()),
@@ -55,6 +54,14 @@ _MODIFIERS: tuple[tuple[str, str, tuple[JSON, ...]], ...] = (
 )
 """Settings that only change what another one does: the setting, the other one, and the values that it must have (any if
 none are listed)."""
+
+_REPLACED: Mapping[str, str] = {
+    "acquire_timeout_s": "modal_acquire_timeout",
+    "max_num_workers_per_node": "max_num_workers",
+    "terminal_timeout": "modal_execution_timeout",
+    "tool_pool_size": "slots",
+}
+"""Settings that another one replaces if both are set: the setting, and the other one."""
 
 _OF_FEEDS = frozenset({
     "inference_weight", "max_batches_offpolicy", "min_batch_allocation", "rollout_server_token", "rollout_server_url",
@@ -351,6 +358,9 @@ class BaseEnvConfig(Settings):
             if name in given and (value not in values if values else value is None):
                 known = " ".join((base, " or ".join(str(getattr(each, "value", each)) for each in values))).rstrip()
                 raise ConfigError(f"{name} has no effect without {known}; set that too, or leave {name} out")
+        for name, other in _REPLACED.items():
+            if name in given and other in given:
+                raise ConfigError(f"{name} has no effect next to {other}: set one of them")
 
     def check_command(self, command: str, sources: Mapping[str, str]) -> None:
         """Raise `ConfigError` for a flag or an argument that this command (process, evaluate or serve) does not
@@ -442,7 +452,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         {}, "Price of an hour of a container or sandbox, by backend, for the report and max_cost, such as modal=0.14."
     )
     drain_file: str | None = host_path(
-        None, "A file with hosts that get no new slots, separated by white space. It may change during the run."
+        None, "A file with named hosts that get no new slots, separated by white space. It may change during the run."
     )
     backend_options: dict[str, JSON] = setting({}, "Settings of a backend from another package, NAME: VALUE.")
     docker_image: str | None = setting(None, "Docker: the image for tasks that name none; it needs Python 3.11.")
@@ -631,6 +641,14 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         return self
 
     @property
+    def modal_wait_s(self) -> float:
+        """Seconds to wait for a slot of Modal: `modal_acquire_timeout`, unless only `acquire_timeout_s` is set."""
+        only_general = (
+            "acquire_timeout_s" in self.model_fields_set and "modal_acquire_timeout" not in self.model_fields_set
+        )
+        return self.acquire_timeout_s if only_general else self.modal_acquire_timeout
+
+    @property
     def slot_backend(self) -> str:
         """The backend that provides the slots. Its name is not checked before `check_runnable`."""
         return str(getattr(self, self._slot_setting))
@@ -656,7 +674,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         known = backend_names() if unknown else tuple(BUILTIN)
         value = next((each for each in unknown if each not in known), None)
         if value is None:
-            require_read(self.slot_backend, self._given_for_this_run(sources or {}))
+            require_read(self.slot_backend, self._given_for_this_run(sources or {}), self)
             if "slot_prices" in self._given_for_this_run(sources or {}):
                 self._check_prices()
             return

@@ -98,6 +98,8 @@ class HeldOutEnvironment(EvaluatedEnvironment):
         self._policy = network_policy(config.allow_network)
         self._mcp = mcp_servers(config)
         self._evaluating = False
+        self._of_others: dict[str, str] = {}
+        """The tasks of other commands that were seen, with the reason."""
 
     @property
     def agent(self) -> AgentSettings:
@@ -131,8 +133,20 @@ class HeldOutEnvironment(EvaluatedEnvironment):
     def evaluating(self) -> Self:
         """Return the environment with the tasks of an evaluation in place of those of a run."""
         other = copy(self)
-        other._evaluating = True
+        other._evaluating, other._of_others = True, {}
         return other
+
+    def _serves(self, task_id: str) -> bool:
+        """Return whether this command has the task, and remember a task that only others have."""
+        if self.config.serves(task_id, evaluating=self._evaluating):
+            return True
+        self._of_others[task_id] = (
+            "it is not held out, so no evaluation plays it" if self._evaluating else "it is held out for evaluations"
+        )
+        return False
+
+    def chosen_tasks(self) -> AsyncIterator[Task]:
+        return self.tasks() if self.choice is None else self.choice.of(self.tasks(), self.name, self._of_others)
 
     async def evaluated_tasks(self) -> AsyncIterator[Task]:
         return self.evaluating().chosen_tasks()

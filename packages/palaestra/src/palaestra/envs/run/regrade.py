@@ -1,48 +1,54 @@
-"""Scores the stored workspaces of a run again, without an agent, so that a corrected score function needs no new
-rollouts.
+"""Scores the recorded work of a run again, without an agent, so that a corrected score function needs no new rollouts.
 
-The run must have kept each rollout's sealed workspace (`save_workspaces`). The workspace is graded as in the run: in a
-fresh sandbox, with the agent's changes over the prepared workspace, but with the environment's current code. A judge is
-asked only questions that the run's recording does not answer, and its replies are added to the recording. Nothing else
-is written or deleted in the run's folder; that is left to the caller.
+The run must have kept each rollout's sealed workspace (`save_workspaces`), unless the scores read only the
+conversation. The workspace is graded as in the run: in a fresh sandbox, with the agent's changes over the prepared
+workspace, but with the environment's current code. A judge is asked only questions that the run's recording does not
+answer, and its replies are added to the recording. Invariant: the new scores of a run are stored together, after the
+last rollout was graded, so an interrupted command changes no score.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import logging
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult, ToolError, Turn
+from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, save_evaluation
 from palaestra.envs.run.library import environment_form
 from palaestra.envs.run.replay_run import ReopenedRun, recorded_form, reopened, where_it_ran
-from palaestra.rollouts.environment import LIVE_PROCESSES
-from palaestra.rollouts.finished_run import Run
+from palaestra.envs.run.run_folder import REPORT_NAME, write_report
+from palaestra.rollouts.annotations import append_lines
+from palaestra.rollouts.environment import LIVE_PROCESSES, Environment
+from palaestra.rollouts.finished_run import Run, last_metrics, located
 from palaestra.rollouts.grading.grader import FILES, LIVE
+from palaestra.rollouts.journal.journal import encoded
 from palaestra.rollouts.journal.reader import Recording, open_recording
-from palaestra.rollouts.records import Trajectory
+from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, with_grade, write_grades
 from palaestra.rollouts.rollout import Rollout
-from palaestra.rollouts.spec import Phase, RolloutSpec, Seeded
+from palaestra.rollouts.spec import Phase, RolloutSpec, RunContext, Seeded
 from palaestra.rollouts.workspaces import UNTOUCHED
 from palaestra_slots.core.config import python_names
-from palaestra_slots.core.errors import ConfigError, InfraError, TaskError
-from palaestra_slots.core.types import JSON, Blame, Outcome, Score, Task, Usage
+from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError, TaskError
+from palaestra_slots.core.types import JSON, Blame, Outcome, Score, Task, Usage, numbers
 from palaestra_slots.sandbox.slot import Snapshot
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Regraded:
-    """A recorded rollout and its new score. If grading failed, `score` is None and `error` gives the reason.
-
-    `only_until_scored` is the folder of the work if the run kept it only because it had no score. Once the new score is
-    stored, the folder may be deleted. It is None for work that the user asked to keep.
-    """
+    """A rollout with the score that it had so far, and its new score. If it could not be graded, `score` is None and
+    `error` gives the reason."""
 
     trajectory: Trajectory
     score: Score | None
     error: str = ""
-    only_until_scored: Path | None = None
 
     @property
     def changed(self) -> bool:
@@ -61,36 +67,112 @@ async def grade(env: object, trajectory: Trajectory, **settings: JSON) -> Score:
     `GraderError` if the check fails.
     """
     with python_names():
-        recording = open_recording(_workspace(trajectory).parents[2])
+        if (kept := _kept_folder(trajectory)) is None:
+            raise ConfigError(_lost(trajectory))
+        recording = open_recording(kept.parents[2])
         with where_it_ran(recording):
             async with reopened(recording, environment_form(env), changed=settings, asks_models=True) as run:
                 return await _Grader(run, recording).grade(trajectory)
 
 
-async def grade_run(
-    run: Run, env: str | None = None, *, network: bool = False, settings: Mapping[str, JSON] = {}
-) -> AsyncIterator[Regraded]:
-    """Grade the rollouts of a run whose work was kept, in the order of the run's groups.
+async def regrade(
+    run: Run,
+    env: str | None = None,
+    *,
+    network: bool = False,
+    settings: Mapping[str, JSON] = {},
+    on_rollout: Callable[[Regraded], None] = lambda _: None,
+) -> list[Regraded]:
+    """Grade the rollouts of a run whose work was kept, in the order of the run's groups, and store the new scores. A
+    rollout that cannot be graded keeps its score.
 
-    If the run kept only the work of rollouts without a score, only these are graded. `env` is the environment's file,
-    if it has moved. `settings` replace those of the run. With `network`, tasks get the network access that they
-    request. Raises `ConfigError`.
+    If the run kept only the work of rollouts without a score, only these are graded, and their work is deleted once it
+    has a score. `env` is the environment's file, if it has moved. `settings` replace those of the run. With `network`,
+    tasks get the network access that they request. Raises `ConfigError`, also if no rollout can be graded, and
+    `DiskError`.
     """
-    recording = run.recording
-    form = recorded_form(recording, env)
+    recording = Recording(run.recording.path, as_recorded=True)
+    groups = located(recording, run.path)
+    recorded = [trajectory for group in groups for trajectory in group.trajectories]
     # Without `save_workspaces`, only the work of rollouts without a score was kept. An earlier part of a resumed run
     # may have had the setting; then rollouts with a score have kept work too.
     saved = bool((recording.meta.config.get("env") or {}).get("save_workspaces"))
-    saved = saved or any(each.reward is not None and _kept_folder(each) is not None for each in run.trajectories)
-    every = saved or not any(map(_is_kept_unscored, run.trajectories))
+    saved = saved or any(each.reward is not None and _kept_folder(each) is not None for each in recorded)
+    every = saved or not any(map(_is_kept_unscored, recorded))
+    form = recorded_form(recording, env)
+    found: list[Regraded] = []
     with where_it_ran(recording):
         async with reopened(recording, form, network=network, changed=settings, asks_models=True) as again:
             grader = _Grader(again, recording)
-            for group in run.groups:
-                wanted = [each for each in group.trajectories if _is_wanted(each, every)]
-                for regraded in await asyncio.gather(*map(grader.try_grade, wanted)):
-                    kept = None if saved or regraded.score is None else _kept_folder(regraded.trajectory)
-                    yield replace(regraded, only_until_scored=kept)
+            wanted = [[each for each in group.trajectories if grader.is_wanted(each, every)] for group in groups]
+            obstacles = {each.rollout_id: await grader.obstacle(each) for group in wanted for each in group}
+            if obstacles and all(obstacles.values()):
+                raise ConfigError(next(iter(obstacles.values())))
+            for group in wanted:
+                tried = (grader.try_grade(each, obstacles[each.rollout_id]) for each in group)
+                for trajectory, (score, error) in zip(group, await asyncio.gather(*tried), strict=True):
+                    found.append(Regraded(with_grade(trajectory, run.recording.grades), score, error))
+                    on_rollout(found[-1])
+            before = {each.rollout_id: each.reward for group in wanted for each in group}
+            write_grades(run.path, [_grade(each, before[each.trajectory.rollout_id]) for each in found])
+            await _renew_files(run.path, again)
+    for each in found:
+        if not saved and each.score is not None and (kept := _kept_folder(each.trajectory)) is not None:
+            await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
+    return found
+
+
+def _grade(regraded: Regraded, before: float | None) -> Grade:
+    score = regraded.score or Score(0.0)
+    return Grade(
+        schema=GRADE_SCHEMA,
+        at=time.time(),
+        rollout_id=regraded.trajectory.rollout_id,
+        before=before,
+        reward=None if regraded.score is None else score.reward,
+        official=score.official,
+        labels=list(score.labels),
+        metrics=dict(score.metrics),
+        error=regraded.error,
+    )
+
+
+async def _renew_files(folder: Path, again: ReopenedRun) -> None:
+    """Write the files that the run made of its scores again: the evaluation, the metrics of the whole run, and the
+    report."""
+    run, path = Run(folder), folder / "metrics.jsonl"
+    metrics = last_metrics(path)
+    own = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+    if (folder / "evaluation" / "metrics.json").is_file():
+        evaluation = _FinishedEvaluation(again.environment, again.context, run.groups)
+        try:
+            await evaluation.run()
+        except PalaestraError as error:
+            logger.warning("the figures in %s are those of the earlier scores: %s", folder / "evaluation", error)
+        if evaluation.logged:
+            save_evaluation(evaluation.logged, folder / "evaluation", run.recording.meta.model)
+            figures = numbers(evaluation.logged["metrics"])
+            own |= {f"eval/{name.removeprefix('eval/')}": value for name, value in figures.items()}
+    if metrics:
+        line = {"time": time.time(), **metrics, **run.metrics, **own}
+        append_lines(path, encoded(line) + b"\n")
+    if (folder / REPORT_NAME).is_file():
+        write_report(folder, folder / REPORT_NAME, own)
+
+
+class _FinishedEvaluation(Evaluation):
+    """An evaluation whose rollouts are those of a finished run."""
+
+    def __init__(self, environment: EvaluatedEnvironment, context: RunContext, groups: Sequence[Group]) -> None:
+        super().__init__(environment, context, 1, lambda _: None)
+        self._groups = groups
+
+    async def roll_out(
+        self, environment: Environment, samples: int, first: int = 0, limit: int | None = None
+    ) -> list[Group]:
+        return [
+            each for each in self._groups if first <= each.number and (limit is None or each.number < first + limit)
+        ]
 
 
 class _Grader:
@@ -100,25 +182,43 @@ class _Grader:
         self._run = run
         self._folder = recording.path.parent.resolve()
         self._evaluates = recording.meta.config.get("command") == "evaluate"
-        self._tasks: dict[str, Task] | None = None
+        self._read: dict[str, Task] | None = None
         self._reading = asyncio.Lock()
 
-    async def try_grade(self, trajectory: Trajectory) -> Regraded:
-        """Grade one rollout. If its check fails, the result contains the error."""
+    def is_wanted(self, trajectory: Trajectory, every: bool) -> bool:
+        """Return whether the rollout is to be graded: with `every`, all rollouts that were scored."""
+        if not self._run.environment.scores_read_sandbox:
+            return trajectory.outcome.scored or trajectory.blame is Blame.GRADER
+        return _is_kept_unscored(trajectory) or (every and trajectory.outcome.scored)
+
+    async def obstacle(self, trajectory: Trajectory) -> str:
+        """Return the reason why a rollout cannot be graded; empty if it can."""
+        if not self.is_wanted(trajectory, every=True):
+            return f"{trajectory.rollout_id} ended with {trajectory.outcome}, which is not scored"
+        folder = _kept_folder(trajectory)
+        if folder is None and self._run.environment.scores_read_sandbox:
+            return _lost(trajectory)
+        if folder is not None and not folder.resolve().is_relative_to(self._folder):
+            return f"the workspace of {trajectory.rollout_id} is in {folder}, outside of {self._folder}"
+        if trajectory.task_id not in await self._tasks():
+            return f"{self._run.environment.name} no longer has the task {trajectory.task_id!r}"
+        return ""
+
+    async def try_grade(self, trajectory: Trajectory, obstacle: str) -> tuple[Score | None, str]:
+        """Grade one rollout. Returns its score, or the reason why it has none."""
+        if obstacle:
+            return None, obstacle
         try:
-            return Regraded(trajectory, await self.grade(trajectory))
+            return await self.grade(trajectory), ""
         except (InfraError, TaskError) as error:
-            return Regraded(trajectory, None, f"{type(error).__name__}: {error}")
+            return None, f"{type(error).__name__}: {error}"
 
     async def grade(self, trajectory: Trajectory) -> Score:
         """Grade one rollout. Raises `ConfigError`, `GraderError` and other errors of grading."""
-        folder = _workspace(trajectory)
-        if not folder.resolve().is_relative_to(self._folder):
-            raise ConfigError(f"the workspace of {trajectory.rollout_id} is in {folder}, outside of {self._folder}")
-        if not _is_wanted(trajectory, every=True):
-            raise ConfigError(f"{trajectory.rollout_id} ended with {trajectory.outcome}, which is not scored")
+        if obstacle := await self.obstacle(trajectory):
+            raise ConfigError(obstacle)
         environment, context = self._run.environment, self._run.context
-        task = await environment.resolve(await self._task(trajectory))
+        task = await environment.resolve((await self._tasks())[trajectory.task_id])
         if task.grading == LIVE:
             if trajectory.detail.get(LIVE_PROCESSES):
                 raise TaskError(
@@ -126,13 +226,15 @@ class _Grader:
                     "graded again"
                 )
             task = replace(task, grading=FILES)
-        spec = environment.slot_spec(task, Phase.AGENT)
+        spec, folder = environment.slot_spec(task, Phase.AGENT), _kept_folder(trajectory)
         try:
             # An empty folder stands for the bare image.
-            whole = await self._run.pool.snapshots.load(folder, spec) if any(folder.iterdir()) else None
+            kept = folder is not None and any(folder.iterdir())
+            whole = await self._run.pool.snapshots.load(folder, spec) if folder is not None and kept else None
         except OSError as error:
             raise ConfigError(f"the workspace of {trajectory.rollout_id} in {folder} cannot be used: {error}") from None
-        sealed, before = (None, whole) if folder.name.endswith(UNTOUCHED) else (whole, _below(whole))
+        untouched = folder is None or folder.name.endswith(UNTOUCHED)
+        sealed, before = (None, whole) if untouched else (whole, _below(whole))
         # The seeds of `GroupRun`, so that the tools and the random choices are those of the run.
         seed = f"{context.settings.seed}:{trajectory.group_id}"
         kit = environment.kit(task, Seeded(f"{seed}:tools")())
@@ -144,21 +246,19 @@ class _Grader:
         asked = rollout.log.model_calls
         return replace(score, metrics={**score.metrics, **asked}) if asked else score
 
-    async def _task(self, trajectory: Trajectory) -> Task:
-        # Rollouts of a group are graded concurrently, and the tasks are read once.
+    async def _tasks(self) -> Mapping[str, Task]:
+        """Return the tasks of the run by id. They are read once."""
+        # Rollouts of a group are graded concurrently.
         async with self._reading:
-            if self._tasks is None:
+            if self._read is None:
                 limit, tasks = self._run.config.total_steps, await self._recorded_tasks()
-                self._tasks, read = {}, 0
+                self._read, read = {}, 0
                 async for task in tasks:
-                    self._tasks[task.id] = task
+                    self._read[task.id] = task
                     read += 1  # not the number of ids: an environment may give the same tasks again and again
                     if read == limit:
                         break
-        found = self._tasks.get(trajectory.task_id)
-        if found is None:
-            raise ConfigError(f"{self._run.environment.name} no longer has the task {trajectory.task_id!r}")
-        return found
+            return self._read
 
     async def _recorded_tasks(self) -> AsyncIterator[Task]:
         """Return the tasks that the recorded command played: an evaluation plays held-out tasks."""
@@ -185,7 +285,7 @@ def _result(trajectory: Trajectory) -> AgentResult:
         messages=trajectory.messages,
         turns_used=len(turns),
         finished_naturally=trajectory.outcome is Outcome.NATURAL,
-        outcome=Outcome.NATURAL if _is_kept_unscored(trajectory) else trajectory.outcome,
+        outcome=trajectory.outcome if trajectory.outcome.scored else Outcome.NATURAL,
         error=trajectory.error,
         blame=trajectory.blame,
         usage=Usage(trajectory.prompt_tokens, trajectory.completion_tokens, len(turns)),
@@ -198,7 +298,7 @@ def _result(trajectory: Trajectory) -> AgentResult:
 
 def _is_kept_unscored(trajectory: Trajectory) -> bool:
     """Return whether the rollout has no score because its check failed, and its work was kept."""
-    failed = trajectory.reward is None and trajectory.blame in (Blame.GRADER, Blame.TASK)
+    failed = not trajectory.outcome.scored and trajectory.blame in (Blame.GRADER, Blame.TASK)
     return failed and _kept_folder(trajectory) is not None
 
 
@@ -208,14 +308,9 @@ def _kept_folder(trajectory: Trajectory) -> Path | None:
     return Path(kept) if isinstance(kept, str) and Path(kept).is_dir() else None
 
 
-def _is_wanted(trajectory: Trajectory, every: bool) -> bool:
-    return _is_kept_unscored(trajectory) or (every and trajectory.outcome.scored)
-
-
-def _workspace(trajectory: Trajectory) -> Path:
+def _lost(trajectory: Trajectory) -> str:
+    """Return the reason why a rollout has no kept work."""
     kept = trajectory.beside.sandbox.get("workspace")
     if not isinstance(kept, str):
-        raise ConfigError(f"the workspace of {trajectory.rollout_id} was not kept; run with --env.save_workspaces")
-    if not Path(kept).is_dir():
-        raise ConfigError(f"the workspace of {trajectory.rollout_id} was kept in {kept}, which no longer exists")
-    return Path(kept)
+        return f"the workspace of {trajectory.rollout_id} was not kept; run with --env.save_workspaces"
+    return f"the workspace of {trajectory.rollout_id} was kept in {kept}, which no longer exists"

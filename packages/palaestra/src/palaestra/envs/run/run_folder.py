@@ -50,6 +50,7 @@ from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.verdicts import OFFICIAL, VerdictCounts
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
 from palaestra.rollouts.records import Group
+from palaestra.rollouts.regraded import read_grades
 from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair
 from palaestra_slots.core.errors import ConfigError, DiskError
 from palaestra_slots.core.io.durable_files import KEPT, private
@@ -57,6 +58,8 @@ from palaestra_slots.core.types import JSON
 from palaestra_tokens.config import APIServerConfig
 
 logger = logging.getLogger(__name__)
+
+REPORT_NAME = "report.html"
 
 REPORTS = "palaestra.reports"
 """The group of entry points of extensions that write a report."""
@@ -97,7 +100,7 @@ class RunFolder:
 
     @property
     def report(self) -> Path:
-        return self.path / "report.html"
+        return self.path / REPORT_NAME
 
     def remove(self) -> None:
         """Remove the folder, and the parent folders that were made for it if they are empty."""
@@ -300,20 +303,21 @@ class RunOutput:
         if self.status is not None:
             self.resumed = self.status.read().resumed  # reads only the lines added since the start of the run
         report, self._figures.unfinished = self.folder.report, len(self._unfinished)
-        try:
-            _write_report(self.folder.path, report, self.own)
-            if self.copy is not None and self.copy.path.is_file() and report.is_file():
-                shutil.copyfile(report, self.copy.path.with_suffix(".html"))
-        except (OSError, ConfigError, ImportError, AttributeError) as error:  # the last two: a broken extension
-            logger.warning("the report %s cannot be written: %s; all other files are kept", report, error)
+        copy = self.copy.path.with_suffix(".html") if self.copy is not None and self.copy.path.is_file() else None
+        write_report(self.folder.path, report, self.own, copy)
         return self._figures.numbers() | self.own
 
 
-def _write_report(folder: Path, path: Path, own: Mapping[str, float]) -> None:
+def write_report(folder: Path, path: Path, own: Mapping[str, float], copy: Path | None = None) -> None:
     """Write the report of a finished run with the extension that provides it, if one is installed. It reads the run's
-    files, so that nothing of the run depends on it."""
-    for point in entry_points(group=REPORTS):
-        cast("WriteReport", point.load())(folder, path, own)
+    files, so that nothing of the run depends on it. `copy` is the path of a second file."""
+    try:
+        for point in entry_points(group=REPORTS):
+            cast("WriteReport", point.load())(folder, path, own)
+        if copy is not None and path.is_file():
+            shutil.copyfile(path, copy)
+    except (OSError, ConfigError, ImportError, AttributeError) as error:  # the last two: a broken extension
+        logger.warning("the report %s cannot be written: %s; all other files are kept", path, error)
 
 
 WriteReport: TypeAlias = Callable[[Path, Path, Mapping[str, float]], None]
@@ -408,6 +412,12 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
             copy = GroupsFile(path, env=env, model=model, messages=messages, again=again)
         for line in _differing(was.config, settings):
             logger.warning("resumed with a changed setting: %s", line)
+        if earlier.rollouts and _has_changed(was.config, settings) and not read_grades(folder.path):
+            logger.warning(
+                "the environment's file has changed since this run began: rollouts so far keep their score; "
+                "`palaestra grade %s` gives all rollouts the new score",
+                path,
+            )
         # The folder may have another name by now.
         folder = replace(folder, run_id=was.run_id)
         output = RunOutput(folder, journal, was.config, env=env, model=model, groups=groups, copy=copy, earlier=earlier)
@@ -443,6 +453,12 @@ def _is_numbered(name: str, wanted: str) -> bool:
     """Return whether `name` is the wanted name, perhaps with the number that a new file gets."""
     stem, suffix = Path(wanted).stem, Path(wanted).suffix
     return re.fullmatch(rf"{re.escape(stem)}([._-]\d+)?{re.escape(suffix)}", name) is not None
+
+
+def _has_changed(recorded: Mapping[str, JSON], now: Mapping[str, JSON]) -> bool:
+    """Return whether the environment's file has different content now; False if one of the runs has no file."""
+    before, after = ((each.get("provenance") or {}).get("environment_sha256") for each in (recorded, now))
+    return None not in (before, after) and before != after
 
 
 def _differing(recorded: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[str]:

@@ -75,7 +75,7 @@ def table_row(folder: Path) -> TableRow:
     """Return the row of the run in this folder. Raises `ConfigError`."""
     run, status = Run(folder), RunReader(folder / JOURNAL_NAME).read()
     attempts, own = group_size(run.recording.meta.config), last_metrics(folder / "metrics.jsonl")
-    found, ended = figures_of(run, run.graded_groups())
+    found, ended = figures_of(run, run)
     played = len({*ended, *run.recording.unfinished_tasks})
     left_out = int(own.get(TASKS_LEFT_OUT, 0))
     planned = 0 if status.state == "done" else int(own.get(TASKS_PLANNED, 0))

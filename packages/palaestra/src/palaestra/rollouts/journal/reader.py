@@ -1,4 +1,4 @@
-"""Reads the groups of a run back from its journal.
+"""Reads the groups of a run back from its journal, with the scores that `palaestra grade` gave.
 
 Groups come in the order of their numbers, although they are interleaved in the journal. Only one group at a time is in
 memory. Groups that a killed run did not finish are counted and left out.
@@ -21,6 +21,7 @@ from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.journal.journal import check_config, check_schema, damaged, event_at
 from palaestra.rollouts.journal.views import LineHead, PartHead, decode_head, line_heads
 from palaestra.rollouts.records import Group
+from palaestra.rollouts.regraded import graded, read_grades
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of
@@ -53,11 +54,13 @@ _events: msgspec.json.Decoder[AnyJournalEvent] = msgspec.json.Decoder(AnyJournal
 class Recording:
     """An index of one run's journal at the time of creation. It can be iterated over repeatedly.
 
-    A run may have very many groups, so the offsets of each finished group are packed into a few bytes.
+    Its rollouts have the scores that `palaestra grade` gave (`grades`), where there are any, or if `as_recorded`, those
+    of the journal. A run may have very many groups, so the offsets of each finished group are packed into a few bytes.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, as_recorded: bool = False) -> None:
         self.path = path
+        self.grades = {} if as_recorded else read_grades(path.parent)
         self.meta = ExportMeta()
         self._first: int | None = None
         self._begun: dict[str, _Place] = {}
@@ -194,7 +197,7 @@ class Recording:
             event = self._event(file, at)
             assert isinstance(event, RolloutEnded)
             group.trajectories.append(event.trajectory)
-        return group
+        return graded(group, self.grades)
 
     def _event(self, file: IO[bytes], place: int) -> AnyJournalEvent:
         return event_at(self.path, file, place)

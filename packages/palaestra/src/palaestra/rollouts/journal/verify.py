@@ -30,6 +30,7 @@ from palaestra.rollouts.export.atropos import encode_line, group_line, line_mess
 from palaestra.rollouts.export.token_rows import ExportedRow, exported_rows
 from palaestra.rollouts.journal.journal import checksum, read_journal
 from palaestra.rollouts.records import CUT_OFF, Group, Trajectory, have_same_scores
+from palaestra.rollouts.regraded import Grade, read_grades, with_grade
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE
 from palaestra_slots.core.types import JSON
@@ -78,11 +79,11 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
     """Check every rollout in the journal, discarded attempts too, and then the lines of the groups file and of the file
     of exported rows.
 
-    Each file is read once. Raises `ConfigError` when a file is damaged, no rollout has ended or no rollout has recorded
-    tokens.
+    Rollouts may have their recorded scores or those that `palaestra grade` gave. Each file is read once. Raises
+    `ConfigError` when a file is damaged, no rollout has ended or no rollout has recorded tokens.
     """
     verdict = RunVerdict()
-    run = _JournalledRun()
+    run = _JournalledRun(grades := read_grades(journal.parent))
     for event in read_journal(journal):
         run.take(event, verdict)
         if not verdict.ok:
@@ -97,9 +98,10 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
         )
     if groups is not None:
         # a killed run has not written all of its lines
-        verdict.violation = next(_lines(groups, run.ends, run.written, run.due() if run.over else set(), verdict), "")
+        due = run.due() if run.over else set()
+        verdict.violation = next(_lines(groups, run.ends, run.written, due, grades, verdict), "")
     if exported is not None and verdict.ok:
-        verdict.violation = next(_exported(exported, run.ends, verdict), "")
+        verdict.violation = next(_exported(exported, run.ends, grades, verdict), "")
     return verdict
 
 
@@ -108,6 +110,7 @@ class _JournalledRun:
     """What the journal of a run has recorded so far: `ends` are the records of its rollouts without conversations, and
     `written` what must be in the lines of the groups file. `results` and `sampled` are those of unfinished rollouts."""
 
+    grades: Mapping[str, Grade]
     ends: dict[str, Trajectory] = field(default_factory=dict)
     written: dict[str, _Written] = field(default_factory=dict)
     results: dict[str, dict[str, set[str]]] = field(default_factory=dict)
@@ -152,7 +155,7 @@ class _JournalledRun:
         before = self.ends.get(trajectory.rollout_id)
         # The conversations of a long run would not fit in memory.
         self.ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
-        self.written[trajectory.rollout_id] = _Written.of(trajectory)
+        self.written[trajectory.rollout_id] = _Written.of(trajectory, self.grades)
         # At other temperatures, the log-probabilities do not say how likely equal first replies are.
         if trajectory.ledger is not None and not trajectory.is_forked and _temperature(self.config) == 1.0:
             self.first_replies.add(trajectory.ledger)
@@ -316,18 +319,24 @@ class _Line(msgspec.Struct):
 @dataclass(slots=True)
 class _Written:
     """What a rollout's line must have, although its trajectory is kept without it: checksums of its messages and of
-    its entry in `rollouts`."""
+    its entry in `rollouts`, with the recorded score or the new one."""
 
     messages: str
-    entry: str
+    entries: frozenset[str]
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> _Written:
-        return cls(checksum(line_messages(trajectory)), checksum([line_rollout(trajectory)]))
+    def of(cls, trajectory: Trajectory, grades: Mapping[str, Grade]) -> _Written:
+        entries = (checksum([line_rollout(each)]) for each in (trajectory, with_grade(trajectory, grades)))
+        return cls(checksum(line_messages(trajectory)), frozenset(entries))
 
 
 def _lines(
-    groups: Path, ends: dict[str, Trajectory], written: Mapping[str, _Written], due: set[str], verdict: RunVerdict
+    groups: Path,
+    ends: dict[str, Trajectory],
+    written: Mapping[str, _Written],
+    due: set[str],
+    grades: Mapping[str, Grade],
+    verdict: RunVerdict,
 ) -> Iterator[str]:
     """Yield the violations in the groups file. Each line must have every row of its rollouts exactly once, complete,
     and with the scores, advantages and messages of the journal; every rollout in `due` must be in a line."""
@@ -347,20 +356,28 @@ def _lines(
                     yield f"{place}: T3: rollout {each.rollout_id} is {what}"
                     return
                 seen.add(each.rollout_id)
-            group = Group(group_id="", number=0, task_id="", trajectories=[ends[each] for each in listed])
-            # The line is made again from the journal, and its messages are compared by checksum: they are not kept in
-            # memory.
-            due_line = group_line(group, env="", model="", messages=False)
-            if due_line is None:
-                yield f"{place}: T3: none of its rollouts has a score"
-                return
             verdict.lines += 1
-            verdict.rows += len(due_line["tokens"])
             found = msgspec.json.decode(raw)
-            yield from (f"{place}: T3: {problem}" for problem in _compared(found, due_line))
-            yield from (f"{place}: T3: {problem}" for problem in _compared_messages(found, listed, ends, written))
+            verdict.rows += len(found["tokens"]) if isinstance(found.get("tokens"), list) else 0
+            recorded = [ends[each] for each in listed]
+            problems = _line_problems(found, recorded, written)
+            # A line that was written after `palaestra grade` has the new scores.
+            if problems and not grades.keys().isdisjoint(listed):
+                regraded = [with_grade(each, grades) for each in recorded]
+                problems = _line_problems(found, regraded, written) and problems
+            yield from (f"{place}: T3: {problem}" for problem in problems)
     if lost := sorted(due - seen):
         yield f"{groups.name}: T3: rollout {lost[0]} has a score but no line; {len(lost)} lines are missing"
+
+
+def _line_problems(found: Mapping[str, JSON], rollouts: list[Trajectory], written: Mapping[str, _Written]) -> list[str]:
+    """Return how a line differs from the one that is made of these rollouts. Its messages are compared by checksum:
+    they are not kept in memory."""
+    group = Group(group_id="", number=0, task_id="", trajectories=rollouts)
+    due_line = group_line(group, env="", model="", messages=False)
+    if due_line is None:
+        return ["none of its rollouts has a score"]
+    return [*_compared(found, due_line), *_compared_messages(found, rollouts, written)]
 
 
 def _compared(found: Mapping[str, JSON], due: Mapping[str, JSON]) -> Iterator[str]:
@@ -383,20 +400,20 @@ def _compared(found: Mapping[str, JSON], due: Mapping[str, JSON]) -> Iterator[st
 
 
 def _compared_messages(
-    found: Mapping[str, JSON], listed: Sequence[str], ends: Mapping[str, Trajectory], written: Mapping[str, _Written]
+    found: Mapping[str, JSON], rollouts: Sequence[Trajectory], written: Mapping[str, _Written]
 ) -> Iterator[str]:
     """Yield how a line's messages, or its entries in `rollouts`, differ from the journal."""
     # Rollouts without tokens have one row of messages, and rollouts with segments have one per segment.
-    owners = [each for each in listed if ends[each].scored for _ in range(len(ends[each].rows) or 1)]
+    owners = [each.rollout_id for each in rollouts if each.scored for _ in range(len(each.rows) or 1)]
     messages = found.get("messages") or []
     if messages and len(messages) != len(owners):
         yield f"{len(messages)} rows of messages; the journal has {len(owners)}"
     for number, (rollout_id, given) in enumerate(zip(owners, messages, strict=False)):
         if not isinstance(given, list) or checksum(given) != written[rollout_id].messages:
             yield f"row {number}: messages differ from the journal"
-    for rollout_id, entry in zip(listed, found["rollouts"], strict=True):
-        if checksum([entry]) != written[rollout_id].entry:
-            yield f"the entry of rollout {rollout_id} differs from the journal"
+    for each, entry in zip(rollouts, found["rollouts"], strict=True):
+        if checksum([entry]) not in written[each.rollout_id].entries:
+            yield f"the entry of rollout {each.rollout_id} differs from the journal"
 
 
 def _short(value: JSON) -> str:
@@ -404,11 +421,18 @@ def _short(value: JSON) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> Iterator[str]:
+def _rows_by_segment(trajectory: Trajectory) -> dict[int, ExportedRow]:
+    return {each.segment: each for each in exported_rows(trajectory, counterfactual=True)}
+
+
+def _exported(
+    path: Path, ends: dict[str, Trajectory], grades: Mapping[str, Grade], verdict: RunVerdict
+) -> Iterator[str]:
     """Yield the violations in a file of exported rows. Each line must be a row of the journal, and no row may appear
     twice. An export may leave out rollouts, but a rollout that appears must have all its rows."""
     decoder = msgspec.json.Decoder(ExportedRow)
     due: dict[str, dict[int, ExportedRow]] = {}
+    new: dict[str, dict[int, ExportedRow]] = {}
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             try:
@@ -421,12 +445,12 @@ def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> I
                 yield f"{place} is not in the journal"
                 return
             if row.rollout_id not in due:
-                rows = exported_rows(ends[row.rollout_id], counterfactual=True)
-                due[row.rollout_id] = {each.segment: each for each in rows}
-            recorded = due[row.rollout_id].pop(row.segment, None)
+                due[row.rollout_id] = _rows_by_segment(ends[row.rollout_id])
+                new[row.rollout_id] = _rows_by_segment(with_grade(ends[row.rollout_id], grades))
+            recorded, regraded = (each[row.rollout_id].pop(row.segment, None) for each in (due, new))
             if recorded is None:
                 yield f"{place}, segment {row.segment} is a duplicate, or not in the journal"
-            elif recorded != (row := msgspec.structs.replace(row, annotations=msgspec.UNSET)):  # not in the journal
+            elif (row := msgspec.structs.replace(row, annotations=msgspec.UNSET)) not in (recorded, regraded):
                 differing = [each for each in row.__struct_fields__ if getattr(row, each) != getattr(recorded, each)]
                 yield f"{place}, segment {row.segment} differs from the journal in {', '.join(differing)}"
     for rollout_id, missing in due.items():

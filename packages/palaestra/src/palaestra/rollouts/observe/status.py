@@ -1,4 +1,5 @@
-"""`RunReader`: the status of a running or finished run, read from its folder by any process.
+"""`RunReader`: the status of a running or finished run, read from its folder by any process. Scores that `palaestra
+grade` gave replace the recorded ones.
 
 Finished work is in the journal; the stages of rollouts in flight are in `status.json` (see `status_file`). The reader
 takes no lock and writes nothing. Each later read processes only the lines added since the previous one.
@@ -26,6 +27,7 @@ from palaestra.rollouts.observe.metrics import quantile, stage_seconds
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
 from palaestra.rollouts.observe.verdicts import OFFICIAL
 from palaestra.rollouts.records import CUT_OFF, MODEL_COST
+from palaestra.rollouts.regraded import Grade, read_grades
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of
@@ -94,8 +96,8 @@ class RunStatus:
 
     `blame` counts finished rollouts by failure attribution. `mean_reward` is over the scored rollouts; in
     `mean_with_unscored`, unscored rollouts count as 0; `full` is the share of scored rollouts with a reward of 1 or
-    more. `graded_mean` is over the scored rollouts with the rewards that `palaestra grade` gave, `graded` of which
-    differ; None if it gave none. `official` is the mean of the official verdicts, in place of the rewards of rollouts
+    more. `graded` counts the rollouts whose score `palaestra grade` gave; if there are any, `recorded_mean` is the mean
+    of the rewards in the journal. `official` is the mean of the official verdicts, in place of the rewards of rollouts
     that have one; None if no rollout has one. `labels` counts rollouts by label, and `metrics` are the means of the
     environment's own metrics of rollouts. `…_interval` is the 95% interval of a mean, or None if there are no rewards,
     or if some are outside 0 to 1 and no interval can be computed. `planned` counts the rollouts of the groups that
@@ -132,8 +134,7 @@ class RunStatus:
     mean_with_unscored: float | None = None
     mean_with_unscored_interval: tuple[float, float] | None = None
     graded: int = 0
-    graded_mean: float | None = None
-    graded_interval: tuple[float, float] | None = None
+    recorded_mean: float | None = None
     full: Rate | None = None
     official: float | None = None
     official_interval: tuple[float, float] | None = None
@@ -169,9 +170,8 @@ class RunStatus:
             for name in ("official", "official_interval", "official_name"):
                 del plain[name]
         del plain["paused_s"]  # for rates of the table; the format of the file stays
-        if self.graded_mean is None:
-            for name in ("graded", "graded_mean", "graded_interval"):
-                del plain[name]
+        if not self.graded:
+            del plain["graded"], plain["recorded_mean"]
         for name in ("labels", "metrics", "nodes"):
             if not plain[name]:
                 del plain[name]
@@ -213,6 +213,12 @@ class _Ended(NamedTuple):
     official: float | None = None
     labels: frozenset[str] = frozenset()
     metrics: Mapping[str, float] = {}
+
+    def graded(self, grade: Grade | None) -> _Ended:
+        if grade is None or grade.reward is None:
+            return self
+        labels = frozenset(label.name for label in grade.labels)
+        return self._replace(reward=grade.reward, official=grade.official, labels=labels, metrics=grade.metrics)
 
 
 @dataclass(slots=True)
@@ -424,8 +430,9 @@ class RunReader:
 
     def _standing(self) -> RunStatus:
         status = self._status
-        by_task = self._by_task()
-        tasks = [[each for name in groups for each in self._groups[name].values()] for groups in by_task.values()]
+        by_task, grades = self._by_task(), read_grades(self.folder)
+        recorded = [[item for name in groups for item in self._groups[name].items()] for groups in by_task.values()]
+        tasks = [[each.graded(grades.get(name)) for name, each in task] for task in recorded]
         rollouts = list(itertools.chain.from_iterable(tasks))
         status.groups_begun, status.groups_ended = len(self._groups), len(self._group_ends)
         status.groups_failed = sum(self._group_ends.values())
@@ -436,7 +443,9 @@ class RunReader:
             for name, group in self._groups.items()
         )
         self._average(status, tasks, [self._lacking(groups) for groups in by_task.values()])
-        self._graded(status, by_task)
+        before = [each.reward for task in recorded for _, each in task if each.reward is not None]
+        status.graded = sum(name in grades and grades[name].reward is not None for task in recorded for name, _ in task)
+        status.recorded_mean = math.fsum(before) / len(before) if before and status.graded else None
         self._judge(status, tasks)
         status.stages = {stage: Latency.of(self._seconds[stage]) for stage in sorted(self._seconds)}
         status.outcomes = dict(Counter(each.outcome for each in rollouts).most_common())
@@ -469,22 +478,6 @@ class RunReader:
         status.mean_with_unscored = sum(rewards) / sum(map(len, everyone)) if any(everyone) else None
         status.mean_with_unscored_interval = mean_interval(everyone)
         status.full = Rate.of([[reward >= 1 for reward in task] for task in scored]) if rewards else None
-
-    def _graded(self, status: RunStatus, by_task: Mapping[str, Sequence[str]]) -> None:
-        """Average the rewards again, with those that `palaestra grade` gave."""
-        if not (self.folder / "grades.jsonl").is_file():
-            return
-        from palaestra.rollouts.regraded import read_grades  # imported here, because most runs have no new scores
-
-        new = {name: each.reward for name, each in read_grades(self.folder).items() if each.reward is not None}
-        tasks = [[item for group in groups for item in self._groups[group].items()] for groups in by_task.values()]
-        scored = [
-            [reward for name, each in task if (reward := new.get(name, each.reward)) is not None] for task in tasks
-        ]
-        known = [reward for task in scored for reward in task]
-        status.graded = sum(new.get(name, each.reward) != each.reward for task in tasks for name, each in task)
-        status.graded_mean = math.fsum(known) / len(known) if known and new else None
-        status.graded_interval = mean_interval(scored)
 
     def _place(self, status: RunStatus) -> None:
         """Count what is on each node of a cluster."""

@@ -31,6 +31,7 @@ from palaestra.rollouts.events import (
 )
 from palaestra.rollouts.journal.journal import event_at, is_whole, placed_events
 from palaestra.rollouts.records import CUT_OFF, Beside, Group, Trajectory
+from palaestra.rollouts.regraded import Grade, read_grades, with_grade
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import lines_of
 from palaestra_slots.core.types import JSON, Blame, Outcome, Prices
@@ -108,8 +109,15 @@ class FinishedRollouts(Mapping[int, Trajectory]):
     """The finished rollouts of a group by index. Those of a journal are read from it whenever they are asked for, since
     the rollouts of a long run need more memory than a machine has."""
 
-    def __init__(self, path: Path | None = None, found: Mapping[int, Trajectory | int] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        found: Mapping[int, Trajectory | int] = MappingProxyType({}),
+        grades: Mapping[str, Grade] = MappingProxyType({}),
+    ) -> None:
         self._path = path
+        self._grades = grades
+        """The scores that `palaestra grade` gave to rollouts of the journal."""
         self._found = dict(found)
         """A rollout, or the file offset of its line."""
 
@@ -122,7 +130,7 @@ class FinishedRollouts(Mapping[int, Trajectory]):
             event = event_at(self._path, journal, found)
         if not isinstance(event, RolloutEnded):
             raise ConfigError(f"{self._path}: the line at byte {found} has changed: it ends no rollout any more")
-        return event.trajectory
+        return with_grade(event.trajectory, self._grades)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._found)
@@ -201,6 +209,7 @@ class _Reader:
     def __init__(self, work: EarlierWork, path: Path | None = None) -> None:
         self._work = work
         self._path = path
+        self._grades: Mapping[str, Grade] = {} if path is None else read_grades(path.parent)
         self._begun: dict[str, Group] = {}
         self._missing: dict[str, set[int]] = {}
         """The indices of rollouts that were cut off, by the id of their group."""
@@ -244,7 +253,7 @@ class _Reader:
             group.tools = self._tools.setdefault(group.tools_hash, group.tools)
         work.asked[group.group_id] = group.asked
         work.tasks[group.number] = group.task_id
-        work.rollouts.setdefault(group.group_id, FinishedRollouts(self._path))
+        work.rollouts.setdefault(group.group_id, FinishedRollouts(self._path, grades=self._grades))
         work.ended.pop(group.number, None)
 
     def _take_turn(self, event: TurnTaken) -> None:

@@ -11,9 +11,9 @@ replace a backend of this package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from palaestra_slots.core.config import local_path, nearest
 from palaestra_slots.core.errors import ConfigError
@@ -65,10 +65,9 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("slots_per_container", "max_containers"), _CONTAINERS),
     **dict.fromkeys(("sandbox_job_id", "sandbox_image", "min_containers", "privileged", "driver"), ("nomad",)),
     **dict.fromkeys(("purge_job_on_start", "purge_job_on_shutdown"), ("nomad",)),
-    **dict.fromkeys(
-        ("creates_per_s", "max_starting", "drain_file"), (*_CONTAINERS, "ssh", "slurm", "kubernetes", "modal")
-    ),
-    "host_ports": ("local",),
+    **dict.fromkeys(("creates_per_s", "max_starting"), (*_CONTAINERS, "ssh", "slurm", "kubernetes", "modal")),
+    "drain_file": ("docker", "ssh", "slurm", "kubernetes"),
+    **dict.fromkeys(("host_ports", "keep_workspaces", "workspace_store"), ("local",)),
     "backend_options": (),
 }
 """For each setting, or prefix of settings, that only some backends of this package read: the names of these
@@ -93,15 +92,76 @@ _INSTEAD: Mapping[tuple[str, str], str] = {
 """For a setting and a backend that does not read it, the setting with the same purpose in that backend."""
 
 
+class _Unread(NamedTuple):
+    """Settings that their backend does not read while another setting has some value. `idle` gets the configuration and
+    the names in the setting that names the backends; `why` is the middle of the message."""
+
+    settings: tuple[str, ...]
+    idle: Callable[[JSON, str], bool]
+    why: str
+
+
+_UNREAD: Sequence[_Unread] = (
+    _Unread(
+        ("workspace_store", "workspace_store_bytes"),
+        lambda config, names: not config.keep_workspaces,
+        "with keep_workspaces false: ",
+    ),
+    _Unread(("docker_hosts",), lambda config, names: _names_hosts(names, "docker"), "next to docker=HOSTS: "),
+    _Unread(("ssh_hosts",), lambda config, names: _names_hosts(names, "ssh"), "next to ssh=HOSTS: "),
+    _Unread(
+        ("drain_file",),
+        lambda config, names: not (
+            {"ssh", "slurm"}.intersection(backend_words(names))
+            or _names_hosts(names, "docker")
+            or config.docker_hosts
+            or config.kubernetes_selector
+        ),
+        "because no host has a name: set docker_hosts or kubernetes_selector, or ",
+    ),
+    _Unread(
+        (
+            "kubernetes_pods", "kubernetes_cpus", "kubernetes_memory", "kubernetes_disk", "kubernetes_start_s",
+            "kubernetes_deadline_s", "kubernetes_pod_spec",
+        ),
+        lambda config, names: config.kubernetes_selector is not None,
+        "with kubernetes_selector, because those pods exist already: ",
+    ),
+    _Unread(
+        ("kubernetes_container",), lambda config, names: config.kubernetes_selector is None,
+        "without kubernetes_selector: ",
+    ),
+    _Unread(("sandbox_image",), lambda config, names: config.driver == "raw_exec", "with the driver raw_exec: "),
+    _Unread(
+        ("nomad_ca_cert", "nomad_client_cert", "nomad_client_key", "nomad_tls_server_name"),
+        lambda config, names: not config.nomad_address.startswith("https://"),
+        "unless nomad_address begins with https://: ",
+    ),
+    _Unread(
+        ("nomad_client_key",), lambda config, names: config.nomad_client_cert is None, "without nomad_client_cert: "
+    ),
+    _Unread(
+        ("modal_execution_timeout",), lambda config, names: len(names.split()) > 1,
+        "with several backends: set terminal_timeout, or ",
+    ),
+)  # fmt: skip
+
+
+def _names_hosts(names: str, backend: str) -> bool:
+    """Return whether the setting that names the backends also names the hosts of `backend`."""
+    words = (word.partition("=") for word in names.split())
+    return any(name.removesuffix("_direct") == backend and hosts not in ("", "overflow") for name, _, hosts in words)
+
+
 def is_of_backends(setting: str) -> bool:
     """Return whether only some backends read this setting."""
     return any(setting.startswith(each) for each in _READERS)
 
 
-def require_read(names: str, settings: Iterable[str]) -> None:
-    """Raise `ConfigError` for a setting that none of the backends in `names` reads. A backend of another package may
-    read any setting."""
-    # `local_direct` and `local` read the same settings: one is only a shorter way to the other.
+def require_read(names: str, settings: Iterable[str], config: JSON) -> None:
+    """Raise `ConfigError` for a setting that none of the backends in `names` reads, or that has no effect there with
+    the other settings in `config`. A backend of another package may read any setting."""
+    # `docker_direct` and `docker` read the same settings: one is only another name for the other.
     used = {name.removesuffix("_direct") for name in backend_words(names)}
     if not used <= {name.removesuffix("_direct") for name in BUILTIN}:
         return
@@ -113,6 +173,9 @@ def require_read(names: str, settings: Iterable[str]) -> None:
             whose = f"the backend {' or '.join(readers)}" if readers else "a backend from another package"
             fix = "leave it out, or change tool_pool_mode" if other is None else f"set {other} instead"
             raise ConfigError(f"{setting} is a setting of {whose}, but the slots are in {' and '.join(used)}: {fix}")
+        for unread in _UNREAD:
+            if setting in unread.settings and unread.idle(config, names):
+                raise ConfigError(f"{setting} has no effect {unread.why}leave it out")
 
 
 _HOSTS = {"docker": "docker_hosts", "docker_direct": "docker_hosts", "ssh": "ssh_hosts"}
