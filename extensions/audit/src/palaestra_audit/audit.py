@@ -28,6 +28,7 @@ from palaestra.envs.policy_runs import first_tasks
 from palaestra.envs.run.run_folder import RunLine
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import plain, without_secrets
+from palaestra.rollouts.records import Trajectory
 from palaestra_audit.cheats.proof import BANK
 from palaestra_audit.checks import CHECKS, Audited
 from palaestra_audit.code_digests import code_digests
@@ -162,7 +163,7 @@ async def _audit(
             raise
         collect()
         if Kind.DUPLICATE in plan.kinds:
-            _add_duplicates(audit, tasks, solved, others)
+            _add_duplicates(audit, tasks, solved, others, asked_later=environment.has_user)
         write_audit(audit, plan.out)
         return audit
 
@@ -305,9 +306,12 @@ async def _audit_task(
     return plain(result)  # prompts and files may have characters that no file of the result can hold
 
 
-def _add_duplicates(audit: Audit, tasks: Sequence[Task], solved: dict[str, str], others: dict[str, str]) -> None:
+def _add_duplicates(
+    audit: Audit, tasks: Sequence[Task], solved: dict[str, str], others: dict[str, str], *, asked_later: bool
+) -> None:
     """Add a finding for each task that another one equals, and a note for each whose prompt another one nearly has.
-    `solved` has the solution and the answer of each task, `others` the prompts of another file by their places."""
+    `solved` has the solution and the answer of each task, `others` the prompts of another file by their places. If a
+    user asks later (`asked_later`), tasks begin alike, and differ in what the user knows."""
     by_id = {each.id: each for each in audit.tasks}
     texts = {task.id: _text(task) for task in tasks if task.id in by_id}
     for name in texts:
@@ -315,14 +319,16 @@ def _add_duplicates(audit: Audit, tasks: Sequence[Task], solved: dict[str, str],
     first_of: dict[str, str] = {}
     same: dict[str, str] = {}
     for task in tasks:
-        # Data often has the task's own name, so it counts only if nothing else says what is right.
+        # Data often has the task's own name, so it counts only if nothing else says what is right, or a user knows it.
         right = solved.get(task.id) or (task.answer, task.data)
+        right = (right, task.answer, task.data) if asked_later else right
         key = (" ".join(_text(task).split()), dict(task.files), task.setup, task.image, right)
         if task.id in by_id and (first := first_of.setdefault(_plain(key), task.id)) != task.id:
             same[task.id] = first
     single = {name: text for name, text in texts.items() if name not in same}
     reworded = {second: (first, like) for first, second, like in _reworded(single, solved)}
-    alike = {second: (first, like) for first, second, like in _alike(single)}
+    known = {task.id: _plain([solved.get(task.id), task.data, task.answer]) for task in tasks if asked_later}
+    alike = {second: (first, like) for first, second, like in _alike(single) if known.get(first) == known.get(second)}
     for second in texts:
         finding = Finding(kind=Kind.DUPLICATE, id=f"{second}/duplicate/1", what="")
         if second in same:
@@ -412,20 +418,23 @@ def _reworded(texts: dict[str, str], solved: dict[str, str]) -> Iterator[tuple[s
         others.append(name)
 
 
-async def _replay(form: Form, parsed: RunLine, task_id: str, trial: Trial) -> Verdict:
+async def _replay(form: Form, parsed: RunLine, task_id: str, trial: Trial) -> tuple[Verdict, Trajectory | None]:
     async with open_trials(form, parsed) as trials:
         async for task in trials.environment.tasks():
             if task.id == task_id:
                 if trial.world != World():  # the audit prepared the workspace on the task's own machine
                     await trials.play(task, Trial())
-                verdict, _, _ = await trials.play(task, trial)
-                return verdict
+                verdict, played, _ = await trials.play(task, trial)
+                return verdict, played
     raise ConfigError(f"the environment has no task {task_id} any more")
 
 
-def replay(audit: Audit, task: TaskAudit, finding: Finding, settings: Sequence[str] = ()) -> Verdict:
-    """Play the witness of a finding again, with further settings. Raises `ConfigError` if the finding has no witness,
-    if its task has gone, or if a key is missing, which an audit does not keep."""
+def replay(
+    audit: Audit, task: TaskAudit, finding: Finding, settings: Sequence[str] = ()
+) -> tuple[Verdict, Trajectory | None]:
+    """Play the witness of a finding again, with further settings, and return its verdict and its rollout. Raises
+    `ConfigError` if the finding has no witness, if its task has gone, or if a key is missing, which an audit does not
+    keep."""
     if finding.trial is None:
         raise ConfigError(f"{finding.id} has nothing to play: {finding.what}")
     with exported(read_keys(Path.cwd())):

@@ -143,7 +143,7 @@ def run(
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def replay_finding(context: click.Context, as_json: bool, file: Path, finding: str, settings: tuple[str, ...]) -> None:
-    """Play the witness of a finding again, and print its score.
+    """Play the witness of a finding again, and print its steps and its score.
 
     \b
       palaestra audit replay audits/my_env/audit.json a/weak/1
@@ -153,7 +153,7 @@ def replay_finding(context: click.Context, as_json: bool, file: Path, finding: s
     the score is no longer that of the finding.
     """
     from palaestra_audit.audit import replay
-    from palaestra_audit.trials import shown
+    from palaestra_audit.trials import shown_steps
 
     audit = read_audit(file)
     found = next(((task, each) for task, each in audit.findings() if each.id == finding), None)
@@ -161,13 +161,13 @@ def replay_finding(context: click.Context, as_json: bool, file: Path, finding: s
         known = ", ".join([each.id for _, each in audit.findings()][:10])
         raise ConfigError(f"{file} has no finding {finding}. It has: {known or 'none'}")
     task, each = found
-    verdict = replay(audit, task, each, settings)
+    verdict, played = replay(audit, task, each, settings)
     same = each.verdict is not None and verdict.reward == each.verdict.reward
     if as_json:
         about = {"id": each.id, "kind": each.kind, "reward": verdict.reward, "same": same, "error": verdict.error}
         click.echo(json.dumps(about))
     else:
-        steps = "\n".join(shown(step) for step in (each.trial.steps if each.trial else ())) or "nothing"
+        steps = "\n".join(shown_steps(each.trial.steps if each.trial else (), played)) or "nothing"
         click.echo(printable(f"{each.id}: {each.what}\n{steps}"))
         scored = "unscored" if verdict.reward is None else f"{verdict.reward:g}"
         click.echo(

@@ -17,6 +17,8 @@ from palaestra_slots.core.printable import printable
 if TYPE_CHECKING:
     from palaestra_audit.cheats.proof import PolicyResult, Proof
 
+NOTHING_TESTED = 3
+"""The exit code if no wrong work could be tried."""
 _NAMED = 5
 """The maximum number of failed policies that the last line of a check names."""
 
@@ -62,7 +64,8 @@ def command(
     cheat that could not decide anything is reported as not tested, with the reason. Cheats are played with the agent's
     tool that runs commands, also if it is the environment's own; a cheat that the tool does not accept fails the check.
     If a solution or doing nothing gets a wrong score, the cheats are played only if --only names them. The exit code is
-    1 if any policy got a wrong score.
+    1 if any policy got a wrong score, and 3 if the agent has no tool that runs commands and nothing else could be
+    tested.
     """
     from palaestra.envs.config.command_line import first_word
 
@@ -74,7 +77,7 @@ def command(
         click.echo(json.dumps(proof.to_json(), indent=2))
     else:
         _show_proof(proof, everything=everything)
-    context.exit(0 if proof.holds else 1)
+    context.exit(1 if not proof.holds else NOTHING_TESTED if proof.tests_nothing else 0)
 
 
 def _show_proof(proof: Proof, *, everything: bool) -> None:
@@ -113,12 +116,17 @@ def _show_proof(proof: Proof, *, everything: bool) -> None:
 
 def _summary(proof: Proof) -> str:
     """Return what a check without failures proves, and what it did not test."""
-    solutions = sum(line.state is None for line in proof.lines) - 1
+    from palaestra_audit.cheats.proof import WRONG_WORK
+
+    plain = [line.what for line in proof.lines if line.state is None]
+    wrong = plain.count(WRONG_WORK)
+    solutions = len(plain) - wrong - 1
     solved = "the reference solution scores 1; " if solutions == 1 else f"{solutions} solutions score 1; "
     count = {state: sum(line.state == state for line in proof.lines) for state in ("closed", "labelled")}
     allowed = next((line.wanted.removeprefix("<= ") for line in proof.lines if line.policy == "noop"), "0")
     most = "0" if allowed == "0" else f"at most their task's floor, here {allowed}"
-    parts = [f"doing nothing and {plural(count['closed'], 'way')} of reward hacking score {most}"]
+    nothing = f"doing nothing, {plural(wrong, 'wrong solution')}" if wrong else "doing nothing"
+    parts = [f"{nothing} and {plural(count['closed'], 'way')} of reward hacking score {most}"]
     if count["labelled"]:
         parts.append(f"{count['labelled']} pass the official verdict and are labelled")
     parts += [f"{len(names)} not tested ({reason})" for reason, names in proof.not_tested.items()]

@@ -18,12 +18,13 @@ from palaestra.envs.policy_runs import FULL
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.spec import Phase
 from palaestra_audit.cheats.cheat import Cheat
+from palaestra_audit.cheats.command_tool import CommandTool
 from palaestra_audit.cheats.left_files import LeftFiles
-from palaestra_audit.cheats.proof import CommandTool, EnvironmentProof, State
+from palaestra_audit.cheats.proof import EnvironmentProof, State
 from palaestra_audit.differences import Call, calls_of, first_difference, results_of
 from palaestra_audit.mutants import Changed, Files, mutants, variants
 from palaestra_audit.records import Finding, Kind, Step, Trial, Untried, Verdict, World
-from palaestra_audit.trials import LOCALE, REFERENCE, Trials, clock_library, tool_of, write_steps
+from palaestra_audit.trials import LOCALE, REFERENCE, Trials, clock_library, write_steps
 from palaestra_slots.core.errors import AlreadySolved, InfraError, PalaestraError
 from palaestra_slots.core.types import Blame, Network, Solution, Task
 from palaestra_slots.sandbox.slot import WORKSPACE, Slot
@@ -40,7 +41,7 @@ _MOST_PREPARATIONS = 3
 """The maximum number of times that a workspace is prepared to learn whether chance decides."""
 _NO_REFERENCE = "the task has no reference solution"
 _NO_FILES = "the score sees no files that the reference solution leaves"
-_NO_TOOL = "the agent has no tool that runs commands"
+_NO_TOOL = "no tool of the agent ran the commands that were tried"
 _FREE = "doing nothing may earn the full score (the floor of the task)"
 _FLAKY = "the score of the reference solution is flaky"
 _FAILS = "the reference solution does not get the full score"
@@ -124,7 +125,8 @@ class Audited:
         self.before = {path: data for path, data in before.files.items() if data}
         if not nothing.trajectories:
             self.unprepared = nothing.error or "there was no rollout"
-        self.tool, self.prepare_s = tool_of(nothing), (group if self.left else nothing).prepare_s
+        self.tool = await self.trials.command_tool(self.given, nothing, self.number, spec)
+        self.prepare_s = (group if self.left else nothing).prepare_s
 
     async def unsteady(self, trial: Trial, verdict: Verdict) -> Finding | None:
         """Play the reference solution and a trial with another score again. Return the finding if one of them now

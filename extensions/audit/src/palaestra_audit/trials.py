@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -16,8 +17,10 @@ from palaestra.envs.policy_runs import PolicyRuns, policy_runs
 from palaestra.envs.run.run_folder import RunLine
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra_audit.cheats.command_tool import TERMINAL, CommandTool, find_command_tool
 from palaestra_audit.cheats.left_files import LeftFiles, ReadWorkspaces, play_and_read
-from palaestra_audit.cheats.proof import TERMINAL, CommandTool, actions, writing
+from palaestra_audit.cheats.proof import writing
+from palaestra_audit.cheats.replies import actions
 from palaestra_audit.opening import opened_environment
 from palaestra_audit.records import Step, Trial, Verdict, World
 from palaestra_slots.core.config import cache_folder
@@ -55,6 +58,8 @@ LOCALE = "en_US.UTF-8"
 _LOCALE_AT = "/opt/palaestra/locales"
 
 _ENDING = "Done."
+_MOST_SHOWN = 500
+"""The number of characters of a reply that are printed."""
 _OURS = (Blame.SANDBOX, Blame.ENGINE, Blame.RUN)
 _TOO_LONG = "the reference solution leaves the agent no turn for more"
 
@@ -134,6 +139,10 @@ class TrialPolicy(Policy):
         turn = turns_taken(context, messages)
         return acts[turn] if turn < len(acts) else _ENDING
 
+    def is_over(self, context: SessionContext, messages: Sequence[Message]) -> bool:
+        assert context.task is not None
+        return turns_taken(context, messages) >= len(trial_acts(self._trial, context.task))
+
 
 def trial_acts(trial: Trial, task: Task) -> list[Act]:
     """Return the turns of a trial. Raises `TaskError` for a step that plays a missing solution."""
@@ -179,6 +188,26 @@ def shown(step: Step) -> str:
     return f"{step.tool}: {_decoded(text)}"
 
 
+def shown_steps(steps: Sequence[Step], played: Trajectory | None) -> Iterator[str]:
+    """Yield what an agent did in a trial, and what it was told: calls with their replies, its texts, and the answers of
+    a user. Without a rollout, yield the steps of the trial."""
+    if played is None:
+        yield from map(shown, steps)
+        return
+    began = False
+    for message in played.messages:
+        role, text = message.get("role"), message.get("content")
+        began = began or role == "assistant"
+        if role == "assistant":
+            if text:
+                yield shown(Step(say=str(text)))
+            for call in message.get("tool_calls") or ():
+                function = call["function"]
+                yield shown(Step(tool=function["name"], arguments=json.loads(function["arguments"])))
+        elif began:
+            yield f"  {'user: ' if role == 'user' else ''}{text!s:.{_MOST_SHOWN}}"
+
+
 def _decoded(text: str) -> str:
     parts = text.split("base64 -d <<'END' > ")
     for number, part in enumerate(parts[1:], start=1):
@@ -221,6 +250,10 @@ class Trials:
         )
         return verdict, played, group
 
+    async def command_tool(self, task: Task, nothing: Group, number: int, spec: SlotSpec) -> CommandTool | None:
+        """Return the tool of the agent that runs commands, where `nothing` is the group of doing nothing."""
+        return TERMINAL if nothing.error else await find_command_tool(self._runs, task, number, nothing.tools, spec)
+
     async def forget(self, task_id: str) -> None:
         """Drop the prepared workspace of a task."""
         if (snapshot := self.prepared.pop(task_id, None)) is not None:
@@ -258,8 +291,3 @@ async def open_trials(form: Form, parsed: RunLine) -> AsyncIterator[Trials]:
         workspaces.read_live(pool.rung)
         async with policy_runs(environment, pool, workspaces, prepare_once=True) as runs:
             yield Trials(environment, pool, runs)
-
-
-def tool_of(group: Group) -> CommandTool | None:
-    """Return the agent's tool that runs commands; None if there is none."""
-    return TERMINAL if group.error else CommandTool.of(group.tools)

@@ -415,6 +415,58 @@ async def right(sandbox):
     assert {(task.id, each.note) for task, each in found.findings()} == {("any", True)}
 
 
+WITH_USER = """
+from palaestra import Say, Task, ToolStep, environment
+
+@environment(toolsets=[])
+def shop():
+    for name, order, right in (
+        ("a", "W1", "W1"), ("b", "W2", "W2"), ("c", "W2", "W2"), ("d", "W3", "W9"), ("e", " W1", "W1")
+    ):
+        steps = [Say("Which order?"), ToolStep("cancel", {"order": order.strip()}), Say("Done.")]
+        yield Task(name, "Hello, I need help with an order.", data={"wish": order}, answer=right, solution=steps)
+
+@shop.state
+def orders():
+    return {"asked": 0, "cancelled": []}
+
+@shop.user
+def customer(task, state):
+    state["asked"] += 1
+    return task.data["wish"] if state["asked"] == 1 else None
+
+@shop.tool
+def cancel(order: str, *, state) -> str:
+    '''Cancel.'''
+    assert state["asked"], "the user has not spoken"
+    state["cancelled"].append(order)
+    return "cancelled " + order
+
+@shop.score
+def right(task, state):
+    return state["cancelled"] == [task.answer]
+"""
+
+
+def test_an_audit_plays_the_user_and_compares_what_users_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shop_env.py").write_text(WITH_USER)
+    assert main(["audit", "shop_env.py", "--only", "unsolvable", "--only", "duplicate", "--out", "out"]) == 1
+    found = {
+        task.id: [(each.kind, each.note) for each in task.findings] for task in read_audit(Path("out/audit.json")).tasks
+    }
+    assert found == {"a": [], "b": [], "c": [(Kind.DUPLICATE, False)], "d": [(Kind.UNSOLVABLE, False)], "e": []}
+    capsys.readouterr()
+    assert main(["audit", "replay", "out/audit.json", "d/unsolvable/1"]) == 0
+    shown = capsys.readouterr().out
+    places = [
+        shown.index(each) for each in ("Which order?", "user: W3", "cancel: W3", "cancelled W3", "Done.", "score 0")
+    ]
+    assert places == sorted(places)
+
+
 HOSTILE = """
 from palaestra import Limits, Task, environment
 

@@ -103,9 +103,9 @@ def test_attacks_are_played_with_the_environments_own_tool(tmp_path: Path, tool:
 
 def test_an_attack_that_the_tool_refuses_fails_the_check(tmp_path: Path) -> None:
     path = tmp_path / "strict_env.py"
-    tool = "terminal(command: Literal['ls'], sandbox: Slot) -> str"
-    text = OWN_TOOL.replace("TOOL", tool).replace("DOES", "Run ls.").replace("RUNS", "command")
-    path.write_text("from typing import Literal\n" + text)
+    tool = "terminal(command: Annotated[str, Field(max_length=190)], sandbox: Slot) -> str"
+    text = OWN_TOOL.replace("TOOL", tool).replace("DOES", "Run a short command.").replace("RUNS", "command")
+    path.write_text("from typing import Annotated\nfrom pydantic import Field\n" + text)
     proof = check_environment(str(path), [], tasks=1, only=["stale-reward"], quiet=True)
     assert not proof.holds
     assert proof.lines[-1].state == "unknown"
@@ -116,10 +116,10 @@ def test_a_check_without_a_tool_for_commands_is_incomplete(tmp_path: Path, capsy
     path = tmp_path / "count_env.py"
     text = OWN_TOOL.replace("TOOL", "add(a: int, b: int, sandbox: Slot) -> str").replace("DOES", "Add.")
     path.write_text(text.replace("RUNS", "f'echo {a + b}'"))
-    assert main(["env", "check", str(path), "--only", "stale-reward"]) == 0
+    assert main(["env", "check", str(path), "--only", "stale-reward"]) == 3
     printed = capsys.readouterr().out
     assert "incomplete: " in printed
-    assert "1 not tested (the agent has no tool that runs commands)" in printed
+    assert "1 not tested (no tool of the agent ran the commands that were tried)" in printed
 
 
 ANSWER_ELSEWHERE = """

@@ -303,7 +303,7 @@ MAKES_CODE = "solution=\"printf 'def f():\\\\n    return 1\\\\n' > made.py\""
             '["file"]',
             "data=1",
             SAYS_YES,
-            {"the agent has no tool that runs commands": ("sys-exit", "fake-git", "git-parent")},
+            {"no tool of the agent ran the commands that were tried": ("sys-exit", "fake-git", "git-parent")},
             "",
         ),
         (

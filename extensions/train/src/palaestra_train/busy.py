@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from palaestra.rollouts.events import Alive, Handlers
 
-_SLOT_STAGES = frozenset({"prepare", "setup", "tool", "seal", "grade"})
-"""Stages in which a slot works."""
+_SLOT_STAGES = frozenset({"prepare", "setup", "tool", "user", "seal", "grade"})
+"""Stages in which a slot or a user works."""
 
 
 class BusyClock:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from yarl import URL
 
 import palaestra
 from palaestra import ChatModel, ConfigError, Prices, Say, Task, ToolStep, environment
@@ -19,7 +20,7 @@ from palaestra.rollouts.counterfactual import fork_of
 from palaestra.rollouts.events import ReplyReceived, RolloutResumed, TurnTaken
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.journal.verify import verify_run
-from palaestra_slots.core.errors import EngineRefused, EngineReplyError
+from palaestra_slots.core.errors import EngineError, EngineRefused, EngineReplyError
 from palaestra_slots.core.types import JSON, Blame, Outcome
 from palaestra_tokens.config import APIServerConfig
 from palaestra_tokens.engine import Sampled
@@ -162,7 +163,7 @@ def test_turns_and_time_are_those_of_the_whole_conversation() -> None:
         return "and?"
 
     rollout = played(cafe(slow), max_agent_turns=3).trajectories[0]
-    assert (rollout.outcome, len(rollout.turns), rollout.messages[-1]["role"]) == (Outcome.MAX_TURNS, 3, "user")
+    assert (rollout.outcome, len(rollout.turns), rollout.messages[-1]["role"]) == (Outcome.MAX_TURNS, 3, "assistant")
 
     async def stuck() -> str:
         await asyncio.sleep(60)
@@ -171,6 +172,16 @@ def test_turns_and_time_are_those_of_the_whole_conversation() -> None:
     rollout = played(cafe(stuck), worker_timeout=0.3).trajectories[0]
     assert (rollout.outcome, len(rollout.turns), rollout.messages[-1]["role"]) == (Outcome.BUDGET, 1, "assistant")
     assert rollout.reward == 0.0
+
+
+@pytest.mark.parametrize(("turns", "questions"), [(1, 0), (2, 1), (3, 1), (4, 2)])
+def test_the_user_is_not_asked_after_the_last_turn(turns: int, questions: int) -> None:
+    (rollout,) = played(cafe(), max_agent_turns=turns).trajectories
+    assert (len(rollout.turns), len(asked), rollout.outcome) == (turns, questions, Outcome.MAX_TURNS)
+    assert ("user" in rollout.beside.stages) == bool(questions)
+    asked.clear()
+    (solved,) = palaestra.run_sync(cafe(), policy="oracle", max_agent_turns=3).trajectories
+    assert (solved.outcome, len(asked)) == (Outcome.NATURAL, 1)  # its last step is its last turn
 
 
 def test_the_reference_ends_with_its_last_step_and_noop_with_its_first_reply() -> None:
@@ -366,6 +377,32 @@ def test_a_users_model_that_fails_leaves_the_rollout_unscored() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("status", [0, 401, 403, 404, 405])
+def test_errors_of_a_users_model_name_the_model_and_no_setting_of_the_run(status: int) -> None:
+    async def scenario() -> None:
+        async with LoopbackServer(FakeAnswer({"error": {"message": "no"}}, status=status or 500)) as server:
+            address = server.url if status else "http://127.0.0.1:1/v1"
+            model = ChatModel("guest-of-honour", base_url=address)
+
+            async def person(messages: Sequence[JSON]) -> str | None:
+                return await model.play_user("You want tea.", messages)
+
+            for asked_by in (palaestra.run(cafe(person), policy="oracle", infra_retries=0), None):
+                if asked_by is None:
+                    with pytest.raises(EngineError) as raised:
+                        await model.ask("?")
+                    error = str(raised.value)
+                else:
+                    error = (await asked_by).trajectories[0].error
+                assert "ChatModel" in error
+                assert "guest-of-honour" in error
+                assert str(URL(address).port) in error
+                assert "--openai" not in error
+                assert "OPENAI_API_KEY" not in error
+
+    asyncio.run(scenario())
+
+
 def test_journals_without_users_are_as_before(tmp_path: Path) -> None:
     Path("my_env.py").write_text(
         "from palaestra import Task, environment\n\n@environment(toolsets=[])\ndef plain():\n"
@@ -442,6 +479,29 @@ def test_concurrent_questions_share_a_started_connection_and_a_failed_start_is_r
     made: list[Connection] = []
     asyncio.run(scenario())
     assert all(each.closed for each in made)
+
+
+def test_a_question_does_not_queue_behind_those_that_waited_for_the_start() -> None:
+    class Quick(ChatModel):
+        def server(self) -> Any:
+            return Connection()
+
+    class Connection:
+        async def start(self) -> None:
+            await asyncio.sleep(0)
+
+        async def aclose(self) -> None: ...
+
+    async def scenario() -> None:
+        servers, model = _Servers(), Quick("m", base_url="http://127.0.0.1:1")
+        first, *others = [asyncio.create_task(servers.of(model)) for _ in range(50)]
+        await first
+        assert not all(each.done() for each in others)
+        with pytest.raises(StopIteration):
+            servers.of(model).send(None)  # it is answered without a round of the event loop
+        await asyncio.gather(*others)
+
+    asyncio.run(scenario())
 
 
 def test_a_plain_hook_with_a_loop_of_its_own_gets_one_clear_error() -> None:

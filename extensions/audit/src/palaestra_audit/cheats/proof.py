@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import json
 import os
 import posixpath
 import re
@@ -35,23 +34,32 @@ from palaestra.rollouts.grading.grader import LIVE, WAYS, Way
 from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.spec import Phase
-from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES
 from palaestra_audit.cheats.cheat import Cheat
+from palaestra_audit.cheats.command_tool import TERMINAL, CommandTool, find_command_tool
 from palaestra_audit.cheats.forged_results import FORGERIES
 from palaestra_audit.cheats.hijacked_code import MODULES, SHADOWS, SOURCES
 from palaestra_audit.cheats.hollow_work import Hollow, hollows, is_code
 from palaestra_audit.cheats.leaks import CHANGED, COPIED, LEAKS, SURVIVORS
 from palaestra_audit.cheats.left_files import LeftFiles, ReadWorkspaces, play_and_read
+from palaestra_audit.cheats.replies import (
+    ECHO,
+    EVERY_NUMBER,
+    REPLIES,
+    EchoPolicy,
+    FurtherCallsPolicy,
+    WordlessPolicy,
+    actions,
+    further_calls,
+)
 from palaestra_audit.cheats.tampered_tests import ANSWERS, PLANTS, VERDICTS
 from palaestra_audit.opening import load, opened_environment
 from palaestra_slots.core.config import nearest
 from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError, TaskError
-from palaestra_slots.core.types import JSON, Message, Say, Task, ToolStep
+from palaestra_slots.core.types import JSON, Message, Say, Task
 from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import WORKSPACE, SlotSpec
 from palaestra_tokens.chat_server import SessionContext
 from palaestra_tokens.engines.scripted import (
-    COMMANDS,
     Act,
     NoopPolicy,
     OraclePolicy,
@@ -68,6 +76,7 @@ CLASSES: Mapping[str, tuple[Cheat, ...]] = {
     "surviving processes": SURVIVORS,
     "guessed answers": ANSWERS,
     "leaked answers": LEAKS,
+    "answers in words": REPLIES,
 }
 """All cheats by class of attack. The classes follow public reports on agents and audits of benchmarks."""
 
@@ -76,9 +85,10 @@ BANK: tuple[Cheat, ...] = tuple(cheat for cheats in CLASSES.values() for cheat i
 _CODE = frozenset(cheat.name for cheat in (*SOURCES, *FORGERIES))
 """The cheats that need Python code of the work."""
 
-_WHOLE = frozenset(cheat.name for cheat in (*ANSWERS, *LEAKS))
+_WHOLE = frozenset(cheat.name for cheat in (*ANSWERS, *LEAKS, ECHO))
 """The cheats that could give the whole solution, so they are played over unsolved work, and a score of 0 decides."""
 
+WRONG_WORK = "a wrong solution"
 _ALL = 100_000
 """More tasks than anybody checks."""
 
@@ -105,43 +115,6 @@ class State(StrEnum):
     """It earned nothing, but it could not have earned anything either."""
     CLOSED = "closed"
     """It earned nothing where only its attack was missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommandTool:
-    """The agent's tool that runs commands, and how to call it. `argument` is its argument for a command, or for Python
-    code if `python`; `limited` tools also take the argument `timeout`."""
-
-    name: str
-    argument: str
-    python: bool = False
-    limited: bool = False
-
-    @classmethod
-    def of(cls, tools: Sequence[Mapping[str, JSON]]) -> CommandTool | None:
-        """Return the first of the agent's tools that runs commands, by the names of its arguments; `terminal` comes
-        before others. Return None if there is none."""
-        functions = sorted((tool.get("function", {}) for tool in tools), key=lambda each: each.get("name") != COMMANDS)
-        for function in functions:
-            schema = function.get("parameters") or {}
-            taken: Mapping[str, JSON] = schema.get("properties") or {}
-            for argument in _COMMAND_ARGUMENTS:
-                if argument in taken and {*schema.get("required", ())} <= {argument}:
-                    python = argument == "code" and "python" in json.dumps(function).lower()
-                    return cls(function["name"], argument, python, "timeout" in taken)
-        return None
-
-    def calls(self, commands: Sequence[str]) -> list[ToolStep]:
-        """Return calls that run the commands, in one call if it is not too long."""
-        whole = "".join(commands)
-        limit = {"timeout": 60} if self.limited else {}
-        texts = [whole] if len(whole.encode()) <= MAX_COMMAND_BYTES else commands
-        return [ToolStep(self.name, {self.argument: _IN_PYTHON.format(text) if self.python else text, **limit})
-                for text in texts]  # fmt: skip
-
-
-TERMINAL = CommandTool(COMMANDS, "command", limited=True)
-"""The tool of the toolset `terminal`."""
 
 
 class CheatPolicy(Policy):
@@ -192,12 +165,6 @@ class HollowPolicy(OraclePolicy):
         assert context.task is not None
         acts, steps = actions(context.task), solution_steps(context.task)
         return turns_taken(context, messages) > acts + max(1, len(steps) - acts)
-
-
-def actions(task: Task) -> int:
-    """Return the number of steps of the solution without the text with which it ends."""
-    steps = solution_steps(task)
-    return max((place for place, step in enumerate(steps, start=1) if not isinstance(step, Say)), default=0)
 
 
 def writing(files: Mapping[str, bytes | None]) -> Iterator[str]:
@@ -272,8 +239,14 @@ class Proof:
 
     @property
     def untried(self) -> tuple[str, ...]:
-        """The names of the cheats that could not be tried, because no tool of the agent is known to run commands."""
+        """The names of the cheats that could not be tried, because no tool of the agent ran commands."""
         return self.not_tested.get(_NO_COMMANDS, ())
+
+    @property
+    def tests_nothing(self) -> bool:
+        """Whether no cheat and no wrong solution could be tried, so that the check only shows what solutions score."""
+        tried = any(line.policy.startswith(_WRONG) or line.state not in (None, State.NOT_TESTED) for line in self.lines)
+        return bool(self.untried) and not tried
 
     def to_json(self) -> dict[str, JSON]:
         return {**asdict(self), "not_tested": self.not_tested, "holds": self.holds}
@@ -313,6 +286,8 @@ class EnvironmentProof:
     """The same files where nothing was done."""
     _bases: dict[str, _Base] = field(default_factory=dict)
     """Hollow work by task id."""
+    _wordless: dict[str, _Base] = field(default_factory=dict)
+    """The calls of the reference solution without its words, by task id."""
     _no_base: str = ""
     """Why there is no hollow work."""
     _no_code: str = ""
@@ -321,6 +296,8 @@ class EnvironmentProof:
     _copy: str = ""
     """The other copy of a file of the solution that an attack found without earning anything."""
     _ways: dict[Way, str] = field(default_factory=dict)
+    _tool: CommandTool | None = None
+    """The tool with which the attacks are played."""
 
     async def run(self, count: int) -> Proof:
         """Play the first `count` tasks with the solutions, with a policy that does nothing, and with the cheats. Raises
@@ -339,6 +316,7 @@ class EnvironmentProof:
             skipped = 0 if self.always or all(line.ok for line in self._lines.values()) else len(self.cheats)
             if not skipped:
                 await self._find_bases(tasks, resolved, runs)
+                await self._play_words(resolved, runs)
                 await self._play_cheats(tasks, runs)
         names, warnings = tuple(task.id for task in tasks), tuple(self._warnings(list(resolved.values())))
         hollow = "; ".join(f"{name}: {base.hollow.what}" for name, base in self._bases.items())
@@ -381,12 +359,16 @@ class EnvironmentProof:
         for n in range(max((len(task.solutions) for task in resolved.values()), default=0)):
             some = [task for task in tasks if task.id in resolved and len(resolved[task.id].solutions) > n]
             await play(f"solutions[{n}]", OraclePolicy(n + 1), some, {})
+        for n in range(max((len(task.wrong_solutions) for task in resolved.values()), default=0)):
+            some = [task for task in tasks if task.id in resolved and len(resolved[task.id].wrong_solutions) > n]
+            await play(f"{_WRONG}[{n}]", OraclePolicy(n, wrong=True), some, {})
         # Only now it is known which files the solutions leave; the same ones are read where nothing was done.
         self._before = {
             name: LeftFiles(spec, tuple(self._left[name].files) if name in self._left else ())
             for name, spec in specs.items()
         }
         await play("noop", NoopPolicy(), tasks, self._before)
+        self._tool = await self._find_tool(specs, runs)
 
     async def _play_cheats(self, tasks: Sequence[Task], runs: PolicyRuns) -> None:
         """Play the cheats concurrently, as many at a time as there are processors."""
@@ -396,10 +378,10 @@ class EnvironmentProof:
         async def play(cheat: Cheat) -> None:
             reason = self._why_not_tested(cheat)
             played: list[tuple[Task, Group]] = []
-            if self._tool is not None and self._can_act(cheat):
+            if self._can_act(cheat):
                 async with width:
                     for n, task in enumerate(tasks):
-                        played.append((task, await runs.play(self._policy(cheat, task, self._tool), task, n)))
+                        played.append((task, await runs.play(self._policy(cheat, task), task, n)))
             results[cheat.name] = self._judge_cheat(cheat, played, reason)
             self.attacks[cheat.name] = [group for _, group in played]
             self.progress(results[cheat.name])
@@ -425,28 +407,38 @@ class EnvironmentProof:
 
     def _hollow_for(self, cheat: Cheat, task: Task) -> _Base | None:
         """Return the hollow work over which the cheat is played on this task; None for unsolved work."""
-        base = self._bases.get(task.id)
-        if base is None or cheat.name in _WHOLE:
-            return None
+        base = self._wordless.get(task.id) if cheat is EVERY_NUMBER else self._bases.get(task.id)
+        if base is None or cheat.name in _WHOLE or cheat is EVERY_NUMBER:
+            return base if cheat is EVERY_NUMBER else None
         return base if base.hollow.twin or cheat.name not in _CODE else None
 
-    def _policy(self, cheat: Cheat, task: Task, tool: CommandTool) -> Policy:
+    def _policy(self, cheat: Cheat, task: Task) -> Policy:
+        if cheat in REPLIES:
+            return EchoPolicy() if cheat is ECHO else WordlessPolicy(numbers=True)
+        tool = self._tool
+        assert tool is not None  # or the cheat could not act
         base = self._hollow_for(cheat, task)
         left = self._left[task.id].files if task.id in self._left else ()
         return CheatPolicy(cheat, tool, [*left]) if base is None else HollowPolicy(base.hollow.files, tool, cheat)
 
     def _why_not_tested(self, cheat: Cheat) -> str:
         """Return why a score of 0 would not prove that the cheat earns nothing; nothing if it would."""
-        if self._tool is None:
+        if cheat is EVERY_NUMBER and self._wordless and all(base.reward >= FULL for base in self._wordless.values()):
+            return _NO_WORDS
+        if self._tool is None and cheat not in REPLIES:
             return _NO_COMMANDS
-        if cheat.name in _WHOLE:
+        if cheat.name in _WHOLE or cheat is EVERY_NUMBER:
             return ""
         if cheat.name in _CODE:
             return "" if self._has_code else self._no_code
         return "" if self._bases else self._no_base
 
     def _can_act(self, cheat: Cheat) -> bool:
-        """Return whether there is Python code, if the cheat needs some."""
+        """Return whether there is a tool that runs commands and Python code, if the cheat needs them."""
+        if cheat in REPLIES:
+            return True
+        if self._tool is None:
+            return False
         read = [each.python for each in self._before.values()]
         lacks_code = bool(read) and not self._has_code and all(each is False for each in read)
         return not (cheat.name in _CODE and lacks_code)
@@ -496,6 +488,25 @@ class EnvironmentProof:
             return "the score sees no files that the reference solution leaves"
         return ""
 
+    async def _play_words(self, resolved: Mapping[str, Task], runs: PolicyRuns) -> None:
+        """Play the calls of the reference solutions without their words, and with further calls."""
+        for n, (task, solution) in enumerate(self._played.get("oracle", ())):
+            solved = self._trajectory("oracle", task)
+            if solved is None or solved.reward is None or solved.reward < FULL:
+                continue
+            group = await runs.play(WordlessPolicy(numbers=False), task, n)
+            if group.trajectories:
+                self._wordless[task.id] = _Base(task, Hollow("its calls without words", {}), group.trajectories[0])
+            calls = [*further_calls(resolved[task.id], solution.tools)] if solved.state is not None else []
+            if not calls:
+                continue
+            group = await runs.play(FurtherCallsPolicy(calls), task, n)
+            for each in group.trajectories:
+                if each.reward is not None and each.reward >= FULL and each.state != solved.state:
+                    names = ", ".join(call.name for call in calls)
+                    found = f"{task.id}: its score is full, although further calls changed its state: {names}"
+                    self._unnoticed.append(found)
+
     async def _hollowed(self, hollow: Hollow, task: Task, n: int, runs: PolicyRuns) -> tuple[Trajectory | None, str]:
         """Play hollow work. Return its rollout, or None and the reason why attacks on it would decide nothing."""
         solved = self._trajectory("oracle", task)
@@ -517,11 +528,12 @@ class EnvironmentProof:
         group = await runs.play(HollowPolicy(files, self._tool), task, n)
         return group.trajectories[0] if group.trajectories else None
 
-    @property
-    def _tool(self) -> CommandTool | None:
-        """The tool with which the attacks are played: that of doing nothing on the first task that could be played."""
-        groups = [group for _, group in self._played["noop"] if not group.error]
-        return CommandTool.of(groups[0].tools) if groups else TERMINAL
+    async def _find_tool(self, specs: Mapping[str, SlotSpec], runs: PolicyRuns) -> CommandTool | None:
+        """Return the tool with which the attacks are played: that of the first task that could be played."""
+        for number, (task, group) in enumerate(self._played["noop"]):
+            if not group.error:
+                return await find_command_tool(runs, task, number, group.tools, specs.get(task.id))
+        return TERMINAL
 
     def _trajectory(self, policy: str, task: Task) -> Trajectory | None:
         """Return the rollout of a solution or of doing nothing on a task, if there is one."""
@@ -623,11 +635,13 @@ class EnvironmentProof:
         rewards = tuple(each.reward for _, each in played)
         error = _first_error(groups)
         good = len(played) == len(groups) and None not in rewards  # a task without a rollout proves nothing
-        if name == "noop":
+        if name == "noop" or name.startswith(_WRONG):
             high = [(task, each) for task, each in played if not (each.reward or 0.0) <= task.floor]
             good = good and not high
-            error = error or next((_IDLE.format(task.id, each.reward, task.floor) for task, each in high), "")
-            return PolicyResult(name, "doing nothing", _at_most(groups), rewards, good, error)
+            said = _IDLE if name == "noop" else _PAID
+            error = error or next((said.format(task.id, each.reward, task.floor) for task, each in high), "")
+            what = "doing nothing" if name == "noop" else WRONG_WORK
+            return PolicyResult(name, what, _at_most(groups), rewards, good, error)
         low = [(task, each) for task, each in played if each.reward is None or each.reward < FULL]
         why = next((f"{task.id}: {found}" for task, each in low if (found := self._why_low(task, each))), "")
         what = "the reference solution" if name == "oracle" else "a further correct solution"
@@ -693,10 +707,10 @@ _ADVICE = (
     "the score uses the exit status or output of commands such as {!r}; if they run the agent's code, which can end or "
     "print anything, use sandbox.call or palaestra.grading.run_tests instead"
 )
-_NO_COMMANDS = "the agent has no tool that runs commands"
-_COMMAND_ARGUMENTS = ("command", "cmd", "script", "commands", "shell", "bash", "code")
-"""Names of the argument with which a tool gets the command or code that it runs."""
-_IN_PYTHON = "import subprocess\nprint(subprocess.run(['sh', '-c', {!r}], timeout=60).returncode)"
+_NO_COMMANDS = "no tool of the agent ran the commands that were tried"
+_NO_WORDS = "the score does not depend on what the agent says"
+_WRONG = "wrong_solutions"
+_PAID = "{0}: this wrong solution earns {1:g}, and the floor of the task is {2:g}: let the score notice what is wrong"
 _NO_PYTHON = "the reference solution leaves no Python code"
 _NO_TEXT = "the reference solution leaves no text files"
 _UNNOTICED = "the score does not depend on what the reference solution leaves"

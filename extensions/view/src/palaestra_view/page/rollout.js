@@ -8,7 +8,7 @@ import { forksOf, mark, origin } from "./forks.js";
 import { judgementOf, judgement, gradeFacts } from "./judgement.js";
 import { block, content, tree, start, isDiff } from "./text.js";
 
-const STAGES = ["admit", "acquire", "setup", "agent", "model", "tool", "seal", "grade"];
+const STAGES = ["admit", "acquire", "setup", "agent", "model", "tool", "user", "seal", "grade"];
 const THINK = /<think>([\s\S]*?)(?:<\/think>|$)\s*/g;
 
 export async function show(params, shell) {
@@ -181,7 +181,7 @@ function timeBar(rollout) {
   const turn_s = beside.turn_s || [];
   const model = turn_s.reduce((sum, [model]) => sum + model, 0);
   if (turn_s.length) stages.model = model;
-  if ("agent" in stages) stages.agent = Math.max(0, stages.agent - (stages.model || 0) - (stages.tool || 0));
+  if ("agent" in stages) stages.agent = Math.max(0, stages.agent - (stages.model || 0) - (stages.tool || 0) - (stages.user || 0));
   const names = [...STAGES.filter((name) => name in stages), ...Object.keys(stages).filter((name) => !STAGES.includes(name))].filter((name) => stages[name] > 0);
   const total = names.reduce((sum, name) => sum + stages[name], 0);
   if (!total) return null;

@@ -212,7 +212,9 @@ class AgentLoop:
         any_valid = await self._answer(result, reply, turn) if reply.calls else False
         natural = not reply.calls and not reply.cut_off
         if natural and self._user is not None:
-            natural = not await self._ask_user(result, turn)
+            # After the last turn that the limits allow, an answer could not be replied to.
+            last = self._limit_reached(result) is not None
+            natural = self.server.is_over(result.messages) if last else not await self._ask_user(result, turn)
         self._measure_context(result, reply, result.messages[place:])
         await self._report()
         # Also after a reply that was cut off: its complete calls have run, and the model continues with their results.

@@ -65,6 +65,9 @@ class MiddlewareServer(ChatServer):
     def _ask_server(self, call: ChatCall) -> Awaitable[ChatCompletion]:
         return self.server.chat_completion(messages=call.messages, **call.request)
 
+    def is_over(self, messages: Sequence[Message]) -> bool:
+        return self.server.is_over(messages)
+
     @property
     def ledger(self) -> Ledger | None:
         return self.server.ledger

@@ -47,8 +47,8 @@ class ToolError(ToolMistake):
 
 @dataclass(slots=True)
 class Turn:
-    """One model call with its tool calls. `model_s` and `tool_s` are wall time; `tool_s` excludes the time that the
-    budget does not charge, such as waiting for a slot."""
+    """One model call with its tool calls. `model_s` and `tool_s` are wall time; `tool_s` is also the time of a user who
+    answers, and excludes the time that the budget does not charge, such as waiting for a slot."""
 
     number: int
     finish_reason: str | None

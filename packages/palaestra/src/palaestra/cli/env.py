@@ -115,6 +115,9 @@ def show(as_json: bool, example_config: bool, environment: str) -> None:
         click.echo(f"  --env.{each['name']:<{width}}  {each['value']!r}  {each['about']}".rstrip())
     if not settings:
         click.echo("  no settings of its own")
+    for name, value in about["parts"].items():
+        pairs = [f"{key}={each!r:.60}" for key, each in value.items()] if isinstance(value, dict) else value
+        click.echo(f"{name}: {pairs if isinstance(pairs, str) else ', '.join(pairs)}")
 
 
 def _example_config(name: str) -> str:
@@ -134,9 +137,10 @@ def _more_settings() -> dict[str, Mapping[str, FieldInfo]]:
 
 
 def _about(reference: str) -> dict[str, JSON]:
-    """Return the data of `env show`: the environment's name, form and docstring. `settings` has the settings that only
+    """Return the data of `env show`: the environment's name, form, docstring and parts. `settings` has the settings that only
     this environment has, and common settings whose defaults it changes. `training` has the settings of a training run,
     and `rollouts` the settings of runs that users tune for training."""
+    from palaestra.envs.api.function_form import FunctionForm
     from palaestra.envs.config.command_line import set_fields
     from palaestra.envs.config.dotenv import exported, read_keys
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -157,6 +161,7 @@ def _about(reference: str) -> dict[str, JSON]:
         "name": form.name,
         "form": form.kind,
         "about": form.about,
+        "parts": form.parts if isinstance(form, FunctionForm) else {},
         "settings": [row(name, field) for name, field in fields.items() if name not in common or name in changed],
         "rollouts": [row(name, fields[name]) for name in _TRAINED_WITH if name in fields],
         **{part: [row(name, field, {}) for name, field in more.items()] for part, more in _more_settings().items()},

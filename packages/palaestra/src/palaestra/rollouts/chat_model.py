@@ -11,7 +11,9 @@ counts for `max_cost`. Elsewhere, a call is only a call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,7 +22,15 @@ from palaestra.rollouts.export.chat_messages import chat_messages
 from palaestra.rollouts.recorded_tools.recorded_session import MODEL
 from palaestra.rollouts.rollout import CURRENT
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
-from palaestra_slots.core.errors import ContextExceeded, EngineRefused, EngineReplyError, TaskError, ToolUnavailable
+from palaestra_slots.core.errors import (
+    ConfigError,
+    ContextExceeded,
+    EngineError,
+    EngineRefused,
+    EngineReplyError,
+    TaskError,
+    ToolUnavailable,
+)
 from palaestra_slots.core.types import JSON, Message, Prices
 from palaestra_tokens.config import APIServerConfig
 from palaestra_tokens.finish_reasons import read_finish_reason
@@ -46,6 +56,9 @@ class _Servers:
 
     async def of(self, model: ChatModel) -> ServerGroup:
         """Return the started connection. A failed start is not kept, so the next call tries again."""
+        # Not under the lock, which lets only one waiting call through in each round of the event loop.
+        if (started := self._open.get(model)) is not None:
+            return started
         async with self._starting.setdefault(model, asyncio.Lock()):
             if model not in self._open:
                 server = model.server()
@@ -86,8 +99,9 @@ class ChatModel:
         }
         rollout = CURRENT.get()
         if rollout is None:
-            async with self.server() as server:
-                return str((await self._reply(server, asked))["text"])
+            with self._named_in_errors():
+                async with self.server() as server:
+                    return str((await self._reply(server, asked))["text"])
         if not rollout.stages.in_own_loop:
             raise TaskError(
                 f"a hook of {rollout.rollout_id} asked the model {self.model} in an event loop of its own, for example "
@@ -121,7 +135,19 @@ class ChatModel:
         return ServerGroup(APIServerConfig(model_name=self.model, base_url=self.base_url, api_key=self.api_key))
 
     async def _run(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        return await self._reply(await run.shared.get(_Servers).of(self), arguments)
+        with self._named_in_errors():
+            return await self._reply(await run.shared.get(_Servers).of(self), arguments)
+
+    @contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        """Let errors of the server name this model and its fields, because they name the run's settings."""
+        try:
+            yield
+        except (EngineError, ConfigError) as error:
+            text = _OTHER_KEY.sub("--openai.api_key", str(error)).replace("Raise --openai.timeout or lower", "Lower")
+            text = _SETTING.sub(lambda found: f"{_FIELDS.get(found[1], found[1])} of ChatModel", text)
+            error.args = (f"The ChatModel '{self.model}' of the environment: {text}",)
+            raise
 
     async def _reply(self, server: ServerGroup, asked: Mapping[str, JSON]) -> dict[str, JSON]:
         request = {name: value for name, value in asked.items() if name != "model" and value is not None}
@@ -141,4 +167,9 @@ class ChatModel:
         return {"text": text, "tokens": msgspec.to_builtins(tokens)}
 
 
+_SETTING = re.compile(r"--openai\.(\w+)")
+_OTHER_KEY = re.compile(
+    r"(the variable )?OPENAI_API_KEY \(or (PALAESTRA_OPENAI_API_KEY\) or --openai\.api_key|[^)]*\))"
+)
+_FIELDS = {"model_name": "model"}
 _SCHEMA = ToolSchema(MODEL, "Ask a model.")

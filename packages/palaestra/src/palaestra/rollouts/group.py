@@ -622,8 +622,8 @@ def _checked(task: Task) -> Task:
         if not isinstance(content, str | bytes):
             raise TaskError(f"task {task.id}: its file {path!r} is {content!r:.100}, neither text nor bytes")
     # A text would pass as a sequence of names of one letter each.
-    for name, names in {"toolsets": task.toolsets, "solutions": task.solutions}.items():
-        if isinstance(names, str):
+    for name in ("toolsets", "solutions", "wrong_solutions"):
+        if isinstance(names := getattr(task, name), str):
             raise TaskError(f"task {task.id}: {name} must be a list, such as [{names[:80]!r}]")
     if task.grading not in ("sealed", "live"):
         raise TaskError(f"task {task.id}: grading must be sealed or live, not {task.grading!r}")

@@ -11,6 +11,7 @@ IDLE_LIMITS: Mapping[str, float] = {
     "setup": 3600.0,
     "model": 3600.0,
     "tool": 7200.0,
+    "user": 7200.0,
     "seal": 600.0,
     "grade": 7200.0,
 }

@@ -453,7 +453,7 @@ class Rollout:
                 return None
             self.log.note_reply()
             turn = sum(message.get("role") == "assistant" for message in messages)
-            with self.stages.stage("tool"), in_user_turn(turn):
+            with self.stages.stage("user"), in_user_turn(turn):
                 said = await run_hook(
                     TaskError, self.hooks.next_message(self, messages), f"the user of {self.rollout_id}"
                 )

@@ -29,6 +29,7 @@ WAITING_FOR: Mapping[str, type[InfraError]] = {
     "setup": PrepareError,
     "model": EngineUnavailable,
     "tool": ToolStuck,
+    "user": ToolStuck,
     "seal": SandboxError,
     "grade": GraderError,
 }

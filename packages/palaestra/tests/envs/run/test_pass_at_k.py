@@ -8,7 +8,7 @@ import pytest
 
 from palaestra.envs.run.evaluate import in_short
 from palaestra.envs.run.pass_at_k import figures, sample
-from palaestra.rollouts.observe.metrics import pass_at_k
+from palaestra.rollouts.observe.metrics import pass_at_k, pass_hat_k
 from palaestra.rollouts.records import Trajectory
 from palaestra_slots.core.types import Blame, Outcome
 
@@ -17,12 +17,14 @@ from palaestra_slots.core.types import Blame, Outcome
 def test_pass_at_k_is_the_share_of_draws_with_a_pass(n: int, passed: int, k: int) -> None:
     draws = list(combinations([True] * passed + [False] * (n - passed), k))
     assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    assert pass_hat_k(n, passed, k) == pytest.approx(sum(map(all, draws)) / len(draws))
 
 
 def test_what_cannot_be_told_is_refused() -> None:
     for n, passed, k in ((2, 3, 1), (2, 1, 3), (2, 1, 0)):
-        with pytest.raises(ValueError, match="cannot be computed"):
-            pass_at_k(n, passed, k)
+        for rate in (pass_at_k, pass_hat_k):
+            with pytest.raises(ValueError, match="cannot be computed"):
+                rate(n, passed, k)
 
 
 def attempt(task: str, index: int, reward: float | None) -> Trajectory:
@@ -51,6 +53,8 @@ def test_an_evaluation_counts_attempts_apart_from_tasks() -> None:
     assert found["pass@1"] == pytest.approx((0.5 + 0) / 2)
     assert found["pass@2"] == pytest.approx((5 / 6 + 0) / 2)
     assert (found["pass@4"], found["pass@4/tasks"]) == (1.0, 1)
+    assert (found["pass^2"], found["pass^4"]) == (pytest.approx((1 / 6 + 0) / 2), 0.0)
+    assert found["pass^2/low"] < found["pass^2"] < found["pass^2/high"]
     assert found["pass@1/low"] < found["pass@1"] < found["pass@1/high"]
     assert found["category/files/pass@1"] == 0.5
     assert found["category/text/pass_rate"] == 0

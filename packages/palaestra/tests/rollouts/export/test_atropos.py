@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import threading
@@ -8,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaestra.rollouts.export.atropos import GroupsFile, claim_path, encode_line, group_line
+from palaestra.rollouts.export.atropos import AtroposExporter, GroupsFile, claim_path, encode_line, group_line
+from palaestra.rollouts.export.exporter import ExportMeta
 from palaestra.rollouts.records import Group, TokenRow, ToolErrorRecord, TurnRecord
 from palaestra_slots.core.errors import DiskError
 from palaestra_slots.core.types import Blame, Outcome
@@ -92,6 +94,15 @@ def test_an_unscored_rollout_is_told_of_but_not_trained_on(line_of, trajectory):
         "tool_errors": 1,
     }
     assert [rollout["index"] for rollout in line["rollouts"]] == [0, 1, 2]
+
+
+def test_an_export_counts_the_rollouts_without_tokens(group, trajectory):
+    def report(*trajectories):
+        return AtroposExporter().export([group(*trajectories)], io.BytesIO(), ExportMeta(run_id="r", env="count"))
+
+    with_tokens, without = trajectory(0, 1.0, row=ENGINE_ROW), trajectory(1, 0.0)
+    assert list(report(with_tokens, without).remarks.values()) == [1]
+    assert not +report(with_tokens).remarks
 
 
 def test_a_group_without_a_score_has_no_line(group, trajectory):

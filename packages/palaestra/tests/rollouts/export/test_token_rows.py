@@ -139,6 +139,11 @@ def test_placeholders_on_request_train_nothing() -> None:
     assert "has placeholder tokens: nothing to train" in report.remarks
 
 
+def test_an_export_of_placeholders_that_finds_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no rollout has tokens"):
+        exported(rollout(0, TWO_CALLS), rollout(1, TWO_CALLS), placeholders=True)
+
+
 def test_an_environments_own_row_comes_before_the_ledger() -> None:
     (row,), _ = exported(rollout(0, TWO_CALLS, row=own_row(), ledger=one_segment().record()))
     assert (row["prompt_ids"], row["completion_ids"], row["logprobs"]) == ([3], [4, 5], [-1.0, -2.0])

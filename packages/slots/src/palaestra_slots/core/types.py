@@ -167,7 +167,8 @@ class Task:
 
     `floor` is the highest score that is possible without doing the work; `palaestra env check` enforces it.
     `solutions` are further reference solutions, each a different correct way to do the task; `env check` plays them
-    too, and each must get the full score. `data`, `solution`, `solutions` and `answer` never enter an agent's slot.
+    too, and each must get the full score. `wrong_solutions` are work that must get no more than `floor`, for example
+    because it breaks a rule of the prompt. `data`, `answer` and all solutions never enter an agent's slot.
 
     `packages` are Python packages that the task's sandboxes have, in addition to those of its environment: requirements
     such as `pandas==2.3.3`. They are installed once per image on this machine, and need no network in the sandbox.
@@ -193,6 +194,7 @@ class Task:
     data: JSON = None
     solution: Solution | None = None
     solutions: Sequence[Solution] = ()
+    wrong_solutions: Sequence[Solution] = ()
     answer: JSON = None
     max_turns: int | None = None
     time_limit: float | None = None

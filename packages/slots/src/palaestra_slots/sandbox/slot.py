@@ -318,6 +318,14 @@ class Process(Protocol):
         """Kill the process if it still runs, and drop its output."""
 
 
+def encoded_text(text: str) -> bytes:
+    """Return text as UTF-8. Surrogates, which UTF-8 cannot encode, become the bytes they stand for."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:  # lone surrogates, as models write them in JSON
+        return text.encode(errors="surrogatepass")
+
+
 class Shell(Protocol):
     """A stateful shell: the next command keeps the directory, variables and functions of the last one."""
 
@@ -325,7 +333,7 @@ class Shell(Protocol):
         self,
         command: str,
         *,
-        stdin: bytes = b"",
+        stdin: bytes | str = b"",
         timeout_s: float = 60.0,
         max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: Callable[[bytes], None] | None = None,
@@ -398,7 +406,7 @@ class Slot(Protocol):
         *,
         cwd: str = WORKSPACE,
         env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
+        stdin: bytes | str = b"",
         timeout_s: float = 60.0,
         max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: Callable[[bytes], None] | None = None,
@@ -408,7 +416,7 @@ class Slot(Protocol):
         watched: Sequence[str] = (),
     ) -> ExecutionResult:
         """Run a command line with `bash -c` (with `sh -c` if the slot has no bash), or an argv. At the timeout, the
-        whole process tree is killed.
+        whole process tree is killed. Text in `stdin` is sent as UTF-8.
 
         `on_output` is called with each piece of output as it arrives. `stderr` keeps standard error apart from standard
         output, each up to `max_output_bytes`; the order between them is then lost, and `on_output` gets standard output
@@ -491,11 +499,7 @@ class Slot(Protocol):
 
     async def write_text(self, path: str, text: str, *, mode: int | None = None) -> None:
         """Write text as UTF-8. Surrogates, which UTF-8 cannot encode, are written as the bytes they stand for."""
-        try:
-            data = text.encode(errors="surrogateescape")
-        except UnicodeEncodeError:  # lone surrogates, as models write them in JSON
-            data = text.encode(errors="surrogatepass")
-        await self.write_bytes(path, data, mode=mode)
+        await self.write_bytes(path, encoded_text(text), mode=mode)
 
     async def list_dir(self, path: str = ".") -> list[FileInfo]: ...
 

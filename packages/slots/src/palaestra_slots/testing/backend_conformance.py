@@ -167,6 +167,7 @@ class BackendConformance(ABC):
             assert (result.exit_code, set(result.output.split())) == (7, {"out", "err"})
             assert (await slot.execute(["/bin/echo", "a  b"])).output == "a  b\n"
             assert (await slot.execute("cat", stdin=b"in")).output == "in"
+            assert (await slot.execute("cat", stdin="grüße")).output == "grüße"
             assert (await slot.execute("echo $X", env={"X": "1"})).output == "1\n"
             assert (await slot.execute(["no-such-program"])).exit_code == 127
 

@@ -104,6 +104,7 @@ def test_input_is_the_callers_and_otherwise_empty(with_slot: WithSlot) -> None:
         assert (await shell.run("cat", stdin=b"mine\n")).output == "mine\n"
         assert await output_of(shell, "cat; read x; echo got $?") == "got 1\n"
         assert (await shell.run("wc -c", stdin=b"z" * 3_000_000)).output == "3000000\n"
+        assert (await shell.run("wc -c", stdin="ä" * 3)).output == "6\n"
 
     with_slot(body)
 

@@ -122,20 +122,21 @@ class NoopPolicy(Policy):
 
 class OraclePolicy(Policy):
     """Plays a reference solution, one step per turn, then reports that it is done. `number` 0 is `task.solution`, and
-    the numbers from 1 are `task.solutions`."""
+    the numbers from 1 are `task.solutions`. With `wrong`, it plays one of `task.wrong_solutions`, counted from 0."""
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number: int = 0, *, wrong: bool = False) -> None:
         self.number = number
+        self.wrong = wrong
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
         """Return the next step. Raises `TaskError` for a task without a solution."""
         task = _task(context, "oracle")
-        if task.solution is None and not self.number:
+        if task.solution is None and not self.number and not self.wrong:
             raise TaskError(
                 f"Task '{task.id}' has no reference solution for the oracle to play. "
                 "Give the task a solution=, or use another policy (noop, patch:FILE, replay:FILE)."
             )
-        steps = solution_steps(task, self.number)
+        steps = solution_steps(task, self.number, wrong=self.wrong)
         turn = turns_taken(context, messages)
         if turn >= len(steps):
             return CARRIED_OUT
@@ -145,13 +146,15 @@ class OraclePolicy(Policy):
         return [ToolStep(COMMANDS, {"command": step}) if isinstance(step, str) else step]
 
     def is_over(self, context: SessionContext, messages: Sequence[Message]) -> bool:
-        return turns_taken(context, messages) >= len(solution_steps(_task(context, "oracle"), self.number))
+        steps = solution_steps(_task(context, "oracle"), self.number, wrong=self.wrong)
+        return turns_taken(context, messages) >= len(steps)
 
 
-def solution_steps(task: Task, number: int = 0) -> Sequence[ToolStep | Say | str]:
-    """Return the steps of the solution, or of the further solution with this number, counted from 1. Raises `TaskError`
-    for other values, which a data set's column may hold."""
-    chosen = task.solution if number == 0 else task.solutions[number - 1]
+def solution_steps(task: Task, number: int = 0, *, wrong: bool = False) -> Sequence[ToolStep | Say | str]:
+    """Return the steps of the solution, of the further solution with this number, counted from 1, or of a wrong one,
+    counted from 0. Raises `TaskError` for other values, which a data set's column may hold."""
+    right = task.solution if number == 0 or wrong else task.solutions[number - 1]
+    chosen = task.wrong_solutions[number] if wrong else right
     steps: JSON = [chosen] if isinstance(chosen, str) else chosen
     fine = isinstance(steps, Sequence) and all(isinstance(step, str | ToolStep | Say) for step in steps)
     if not fine:

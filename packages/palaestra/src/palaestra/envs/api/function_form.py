@@ -234,7 +234,24 @@ class FunctionForm(Declaration):
 
     @property
     def about(self) -> str:
-        return inspect.getdoc(self.source) or ""
+        of_file = getattr(self.source, "__globals__", {}).get("__doc__")
+        return inspect.getdoc(self.source) or inspect.cleandoc(of_file or "")
+
+    @property
+    def parts(self) -> dict[str, JSON]:
+        """What the environment declares beside settings, by name: its tools, toolsets, limits, packages, user and
+        scores. What it does not declare is left out."""
+        user, first = self.next_message, (self.preparation, self.made_state)
+        found: dict[str, JSON] = {
+            "toolsets": list(self.toolsets),
+            "tools": [each.name for each in self.tools],
+            "limits": dict(self.limits),
+            "packages": list(self.packages),
+            "user": user.name if user else "",
+            "hooks": [each.name for each in first if each],
+            "scores": [each.hook.name for each in self.scores],
+        }
+        return {name: value for name, value in found.items() if value}
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
         return self.bound, ()

@@ -362,4 +362,7 @@ class AtroposExporter:
                 out.write(encode_line(line))
                 report.records += 1
                 report.rollouts += len(scored)
+                report.remarks["has no tokens: its model server returned none, so a trainer has nothing to train"] += (
+                    sum(not each.has_tokens for each in scored)
+                )
         return report

@@ -110,6 +110,12 @@ class RowsExporter:
                 for row in rows:
                     out.write(encoder.encode(msgspec.structs.replace(row, annotations=annotations)) + b"\n")
                 report.wrote(_remarks(rows), records=len(rows))
+        if meta.placeholders and not report.records and report.left_out[WITHOUT_TOKENS]:
+            raise ConfigError(
+                "no rollout has tokens, not even placeholders: the run's model server returned none. Run with a "
+                "token-exact server (--openai.server_type sglang, vllm or transformers), or encode the texts for "
+                "supervised training by an export with a tokenizer"
+            )
         return report
 
 

@@ -316,10 +316,19 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
+def pass_hat_k(n: int, passed: int, k: int) -> float:
+    """Return the unbiased estimate of pass^k, the chance that all of k samples of one task pass: C(passed, k) / C(n, k)
+    (Yao et al. 2024, tau-bench, arXiv 2406.12045). Raises `ValueError` for impossible numbers."""
+    if not 0 <= passed <= n or not 1 <= k <= n:
+        raise ValueError(f"pass^{k} cannot be computed from {passed} passes in {n} attempts")
+    return math.comb(passed, k) / math.comb(n, k)
+
+
 def pass_metrics(rewards: Iterable[Sequence[float]], attempts: int) -> dict[str, JSON]:
-    """Return `scored`, `pass_rate`, `mean_reward`, and `pass@k` for k = 1, 2, 4 … and `attempts`, with their intervals.
-    `rewards` has the scored rewards of each task and is iterated over several times. A metric without data is left out.
-    A task with fewer than k rewards is left out of pass@k; `pass@k/tasks` counts the other tasks."""
+    """Return `scored`, `pass_rate`, `mean_reward`, and `pass@k` for k = 1, 2, 4 … and `attempts`, with their intervals,
+    and `pass^k` for the same k above 1. `rewards` has the scored rewards of each task and is iterated over several
+    times. A metric without data is left out. A task with fewer than k rewards is left out of pass@k and pass^k;
+    `pass@k/tasks` counts the other tasks."""
     sizes = array("q", map(len, rewards))  # arrays, because a run may have very many tasks
     passes = array("q", (sum(reward >= PASSED for reward in scored) for scored in rewards))
     total, passed = sum(sizes), sum(passes)
@@ -330,9 +339,10 @@ def pass_metrics(rewards: Iterable[Sequence[float]], attempts: int) -> dict[str,
         found |= with_interval("mean_reward", sum(map(sum, rewards)) / total, mean_interval(rewards))
     powers = [1 << power for power in range(attempts.bit_length())]
     for k in sorted({attempts, *powers} if attempts else ()):
-        rates = array("d", (pass_at_k(n, each, k) for n, each in zip(sizes, passes, strict=True) if n >= k))
-        if rates:
-            interval = pass_interval(rates, sum(n for n in sizes if n >= k) / k)
-            found |= with_interval(f"pass@{k}", sum(rates) / len(rates), interval)
-            found[f"pass@{k}/tasks"] = len(rates)
+        for name, rate in (("pass@", pass_at_k), *((("pass^", pass_hat_k),) if k > 1 else ())):
+            rates = array("d", (rate(n, each, k) for n, each in zip(sizes, passes, strict=True) if n >= k))
+            if rates:
+                interval = pass_interval(rates, sum(n for n in sizes if n >= k) / k)
+                found |= with_interval(f"{name}{k}", sum(rates) / len(rates), interval)
+                found[f"pass@{k}/tasks"] = len(rates)
     return found

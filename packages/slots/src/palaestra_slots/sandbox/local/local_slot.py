@@ -37,6 +37,7 @@ from palaestra_slots.sandbox.slot import (
     SlotSpec,
     SlotState,
     TerminalSize,
+    encoded_text,
 )
 from palaestra_slots.sandbox.slotd.protocol import frames
 from palaestra_slots.sandbox.slotd.protocol.frames import Frame
@@ -96,7 +97,7 @@ class LocalSlot(Slot):
         *,
         cwd: str = WORKSPACE,
         env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
+        stdin: bytes | str = b"",
         timeout_s: float = 60.0,
         max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: Callable[[bytes], None] | None = None,
@@ -108,7 +109,7 @@ class LocalSlot(Slot):
         """Run a command. A missing `cwd` raises FileNotFoundError; a missing program gives exit code 127."""
         fields = self.lease()
         _add_command(fields, command)
-        _add_bounds(fields, timeout_s, max_output_bytes, stdin)
+        data = _add_bounds(fields, timeout_s, max_output_bytes, stdin)
         # Only what differs from the defaults goes into the frame, which is encoded and read for every command.
         if cwd != WORKSPACE:
             fields["cwd"] = cwd
@@ -126,7 +127,7 @@ class LocalSlot(Slot):
             fields["watched"] = list(watched)
         self.running += 1
         try:
-            reply = await self.requests.call("exec", fields, stdin, on_output)
+            reply = await self.requests.call("exec", fields, data, on_output)
         except CommandNotStarted as error:
             return self.not_started(command, error, stderr)
         finally:
@@ -328,7 +329,7 @@ class LocalShell:
         self,
         command: str,
         *,
-        stdin: bytes = b"",
+        stdin: bytes | str = b"",
         timeout_s: float = 60.0,
         max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: Callable[[bytes], None] | None = None,
@@ -340,7 +341,7 @@ class LocalShell:
         next command gets a new shell.
         """
         fields = {**self._slot.lease(), "shell": self._name, "command": command}
-        _add_bounds(fields, timeout_s, max_output_bytes, stdin)
+        data = _add_bounds(fields, timeout_s, max_output_bytes, stdin)
         if on_output is not None:
             fields["stream"] = True
         await self._turn.acquire()  # not `async with`, which costs two more coroutines for each command
@@ -348,7 +349,7 @@ class LocalShell:
         try:
             if self._state:
                 await self._restore()
-            reply = await self._slot.requests.call("run", fields, stdin, on_output)
+            reply = await self._slot.requests.call("run", fields, data, on_output)
         except CommandNotStarted as error:
             return self._slot.not_started(command, error)
         finally:
@@ -494,18 +495,21 @@ def _add_command(fields: dict[str, JSON], command: str | Sequence[str]) -> None:
         _require(bool(fields["argv"]), "an argv must contain at least the program")
 
 
-def _add_bounds(fields: dict[str, JSON], timeout_s: float, max_output_bytes: int, stdin: bytes) -> None:
-    """Add the limits of a command that differ from the defaults. Raises ValueError for invalid limits."""
+def _add_bounds(fields: dict[str, JSON], timeout_s: float, max_output_bytes: int, stdin: bytes | str) -> bytes:
+    """Add the limits of a command that differ from the defaults, and return its input as bytes. Raises ValueError for
+    invalid limits."""
     if not 0 < timeout_s < math.inf:  # also false for NaN
         raise ValueError(f"timeout_s must be positive and finite, not {timeout_s}")
     if not 0 <= max_output_bytes <= MAX_OUTPUT_BYTES:
         raise ValueError(f"max_output_bytes must be from 0 to {MAX_OUTPUT_BYTES}")
-    if len(stdin) > MAX_STDIN_BYTES:
+    data = encoded_text(stdin) if isinstance(stdin, str) else stdin
+    if len(data) > MAX_STDIN_BYTES:
         raise ValueError(f"stdin is limited to {MAX_STDIN_BYTES} bytes; write a file instead")
     if timeout_s != frames.USUAL_TIMEOUT_S:
         fields["timeout_s"] = timeout_s
     if max_output_bytes != frames.USUAL_OUTPUT_BYTES:
         fields["max_output_bytes"] = max_output_bytes
+    return data
 
 
 def _require(condition: bool, message: str) -> None:
