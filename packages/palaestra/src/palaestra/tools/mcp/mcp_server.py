@@ -52,6 +52,7 @@ class MCPServer:
         self.name = name
         self._config = config
         self._connection: Connection | None = None
+        self._retired: list[Connection] = []
         self._opening = asyncio.Lock()
         self._closed = False
         self.tools: tuple[FunctionTool, ...] = ()
@@ -68,8 +69,9 @@ class MCPServer:
         """End the session. Running calls raise `ToolServerUnavailable`."""
         self._closed = True
         connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.aclose()
+        retired, self._retired = self._retired, []
+        for each in (*retired, *([connection] if connection is not None else ())):
+            await each.aclose()
 
     async def call(self, known: _Known, arguments: Mapping[str, JSON]) -> ToolReply:
         """Call a tool. Raises `ToolMistake` if the server answers with an error or does not answer in time, and
@@ -103,7 +105,11 @@ class MCPServer:
             # Several calls may notice the end of one session: only the first of them finds it here and opens another.
             if connection is not None and (connection is instead_of or not connection.alive):
                 self._connection = None
-                await connection.aclose()
+                if connection.alive:  # other calls may still get their replies from it
+                    connection.retire()
+                    self._retired.append(connection)
+                else:
+                    await connection.aclose()
             if self._connection is None:
                 self._connection = await Connection.opened(self.name, self._config.resolved())
             return self._connection
