@@ -81,6 +81,7 @@ def table_row(folder: Path) -> TableRow:
     planned = 0 if status.state == "done" else int(own.get(TASKS_PLANNED, 0))
     low, high = found.get("pass@1/low"), found.get("pass@1/high")
     slots = own.get("slots/cost")
+    tokens_cost = None if status.tokens_unknown else status.cost
     return TableRow(
         environment=status.env,
         model=status.model,
@@ -95,7 +96,7 @@ def table_row(folder: Path) -> TableRow:
         tasks_scored=int(found.get("pass@1/tasks", 0)),
         tasks=max(played, planned) + left_out,
         tasks_left_out=left_out,
-        cost=status.cost if slots is None else (status.cost or 0.0) + slots,
+        cost=tokens_cost if slots is None else (tokens_cost or 0.0) + slots,
         seconds=max(0.0, status.last_at - status.started_at - status.paused_s),
         prompt_tokens=status.prompt_tokens,
         completion_tokens=status.completion_tokens,
