@@ -13,7 +13,7 @@ from toy import Sums, changed, services, sum_task, tell
 
 from palaestra.rollouts.events import GroupFinished, RolloutEnded, TokensSpent, TurnTaken
 from palaestra.rollouts.journal.journal import read_journal
-from palaestra.rollouts.limits import RunLimits
+from palaestra.rollouts.limits import CutShort, RunLimits
 from palaestra.rollouts.records import Beside, Group, Trajectory
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import RunContext

@@ -40,6 +40,12 @@ def tool(name: str, schema: JSON = None, **more: JSON) -> JSON:
 
 GOOD = tool("good", {"type": "object", "properties": {"city": {"type": "string"}}})
 
+ABOVE_0 = {"type": "number", "minimum": 0, "exclusiveMinimum": True}
+DRAFT_4 = {
+    "type": "object",
+    "properties": {"n": ABOVE_0, "o": {"type": "object", "properties": {"n": ABOVE_0}, "required": []}},
+}
+
 
 def page(*names: str, **cursor: JSON) -> JSON:
     return {"tools": [GOOD if name == "good" else tool(name) for name in names], **cursor}
@@ -103,6 +109,15 @@ LISTS: dict[str, tuple[list[JSON], set[str]]] = {
     "a schema that is not one": ([{"tools": [tool("bad", {"type": "objekt"}), GOOD]}], {"good"}),
     "2025-11-25: 2020-12 as the default dialect": (
         [{"tools": [GOOD, tool("other", {"type": "object", "properties": {"x": {"prefixItems": [{}]}}})]}],
+        {"good", "other"},
+    ),
+    "a schema of draft 4, named": (
+        [{"tools": [GOOD, tool("other", {"$schema": "http://json-schema.org/draft-04/schema#", **DRAFT_4})]}],
+        {"good", "other"},
+    ),
+    "a schema of draft 4, without its name": ([{"tools": [GOOD, tool("other", DRAFT_4)]}], {"good", "other"}),
+    "an unknown dialect": (
+        [{"tools": [GOOD, tool("other", {"$schema": "https://example.com/own", "type": "object"})]}],
         {"good", "other"},
     ),
     "unknown fields of tools": ([{"tools": [{**GOOD, "icons": [], "execution": {"x": 1}, "_meta": {}}]}], {"good"}),
@@ -321,3 +336,15 @@ def test_calls_that_find_the_session_lost_together_open_one_new_session() -> Non
 
     with configured("http", {"sessions": True, "refused": [lost] * 4}) as config:
         assert asyncio.run(asyncio.wait_for(scenario(config), 60)) == [{"output": "sunny"}] * 4
+
+
+def test_a_tool_with_a_schema_of_no_draft_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    bad = tool("bad", {"type": "object", "properties": {"x": {"exclusiveMinimum": True}, "y": {"exclusiveMinimum": 3}}})
+    with caplog.at_level(logging.WARNING):
+        assert played("stdio", {"pages": [{"tools": [GOOD, bad]}]})[0] == ["good"]
+    assert ["'bad'" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_arguments_are_checked_by_the_draft_of_the_schema() -> None:
+    (reply,) = played("stdio", {"pages": [{"tools": [tool("good", {**DRAFT_4, "properties": {"city": ABOVE_0}})]}]})[1]
+    assert "number" in reply["error"]

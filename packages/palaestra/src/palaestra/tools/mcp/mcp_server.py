@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from palaestra.tools.human.approval import Permit
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, toolset_of
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.errors import ConfigError, ToolServerUnavailable
-from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.printable import one_line, without_middle
 from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from mcp.types import Tool as ServersTool
 
     from palaestra.tools.mcp.mcp_connection import Connection
+
+logger = logging.getLogger(__name__)
 
 _MOST_NAME = 64
 """The maximum number of characters that model servers accept in a tool's name."""
@@ -120,6 +123,10 @@ class MCPServer:
         known = _Known(tool.name, again=reads or bool(hints and hints.idempotent_hint))
         schema = schema_of(name, tool)
         problem = _problem(schema)
+        if problem is not None:
+            logger.warning(
+                "MCP server '%s' leaves out the tool %r: %s", self.name, one_line(tool.name, _MOST_ASKED), problem
+            )
 
         async def run(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
             return await self.call(known, arguments)
@@ -180,7 +187,7 @@ def schema_of(name: str, tool: ServersTool) -> ToolSchema:
     given = dict(tool.input_schema)
     parameters, required = given.pop("properties", None) or {}, given.pop("required", None) or ()
     given.pop("type", None)
-    given.pop("$schema", None)  # useless to a model
+    given.pop("$schema", None)  # useless to a model, and the check finds the draft
     given.pop("title", None)
     return ToolSchema(name, (tool.description or tool.title or "").strip(), parameters, tuple(required), keywords=given)
 
