@@ -19,6 +19,7 @@ from palaestra_tokens.engine import (
     CompletionUsage,
     FunctionCall,
     ToolCallMessage,
+    assistant_message,
 )
 
 json_values = st.recursive(
@@ -115,3 +116,19 @@ def test_any_values_give_a_message_that_json_can_carry(
     assert sent["content"] == reply.content
     assert len({call.id for call in reply.calls}) == len(reply.calls)
     assert reply.prompt_tokens >= 0
+
+
+def test_what_only_the_provider_knows_is_in_the_history_and_survives_it() -> None:
+    call = {
+        "id": "i",
+        "type": "function",
+        "function": {"name": "n", "arguments": "{}", "seal": "f"},
+        "extra_content": {"g": 1},
+    }
+    said = {"role": "assistant", "content": "c", "reasoning_details": [{"text": "r", "signature": "s"}], "seal": "m"}
+    history = read_reply({"choices": [{"message": {**said, "tool_calls": [call]}}]}, 1).message()
+    assert history == {**said, "reasoning_content": "r", "tool_calls": [call]}
+    # A resumed or replayed rollout makes the reply from the journal, and another message from the reply.
+    again = ChatCompletion(choices=[ChatChoice(message=assistant_message(json.loads(json.dumps(history))))])
+    assert read_reply(again, 1).message() == history
+    assert read_reply(again.model_dump(), 1).message() == history

@@ -27,6 +27,23 @@ def test_a_run_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "tokens     18 read, 0 written" in said
 
 
+def test_tokens_that_the_model_server_did_not_count_are_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = write_run(tmp_path / "run", ended=False) / "journal.jsonl"
+    assert status(journal) == 0
+    assert "tokens     0 read, 0 written" in capsys.readouterr().out, "no model was asked"
+    turn = {"event": "messages", "at": 1.0, "rollout_id": "g/0", "turn": 1, "messages": [], "tokens": [0, 0]}
+    with journal.open("a") as file:
+        file.write(json.dumps({**turn, "turn": 0}) + "\n" + json.dumps({**turn, "cost": 0.0}) + "\n")
+    assert status(journal) == 0
+    said = capsys.readouterr().out
+    assert "tokens     unknown" in said
+    assert "0.0000" not in said
+    assert status(journal, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tokens_unknown"] is True
+
+
 def test_a_run_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", sky(), ended=False)
     assert status(folder / "journal.jsonl", "--json") == 0

@@ -13,7 +13,7 @@ from toy import Sums, changed, services, sum_task, tell
 
 from palaestra.rollouts.events import GroupFinished, RolloutEnded, TokensSpent, TurnTaken
 from palaestra.rollouts.journal.journal import read_journal
-from palaestra.rollouts.limits import RunLimits
+from palaestra.rollouts.limits import CutShort, RunLimits
 from palaestra.rollouts.records import Beside, Group, Trajectory
 from palaestra.rollouts.runner import Runner
 from palaestra.rollouts.spec import RunContext
@@ -108,6 +108,29 @@ def test_the_cost_counts_turn_by_turn_from_where_it_was() -> None:
     assert not open_gate(stops)
     assert (stops.reason, stops.exit_code, stops.spent) == ("paused", 3, pytest.approx(1.0))
     assert not open_gate(RunLimits(max_cost=1.0, spent=1.0)), "what an earlier part has used up stays used up"
+
+
+def test_a_server_without_usage_pauses_a_run_with_a_cost_limit_and_is_named_once_in_others() -> None:
+    for limit in (1.0, None):
+        notes: list[str] = []
+        stops = RunLimits(max_cost=limit, prices=Prices(prompt=2.0, completion=10.0))
+        stops.report_to(notes.append)
+        tell(stops, TokensSpent("r", 0, 0))
+        tell(stops, TokensSpent("r", 0, 0))
+        assert len(notes) == 1
+        if limit is None:
+            assert open_gate(stops)
+            stops.check(begun=True)
+            continue
+        assert (open_gate(stops), stops.reason, stops.exit_code) == (False, "paused", 3)
+        with pytest.raises(CutShort):
+            stops.check(begun=True)
+
+
+def test_a_server_without_usage_does_not_matter_to_a_run_without_prices() -> None:
+    stops = RunLimits()
+    tell(stops, TokensSpent("r", 0, 0))
+    assert open_gate(stops)
 
 
 def test_the_cost_of_slots_counts_with_that_of_tokens() -> None:

@@ -35,8 +35,26 @@ class Record(msgspec.Struct, kw_only=True):
 
     def model_dump(self) -> dict[str, JSON]:
         """Return plain dicts and lists; the method has the same name as in vendor clients."""
-        dumped: dict[str, JSON] = msgspec.to_builtins(self)
-        return dumped
+        return {name: _plain(getattr(self, name)) for name in self.__struct_fields__}
+
+
+class OpenRecord(Record):
+    """A record with the provider's own fields in `extra`, such as a signature that the server needs back. They are part
+    of `model_dump`."""
+
+    extra: dict[str, JSON] | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="_extra")
+
+    def model_dump(self) -> dict[str, JSON]:
+        dumped = super().model_dump()
+        return {**(dumped.pop("extra") or {}), **dumped}
+
+
+def _plain(value: JSON) -> JSON:
+    if isinstance(value, Record):
+        return value.model_dump()
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value if value is msgspec.UNSET else msgspec.to_builtins(value)
 
 
 def plain_messages(messages: Sequence[Message]) -> list[Message]:
@@ -65,14 +83,14 @@ def _dumped(value: JSON) -> JSON:
     return value if dump is None else {k: v for k, v in dump().items() if v is not None or k == "content"}
 
 
-class FunctionCall(Record):
+class FunctionCall(OpenRecord):
     """`arguments` is the JSON text as the model wrote it, possibly malformed."""
 
     name: str = ""
     arguments: str = ""
 
 
-class ToolCallMessage(Record):
+class ToolCallMessage(OpenRecord):
     """One requested call in an assistant message."""
 
     id: str = ""
@@ -80,7 +98,7 @@ class ToolCallMessage(Record):
     function: FunctionCall = msgspec.field(default_factory=FunctionCall)
 
 
-class AssistantMessage(Record):
+class AssistantMessage(OpenRecord):
     """The model's message. Servers differ in which of the three reasoning fields they use."""
 
     role: str = "assistant"
@@ -90,6 +108,50 @@ class AssistantMessage(Record):
     reasoning: str | None = None
     reasoning_details: list[dict[str, JSON]] | None = None
     refusal: str | None = None
+
+
+_FUNCTION_FIELDS = frozenset({"name", "arguments"})
+_CALL_FIELDS = frozenset({"id", "type", "function", "index"})
+_MESSAGE_FIELDS = frozenset(AssistantMessage.__struct_fields__) | {
+    "function_call",  # the older form of `tool_calls`
+    "audio",  # a request refers to it only by its id
+}
+
+
+def extra_of_message(message: object) -> dict[str, JSON]:
+    """Return the fields of an assistant message that only its provider knows, without empty ones. The message is a
+    dict, a record or an object of a vendor's client."""
+    return _extra(message, _MESSAGE_FIELDS)
+
+
+def extra_of_call(call: object) -> dict[str, JSON]:
+    """Return the fields of a tool call that only its provider knows; those of its function are in `function`."""
+    function = call.get("function") if isinstance(call, Mapping) else getattr(call, "function", None)
+    within = _extra(function, _FUNCTION_FIELDS)
+    return {**_extra(call, _CALL_FIELDS), **({"function": within} if within else {})}
+
+
+def _extra(value: object, known: frozenset[str]) -> dict[str, JSON]:
+    if isinstance(value, OpenRecord):
+        return value.extra or {}
+    fields = value if isinstance(value, Mapping) else getattr(value, "model_extra", None) or {}
+    return {name: each for name, each in fields.items() if name not in known and each not in (None, "", [], {})}
+
+
+def assistant_message(fields: Mapping[str, JSON]) -> AssistantMessage:
+    """Return the record of an assistant message, with the provider's own fields. Raises `msgspec.ValidationError`."""
+    message = msgspec.convert(fields, AssistantMessage)
+    keep_extra(message, fields)
+    return message
+
+
+def keep_extra(message: AssistantMessage, fields: Mapping[str, JSON]) -> None:
+    """Set the provider's own fields of a message and of its calls, as in `fields`."""
+    message.extra = extra_of_message(fields) or msgspec.UNSET
+    for call, raw in zip(message.tool_calls or (), fields.get("tool_calls") or (), strict=False):
+        extra = extra_of_call(raw)
+        call.function.extra = extra.pop("function", msgspec.UNSET)
+        call.extra = extra or msgspec.UNSET
 
 
 class ChatChoice(Record):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+from collections.abc import Callable
 
 import pytest
 from yarl import URL
@@ -75,6 +76,15 @@ def test_retry_after_is_honoured() -> None:
     clock = ManualClock()
     outcome(LoopbackServer(FakeAnswer({}, 429, {"Retry-After": "7"}), OK), transport(clock))
     assert 7.0 <= clock.slept[0] <= 7.5
+
+
+@pytest.mark.parametrize("wrap", [lambda error: error, lambda error: [error]])
+def test_the_wait_in_geminis_reply_is_honoured(wrap: Callable[[JSON], JSON]) -> None:
+    clock = ManualClock()
+    info = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "45.837906927s"}
+    error = {"error": {"code": 429, "status": "RESOURCE_EXHAUSTED", "message": "quota", "details": [info]}}
+    outcome(LoopbackServer(FakeAnswer(wrap(error), 429), OK), transport(clock))
+    assert 45.8 <= clock.slept[0] <= 49.0
 
 
 def test_a_cut_connection_is_tried_again() -> None:

@@ -358,6 +358,55 @@ async def test_anthropic_message_with_thinking_tools_and_results() -> None:
     assert counted.input_tokens > 10
 
 
+@in_loop
+async def test_what_only_the_provider_knows_returns_to_it_though_agents_do_not_get_it() -> None:
+    signed = calls('{"location": "Paris"}')
+    assert signed.tool_calls is not None
+    signed.tool_calls[0].extra = {"extra_content": {"google": {"thought_signature": "c2ln"}}}
+    signed.tool_calls[0].function.extra = {"seal": 1}
+    signed.reasoning_details = [{"type": "reasoning.text", "text": "hm", "signature": "s"}]
+    server = Scripted(signed, says("Sunny.", extra={"seal": 2}), says("Bye."))
+    async with anthropic_client(server) as client:
+        messages: list[JSON] = [{"role": "user", "content": "Weather?"}]
+        for _ in range(3):
+            reply = await client.messages.create(model="c", max_tokens=9, messages=messages, tools=[CLAUDE_TOOL])
+            messages.append({"role": "assistant", "content": [block.model_dump() for block in reply.content]})
+            results = [
+                {"type": "tool_result", "tool_use_id": block.id, "content": "21"}
+                for block in reply.content
+                if block.type == "tool_use"
+            ]
+            messages.append({"role": "user", "content": results or "And then?"})
+    back = [each for each in server.asked[2]["messages"] if each["role"] == "assistant"]
+    assert back[0]["reasoning_details"] == signed.reasoning_details
+    assert back[0]["tool_calls"][0]["extra_content"] == {"google": {"thought_signature": "c2ln"}}
+    assert back[0]["tool_calls"][0]["function"]["seal"] == 1
+    assert back[1]["seal"] == 2
+
+
+@in_loop
+async def test_every_thought_of_a_message_is_kept() -> None:
+    server = Scripted(says("Sunny."))
+    thoughts: list[JSON] = [{"type": "thinking", "thinking": each, "signature": ""} for each in ("One.", "Two.")]
+    async with anthropic_client(server) as client:
+        blocks = [thoughts[0], {"type": "text", "text": "Hm."}, thoughts[1]]
+        messages: list[JSON] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": blocks}]
+        await client.messages.create(
+            model="c", max_tokens=9, messages=[*messages, {"role": "user", "content": "b"}], tools=[CLAUDE_TOOL]
+        )
+    async with openai_client(server) as client:
+        items: list[JSON] = [
+            {"type": "reasoning", "id": each, "summary": [{"type": "summary_text", "text": each}]}
+            for each in ("One.", "Two.")
+        ]
+        said = {"type": "message", "role": "assistant", "content": "Hm."}
+        user = {"role": "user", "content": "b"}
+        await client.responses.create(model="c", input=[items[0], said, items[1], user])
+    for asked in server.asked:
+        (said,) = [each for each in asked["messages"] if each["role"] == "assistant"]
+        assert said["reasoning_content"] == "One.\nTwo."
+
+
 @pytest.mark.parametrize("features", [(), ("on_delta",)])
 @in_loop
 async def test_anthropic_stream(features: Sequence[str]) -> None:

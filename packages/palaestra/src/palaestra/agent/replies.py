@@ -8,27 +8,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from palaestra_slots.core.errors import EngineReplyError
 from palaestra_slots.core.types import JSON, Message
+from palaestra_tokens.engine import extra_of_call, extra_of_message
 from palaestra_tokens.finish_reasons import read_finish_reason
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedCall:
-    """One call that the model requests. `arguments` is the text that the server sent, or JSON if it sent an object."""
+    """One call that the model requests. `arguments` is the text that the server sent, or JSON if it sent an object.
+    `extra` has the provider's own fields, those of the function in its `function`."""
 
     id: str
     name: str
     arguments: str
+    extra: Mapping[str, JSON] = field(default_factory=dict)
+
+    def message(self) -> dict[str, JSON]:
+        """Return the call as it goes into the history."""
+        function = {**self.extra.get("function", {}), "name": self.name, "arguments": self.arguments}
+        return {**self.extra, "id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One assistant turn. The token counts are those that the server reported, or 0 if it reported none."""
+    """One assistant turn. The token counts are those that the server reported, or 0 if it reported none. `extra` has
+    the provider's own fields of the message, which a server may need back."""
 
     content: str
     reasoning: str | None
@@ -36,6 +45,7 @@ class Reply:
     finish_reason: str | None
     prompt_tokens: int
     completion_tokens: int
+    extra: Mapping[str, JSON] = field(default_factory=dict)
 
     @property
     def cut_off(self) -> bool:
@@ -44,14 +54,11 @@ class Reply:
 
     def message(self) -> Message:
         """Return the assistant message that goes into the history."""
-        message: Message = {"role": "assistant", "content": self.content}
+        message: Message = {**self.extra, "role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.calls
-            ]
+            message["tool_calls"] = [call.message() for call in self.calls]
         return message
 
 
@@ -77,6 +84,7 @@ def read_reply(completion: object, turn: int) -> Reply:
         finish_reason=read_finish_reason(reason if isinstance(reason, str) else None, "The model server"),
         prompt_tokens=_count(part(usage, "prompt_tokens")),
         completion_tokens=_count(part(usage, "completion_tokens")),
+        extra=_extra(message),
     )
 
 
@@ -111,6 +119,12 @@ def _reasoning(message: object) -> str | None:
     return "\n".join(text for text in texts if isinstance(text, str) and text) or None
 
 
+def _extra(message: object) -> Mapping[str, JSON]:
+    details = part(message, "reasoning_details")
+    extra = extra_of_message(message)
+    return {**extra, "reasoning_details": list(details)} if details and isinstance(details, Sequence) else extra
+
+
 def _calls(raw_calls: JSON, turn: int) -> tuple[RequestedCall, ...]:
     if not isinstance(raw_calls, Sequence) or isinstance(raw_calls, str):
         return ()
@@ -122,7 +136,8 @@ def _calls(raw_calls: JSON, turn: int) -> tuple[RequestedCall, ...]:
         if not isinstance(call_id, str) or not call_id or call_id in seen:
             call_id = f"call_{turn}_{index}"  # calls with the same id could not be told apart
         seen.add(call_id)
-        calls.append(RequestedCall(call_id, name if isinstance(name, str) else "", _raw(part(function, "arguments"))))
+        text = _raw(part(function, "arguments"))
+        calls.append(RequestedCall(call_id, name if isinstance(name, str) else "", text, extra_of_call(raw)))
     return tuple(calls)
 
 

@@ -229,7 +229,10 @@ def _lines(status: RunStatus, now: float) -> list[str]:
     cost = "" if status.cost is None else f"; cost {status.cost:.4f}"
     if cost and status.unpriced_tokens:
         cost += f" plus the cost of {status.unpriced_tokens:,} tokens without a price"
-    lines.append(f"tokens     {status.prompt_tokens:,} read, {status.completion_tokens:,} written{cost}")
+    if status.tokens_unknown:
+        lines.append("tokens     unknown, and so is the cost: the model server reports no usage")
+    else:
+        lines.append(f"tokens     {status.prompt_tokens:,} read, {status.completion_tokens:,} written{cost}")
     lines.append(f"disk       {_megabytes(status.disk_bytes)} used, {_megabytes(status.disk_free_bytes)} free")
     return lines
 

@@ -69,6 +69,7 @@ class RunLimits:
         self._counted = counted
         self._latest: deque[Blame | None] = deque(maxlen=WINDOW)
         self._stopped = asyncio.Event()
+        self._without_usage = False
 
     def count_slots(self, cost: Callable[[], float]) -> None:
         """Count what `cost` returns, the cost so far of the slots of this part of the run."""
@@ -113,7 +114,7 @@ class RunLimits:
             raise CutShort(f"the run was {self.reason} before this rollout started: {self.message}")
         # The reason of the stop is not asked here: rollouts in flight may finish after a signal or too many failures,
         # but each further turn costs money.
-        if begun and self._max_cost is not None and self.spent >= self._max_cost:
+        if begun and self._over_cost:
             raise CutShort(f"stopped between two turns: {self.message}")
 
     async def stopped(self) -> None:
@@ -129,10 +130,32 @@ class RunLimits:
         """Stop the run because its user requested it."""
         self._stop(INTERRUPTED_BY, "its end was requested", INTERRUPTED)
 
+    @property
+    def _over_cost(self) -> bool:
+        """Whether the cost has reached its limit, or may have, because it is not known."""
+        return self._max_cost is not None and (self._without_usage or self.spent >= self._max_cost)
+
     def _on_tokens(self, event: TokensSpent) -> None:
-        if self._prices is not None:
+        if not event.prompt_tokens and not event.completion_tokens:
+            self._on_no_usage()
+        elif self._prices is not None:
             self._tokens_cost += self._prices.cost(event.prompt_tokens, event.completion_tokens)
             self._check_cost()
+
+    def _on_no_usage(self) -> None:
+        """Report once that the cost is unknown, and stop the run if it has a limit: an estimate could be far off."""
+        if self._without_usage:
+            return
+        self._without_usage = True
+        unknown = "the model server reports no usage, so tokens and cost are unknown"
+        if self._max_cost is None:
+            self._note(f"{unknown}, and limits on the cost of a rollout have no effect")
+        else:
+            self._stop(
+                PAUSED,
+                f"{unknown}, and the limit of {self._max_cost:g} (max_cost) cannot be kept. Turn usage on in the "
+                "server, or resume with --env.max_cost null",
+            )
 
     def _on_cost(self, event: CostSpent) -> None:
         self._tokens_cost += event.cost
@@ -173,8 +196,7 @@ class RunLimits:
             return
         self.reason, self.message, self.exit_code = reason, message, exit_code
         self._stopped.set()
-        over = self._max_cost is not None and self.spent >= self._max_cost
-        in_flight = "rollouts in flight end after their turn" if over else "rollouts in flight finish"
+        in_flight = "rollouts in flight end after their turn" if self._over_cost else "rollouts in flight finish"
         self._note(f"{reason}: {message}. Nothing new starts; {in_flight}")
 
 

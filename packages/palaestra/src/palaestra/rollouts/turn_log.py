@@ -279,8 +279,9 @@ class TurnLog:
                 model_calls=self._new_model_calls(taken),
             )
             self._events.emit(event)
-        # A reply that was recorded before its turn ended has already been counted, as one of a turn with sub-agents.
-        if not taken.known and not taken.recalled:
+        # The opening messages are no reply. A reply that was recorded before its turn ended has already been counted, as
+        # one of a turn with sub-agents.
+        if turn.number and not taken.known and not taken.recalled:
             self._events.announce(TokensSpent(self._seat.name, turn.prompt_tokens, turn.completion_tokens))
         elif taken.known and recorded is not None and recorded.caught_up and recorded.continues:
             if not recorded.turns and not recorded.replies:

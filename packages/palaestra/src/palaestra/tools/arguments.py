@@ -49,12 +49,26 @@ def schema_check(schema: Mapping[str, JSON], what: str) -> Validator:
     for draft in (validator_for, Draft7Validator, Draft4Validator):
         try:
             # A copy for each draft, because `_validator` removes patterns from it.
-            return _validator(draft, copy.deepcopy(dict(schema)))
+            own = _without_empty_required(schema) if draft is Draft4Validator else copy.deepcopy(dict(schema))
+            return _validator(draft, own)
         except (ValidationError, ReferencingError, ValueError, RecursionError) as error:
             problems.append(error)
     where = ".".join(map(str, getattr(problems[0], "instance_path", ())))
     reason = shortened(getattr(problems[0], "message", str(problems[0])), _SHOWN_CHARS)
     raise ConfigError(f"{what} not a usable JSON schema: {where}{reason}") from problems[0]
+
+
+def _without_empty_required(value: JSON) -> JSON:
+    """Return a copy of a schema without empty lists of required names, which draft 4 forbids."""
+    if isinstance(value, list):
+        return [_without_empty_required(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: each if name in ("const", "default", "enum") else _without_empty_required(each)
+        for name, each in value.items()
+        if name != "required" or each != []
+    }
 
 
 def _validator(draft: Callable[..., Validator], schema: dict[str, JSON]) -> Validator:

@@ -3,7 +3,8 @@
 `pages` (the lists of tools, with cursors), `result` or `error` of a call, `before` and `after` (messages that it sends
 before and after the result of a call; `RESULT_ID` stands for the call's id and `TOKEN` for its progress token),
 `version` (the protocol version that it names), `noise` (lines on the standard output), `capabilities`, `plain` (HTTP
-answers without a stream) and `die` (it ends at a call).
+answers without a stream) and `die` (it ends at a call). Over HTTP, `refused` lists the status and the error of the
+first calls, null for a call that is answered; with `sessions` it gives session ids, and with `once` only one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class Server:
         self.how = how
         self.pages: list[Any] = how.get("pages") or [{"tools": [GOOD]}]
         self.page = 0
+        self.refused = list(how.get("refused", ()))
+        self.sessions = 0
 
     def answers(self, request: dict[str, Any]) -> Iterator[Any]:
         """The messages that answer one message."""
@@ -84,7 +87,16 @@ class Handler(BaseHTTPRequestHandler):
         message = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if "id" not in message or "method" not in message:
             return self.send(202, b"")
-        answers = list(self.server.mcp.answers(message))
+        mcp = self.server.mcp
+        if message["method"] == "tools/call" and mcp.refused and (refusal := mcp.refused.pop(0)):
+            status, error = refusal
+            body = json.dumps({"jsonrpc": "2.0", "id": None, "error": error}) if error else "<html>"
+            return self.send(status, body.encode(), "application/json" if error else "text/html")
+        if message["method"] == "initialize" and mcp.how.get("sessions"):
+            mcp.sessions += 1
+            if mcp.sessions > 1 and mcp.how.get("once"):
+                return self.send(503, b"")
+        answers = list(mcp.answers(message))
         if self.server.mcp.how.get("plain") and len(answers) == 1:
             return self.send(200, json.dumps(answers[0]).encode(), "application/json")
         events = "".join(f"event: message\ndata: {json.dumps(each)}\n\n" for each in answers)
@@ -94,6 +106,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("content-type", kind)
         self.send_header("content-length", str(len(body)))
+        if status == 200 and self.server.mcp.sessions:
+            self.send_header("mcp-session-id", f"s{self.server.mcp.sessions}")
         self.end_headers()
         self.wfile.write(body)
 

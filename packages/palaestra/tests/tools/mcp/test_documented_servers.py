@@ -24,7 +24,7 @@ from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
-from palaestra_slots.core.errors import ToolServerUnavailable
+from palaestra_slots.core.errors import ToolServerError, ToolServerRefused, ToolServerUnavailable
 from palaestra_slots.core.types import JSON
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
@@ -39,6 +39,12 @@ def tool(name: str, schema: JSON = None, **more: JSON) -> JSON:
 
 
 GOOD = tool("good", {"type": "object", "properties": {"city": {"type": "string"}}})
+
+ABOVE_0 = {"type": "number", "minimum": 0, "exclusiveMinimum": True}
+DRAFT_4 = {
+    "type": "object",
+    "properties": {"n": ABOVE_0, "o": {"type": "object", "properties": {"n": ABOVE_0}, "required": []}},
+}
 
 
 def page(*names: str, **cursor: JSON) -> JSON:
@@ -103,6 +109,15 @@ LISTS: dict[str, tuple[list[JSON], set[str]]] = {
     "a schema that is not one": ([{"tools": [tool("bad", {"type": "objekt"}), GOOD]}], {"good"}),
     "2025-11-25: 2020-12 as the default dialect": (
         [{"tools": [GOOD, tool("other", {"type": "object", "properties": {"x": {"prefixItems": [{}]}}})]}],
+        {"good", "other"},
+    ),
+    "a schema of draft 4, named": (
+        [{"tools": [GOOD, tool("other", {"$schema": "http://json-schema.org/draft-04/schema#", **DRAFT_4})]}],
+        {"good", "other"},
+    ),
+    "a schema of draft 4, without its name": ([{"tools": [GOOD, tool("other", DRAFT_4)]}], {"good", "other"}),
+    "an unknown dialect": (
+        [{"tools": [GOOD, tool("other", {"$schema": "https://example.com/own", "type": "object"})]}],
         {"good", "other"},
     ),
     "unknown fields of tools": ([{"tools": [{**GOOD, "icons": [], "execution": {"x": 1}, "_meta": {}}]}], {"good"}),
@@ -246,3 +261,90 @@ def test_a_version_that_nobody_knows_leaves_the_server_out_with_a_reason(
 def test_a_server_that_ends_in_a_call_is_no_mistake_of_the_model() -> None:
     with pytest.raises(ToolServerUnavailable, match="ended during a call of good"):
         played("stdio", {"die": True})
+
+
+def said(message: str, code: int = -32000) -> JSON:
+    return {"code": code, "message": message}
+
+
+LOST: dict[str, JSON] = {
+    "2025-06-18: 404 without a body": [404, None],
+    "2025-06-18: 404 with an error (typescript-sdk)": [404, said("Session not found", -32001)],
+    "404 with an error (python-sdk)": [404, said("Not Found: Session has been terminated", -32600)],
+    "400 with an error (typescript-sdk, after a restart)": [400, said("Bad Request: Server not initialized")],
+    "400 with an error (typescript-sdk's examples)": [400, said("Bad Request: No valid session ID provided")],
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_lost_session_is_opened_again_and_the_model_does_not_notice(what: str) -> None:
+    how = {"sessions": True, "refused": [None, LOST[what], None, LOST[what]]}
+    assert played("http", how, calls=4)[1] == [{"output": "sunny"}] * 4
+
+
+@pytest.mark.parametrize("what", [*LOST][1::2])
+@pytest.mark.parametrize("how", [{"once": True}, {"twice": True}])
+def test_a_session_that_stays_lost_is_an_infrastructure_failure(what: str, how: dict[str, JSON]) -> None:
+    refused = [LOST[what]] * (2 if how.get("twice") else 1)
+    with pytest.raises(ToolServerUnavailable):
+        played("http", {"sessions": True, "refused": refused, **how})
+
+
+@pytest.mark.parametrize("sessions", [True, False])
+@pytest.mark.parametrize(
+    ("refusal", "kind"),
+    [
+        ([401, said("token expired")], ToolServerRefused),
+        ([403, None], ToolServerRefused),
+        ([429, said("slow down")], ToolServerUnavailable),
+        ([500, None], ToolServerUnavailable),
+        ([502, None], ToolServerUnavailable),
+        ([503, said("restarting")], ToolServerUnavailable),
+    ],
+)
+def test_a_failure_of_the_way_to_the_server_is_no_reply_to_the_model(
+    refusal: JSON, kind: type[ToolServerError], sessions: bool
+) -> None:
+    with pytest.raises(kind, match=f"status {refusal[0]}"):
+        played("http", {"sessions": sessions, "refused": [None, refusal]}, calls=2)
+
+
+@pytest.mark.parametrize(
+    ("sessions", "refusal"),
+    [
+        (True, [400, said("city must be a string", -32602)]),
+        (True, [500, said("the database has no such city", -32603)]),
+        (False, [404, said("Unknown tool", -32601)]),  # 2026-07-28, which has no sessions
+        (False, [400, said("bad city")]),
+    ],
+)
+def test_the_model_reads_an_error_with_which_the_server_answers_the_call(sessions: bool, refusal: JSON) -> None:
+    replies = played("http", {"sessions": sessions, "refused": [refusal]}, calls=2)[1]
+    assert refusal[1]["message"] in replies[0]["error"]
+    assert replies[1] == {"output": "sunny"}
+
+
+def test_calls_that_find_the_session_lost_together_open_one_new_session() -> None:
+    lost = LOST["2025-06-18: 404 without a body"]
+
+    async def scenario(config: MCPServerConfig) -> list[JSON]:
+        async with MCPServers({"w": config}) as servers:
+            registry = build_tool_registry(servers.toolsets(), installed=servers.installed())
+            runtime = ToolRuntime(registry, None, "task-1")
+            calls = [runtime.handle("mcp_w_good", {"city": "Elis"}) for _ in range(4)]
+            return [json.loads(each) for each in await asyncio.gather(*calls)]
+
+    with configured("http", {"sessions": True, "refused": [lost] * 4}) as config:
+        assert asyncio.run(asyncio.wait_for(scenario(config), 60)) == [{"output": "sunny"}] * 4
+
+
+def test_a_tool_with_a_schema_of_no_draft_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    bad = tool("bad", {"type": "object", "properties": {"x": {"exclusiveMinimum": True}, "y": {"exclusiveMinimum": 3}}})
+    with caplog.at_level(logging.WARNING):
+        assert played("stdio", {"pages": [{"tools": [GOOD, bad]}]})[0] == ["good"]
+    assert ["'bad'" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_arguments_are_checked_by_the_draft_of_the_schema() -> None:
+    (reply,) = played("stdio", {"pages": [{"tools": [tool("good", {**DRAFT_4, "properties": {"city": ABOVE_0}})]}]})[1]
+    assert "number" in reply["error"]

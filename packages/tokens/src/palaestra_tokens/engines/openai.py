@@ -45,7 +45,7 @@ PROBE_TIMEOUT_S = 60.0
 
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _MOST_CHANGES = 3
-"""The number of times that the limit of one request is changed because the server refuses it."""
+"""The number of times that the limit or the history of one request is changed because the server refuses it."""
 
 T = TypeVar("T")
 R = TypeVar("R", ChatCompletion, TextCompletion)
@@ -67,7 +67,7 @@ class OpenAIEngine(ServerEngine):
         self.base_url = parse_base_url(config.base_url)
         self._url = self.base_url / "chat" / "completions"
         self._source = f"The model server at {shown(self._url)} (model '{self.name}')"
-        self._strict_history = ""
+        self._strict_history: list[str] = []
         self._is_listed = True
         self._limit_name = ""
         self._largest_limit: int | None = None
@@ -214,22 +214,29 @@ class OpenAIEngine(ServerEngine):
         def ask(sent: JSON) -> Coroutine[None, None, ChatCompletion]:
             return self.transport.ask(self._url, sent, decode, lane=lane, read=read)
 
-        if self._strict_history:
-            body["messages"] = plainer_history(messages, self._strict_history) or messages
-        try:
-            return await self._limited(body, ask)
-        # Both are refusals too, but another form of the history would change neither.
-        except (ContextExceeded, ReplyWithheld):
-            raise
-        except EngineRefused as error:
-            # If the rewritten history is refused as well, the refusal has another cause.
-            plain = None if self._strict_history else plainer_history(messages, str(error))
-            if plain is None:
+        learned: list[str] = []
+        for said in self._strict_history:
+            body["messages"] = plainer_history(body["messages"], said) or body["messages"]
+        while True:
+            try:
+                completion = await self._limited(body, ask)
+            # Both are refusals too, but another form of the history would change neither.
+            except (ContextExceeded, ReplyWithheld):
                 raise
-            completion = await self._limited({**body, "messages": plain}, ask)
+            except EngineRefused as error:
+                # Each rewriting has another reason. If it changes nothing, the refusal has another cause.
+                plain = plainer_history(body["messages"], str(error)) if len(learned) < _MOST_CHANGES else None
+                if plain is None:
+                    raise
+                body["messages"] = plain
+                learned.append(str(error))
+                continue
             # Kept only now that the server has accepted the rewritten history, which proves the cause.
-            self._strict_history = str(error)
-            logger.warning("The server refuses parts of the history; they are rewritten for it from now on: %s", error)
+            for said in learned:
+                self._strict_history.append(said)
+                logger.warning(
+                    "The server refuses parts of the history; they are rewritten for it from now on: %s", said
+                )
             return completion
 
     async def _limited(self, body: Mapping[str, JSON], ask: Callable[[JSON], Coroutine[None, None, R]]) -> R:

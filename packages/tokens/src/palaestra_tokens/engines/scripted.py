@@ -30,6 +30,7 @@ from palaestra_tokens.engine import (
     CompletionUsage,
     FunctionCall,
     ToolCallMessage,
+    assistant_message,
 )
 
 
@@ -258,7 +259,6 @@ class _Line(msgspec.Struct):
 _LINE = msgspec.json.Decoder(_Line)
 _TRAJECTORY = msgspec.json.Decoder(_Trajectory)
 _ROLE = msgspec.json.Decoder(_Role)
-_MESSAGE = msgspec.json.Decoder(AssistantMessage)
 
 
 def _read_recording(path: Path) -> dict[tuple[str, int], list[RecordedReply]]:
@@ -297,7 +297,11 @@ def _trajectories(path: Path) -> Iterator[_Trajectory]:
 
 def _assistant_side(trajectory: _Trajectory, path: Path) -> list[RecordedReply]:
     try:
-        said = [_MESSAGE.decode(raw) for raw in trajectory.messages if _ROLE.decode(raw).role == "assistant"]
+        said = [
+            assistant_message(msgspec.json.decode(raw))
+            for raw in trajectory.messages
+            if _ROLE.decode(raw).role == "assistant"
+        ]
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}, task '{trajectory.task_id}': a message cannot be played: {error}.") from None
     return recorded_turns(said, trajectory.turns)

@@ -7,21 +7,42 @@ proxies in front of them.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from palaestra_slots.core.errors import EngineReplyError, ReplyWithheld
 from palaestra_slots.core.types import JSON, Message
-from palaestra_tokens.engine import ChatCompletion, TextCompletion
+from palaestra_tokens.engine import ChatCompletion, TextCompletion, extra_of_call, extra_of_message, keep_extra
 from palaestra_tokens.finish_reasons import read_finish_reason
 from palaestra_tokens.http.transport import NOT_JSON, raise_refused_within
 
 _DECODER = msgspec.json.Decoder(ChatCompletion)
 _TEXT_DECODER = msgspec.json.Decoder(TextCompletion)
 _SHOWN_BYTES = 200
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+class _RawChoice(msgspec.Struct):
+    message: JSON = None
+
+
+class _RawUsage(msgspec.Struct):
+    completion_tokens_details: JSON = None
+
+
+class _Raw(msgspec.Struct):
+    """What the records do not have: the provider's own fields, and the kinds of tokens."""
+
+    choices: list[_RawChoice] = []
+    usage: _RawUsage | None = None
+
+
+_RAW_DECODER = msgspec.json.Decoder(_Raw)
 
 
 def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
@@ -37,9 +58,16 @@ def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
     except (msgspec.ValidationError, RecursionError):
         completion = _converted(raw, source)
     except NOT_JSON as error:
-        raise _not_a_reply(source, f"it is not JSON ({error})", raw) from None
+        try:
+            whole = msgspec.json.encode(whole_characters(decode_json(raw)))
+        except NOT_JSON:
+            whole = raw
+        if whole == raw or b"\\u" not in raw:
+            raise _not_a_reply(source, f"it is not JSON ({error})", raw) from None
+        return decode_completion(whole, turn, source)
     if not completion.choices:
         raise _not_a_reply(source, "it has no choices", raw)
+    _add_raw(completion, raw)
     for choice in completion.choices:
         try:
             choice.finish_reason = read_finish_reason(choice.finish_reason, source)
@@ -50,6 +78,52 @@ def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
         for index, call in enumerate(choice.message.tool_calls or ()):
             call.id = call.id or f"call_{turn}_{index}"
     return completion
+
+
+def _add_raw(completion: ChatCompletion, raw: bytes) -> None:
+    """Add the provider's own fields, and count the reasoning that a provider leaves out of `completion_tokens`."""
+    try:
+        beyond = _RAW_DECODER.decode(raw)
+    except (msgspec.ValidationError, RecursionError):  # a shape of its own
+        return
+    for choice, other in zip(completion.choices, beyond.choices, strict=True):
+        if isinstance(other.message, dict):
+            calls = listed_calls(other.message.get("tool_calls"))
+            keep_extra(choice.message, {**other.message, "tool_calls": calls})
+    details = beyond.usage.completion_tokens_details if beyond.usage else None
+    if (usage := completion.usage) is not None:
+        reasoning = details.get("reasoning_tokens") if isinstance(details, dict) else None
+        # xAI and Gemini count reasoning only in the total.
+        missing = usage.total_tokens - usage.prompt_tokens - usage.completion_tokens if usage.prompt_tokens else 0
+        if isinstance(reasoning, int) and reasoning > usage.completion_tokens:
+            missing = max(missing, reasoning)
+        usage.completion_tokens += max(0, missing)
+        usage.total_tokens = max(usage.total_tokens, usage.prompt_tokens + usage.completion_tokens)
+
+
+def decode_json(raw: bytes) -> JSON:
+    """Decode JSON, also if it has halves of surrogate pairs, which JavaScript writes where it splits a text. Raises the
+    errors of `NOT_JSON`."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        with contextlib.suppress(ValueError):
+            if b"\\u" in raw:
+                return json.loads(raw)
+        raise
+
+
+def whole_characters(value: JSON) -> JSON:
+    """Return the value with halves of surrogate pairs joined in all texts. A half alone becomes U+FFFD."""
+    if isinstance(value, str):
+        if value.isascii() or not _HALF.search(value):
+            return value
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, list):
+        return [whole_characters(each) for each in value]
+    if isinstance(value, dict):
+        return {whole_characters(name): whole_characters(each) for name, each in value.items()}
+    return value
 
 
 def decode_text(raw: bytes, source: str) -> TextCompletion:
@@ -167,27 +241,83 @@ def _dumped(value: JSON) -> str:
     return msgspec.json.encode(value).decode()
 
 
+_REQUIRED: Mapping[str, Callable[[Message], Message]] = {
+    # Kimi takes an empty text for a missing one, and DeepSeek accepts both.
+    "reasoning_content": lambda message: {**message, "reasoning_content": message.get("reasoning_content") or " "},
+    "thought_signature": lambda message: _with_signatures(message),
+}
+"""What a server may require in assistant messages, by the name in its error."""
+
+_NO_SIGNATURE = "skip_thought_signature_validator"
+"""The signature that Gemini accepts for calls of another model. Source: "Thought signatures" in Gemini's docs."""
+
+_IS_MISSING = re.compile(r"\bmissing\b|must be (passed|sent|provided|present|included)|\brequires?\b|is required", re.I)
+
+
 def plainer_history(messages: Sequence[Message], server_said: str) -> list[Message] | None:
     """Return the history with the parts changed that a strict server may have refused, or None if there is nothing to
     change.
 
     Some chat templates parse every call's arguments, so one malformed call would end its rollout as a server failure.
-    Malformed arguments are therefore wrapped in a JSON object. The field `reasoning_content` is removed if the server's
-    error names it.
+    Malformed arguments are therefore wrapped in a JSON object. A provider's own field is removed if the server's error
+    names it, and added if the error says that it is missing. If the error names none, all such fields are removed.
     """
-    drop = "reasoning_content" if "reasoning_content" in server_said else None
-    plain = [_plainer(message, drop) for message in messages]
-    changed = any(new is not old for new, old in zip(plain, messages, strict=True))
+    required = next((name for name in _REQUIRED if name in server_said and _IS_MISSING.search(server_said)), None)
+    drop: set[str] = set()
+    if required is None:
+        own = {name for message in messages for name in _own_fields(message)}
+        drop = {name for name in own if name in server_said} or own - {"reasoning_content"}
+    plain = [_plainer(message, drop, required) for message in messages]
+    changed = any(new is not old and new != old for new, old in zip(plain, messages, strict=True))
     return plain if changed else None
 
 
-def _plainer(message: Message, drop: str | None) -> Message:
-    if drop in message:
-        message = {key: value for key, value in message.items() if key != drop}
+def _own_fields(message: Message) -> set[str]:
+    """Return the names of the fields of an assistant message that are not OpenAI's."""
+    if message.get("role") != "assistant":
+        return set()
+    found = set(extra_of_message(message)) | {"reasoning_content", "reasoning_details"} & message.keys()
+    for call in message.get("tool_calls") or ():
+        extra = extra_of_call(call)
+        found |= extra.pop("function", {}).keys() | extra.keys()
+    return found
+
+
+def _plainer(message: Message, drop: Set[str], required: str | None) -> Message:
+    if message.get("role") != "assistant":
+        return message
     calls = message.get("tool_calls")
+    if drop & _own_fields(message):
+        message = {key: value for key, value in message.items() if key not in drop}
+        if calls:
+            message["tool_calls"] = calls = [_without(call, drop) for call in calls]
+    if required is not None:
+        message = _REQUIRED[required](message)
+        calls = message.get("tool_calls")
     if not calls or all(_is_object(_arguments(call)) for call in calls):
         return message
     return {**message, "tool_calls": [_wrapped(call) for call in calls]}
+
+
+def _without(call: JSON, drop: Set[str]) -> JSON:
+    if not isinstance(call, Mapping):
+        return call
+    kept = {key: value for key, value in call.items() if key not in drop}
+    if isinstance(function := kept.get("function"), Mapping):
+        kept["function"] = {key: value for key, value in function.items() if key not in drop}
+    return kept
+
+
+def _with_signatures(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_signed(call) for call in message["tool_calls"]]}
+
+
+def _signed(call: JSON) -> JSON:
+    if not isinstance(call, Mapping) or call.get("extra_content"):
+        return call
+    return {**call, "extra_content": {"google": {"thought_signature": _NO_SIGNATURE}}}
 
 
 def _wrapped(call: Mapping[str, JSON]) -> Mapping[str, JSON]:

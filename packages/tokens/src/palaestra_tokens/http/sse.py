@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -19,8 +20,9 @@ import msgspec
 
 from palaestra_slots.core.errors import EngineReplyError
 from palaestra_slots.core.types import JSON
-from palaestra_tokens.http.chat_completions import content_texts, listed_calls
-from palaestra_tokens.http.transport import NOT_JSON, encode_json, error_within, server_says
+from palaestra_tokens.engine import extra_of_call, extra_of_message
+from palaestra_tokens.http.chat_completions import content_texts, decode_json, listed_calls, whole_characters
+from palaestra_tokens.http.transport import NOT_JSON, error_within, server_says
 
 _DONE = b"[DONE]"
 _JOINED = ("reasoning", "refusal")
@@ -62,19 +64,19 @@ class EventStreamReader:
         whole = _Completion()
         async for data in events(reply.content.iter_any()):
             if data == _DONE:
-                return encode_json(whole.as_reply())
+                return whole.encoded()
             for delta in whole.take(self._chunk(data)):
                 if self._hook is not None:
                     self._hook(delta)
         if not whole.ended:
             raise aiohttp.ClientPayloadError("the stream ended in the middle of the reply")
-        return encode_json(whole.as_reply())
+        return whole.encoded()
 
     def _chunk(self, data: bytes) -> dict[str, JSON]:
         if (said := error_within(data)) is not None:
             raise EngineReplyError(f"{self._source} failed in the middle of its reply: {said}.")
         try:
-            chunk = msgspec.json.decode(data)
+            chunk = decode_json(data)
         except NOT_JSON:
             chunk = None
         if not isinstance(chunk, dict):
@@ -98,15 +100,57 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 lines.clear()
 
 
+_FRAGMENTS = frozenset({"text", "thinking", "reasoning", "summary", "data", "content"})
+"""The fields of a provider's blocks that arrive in pieces; the others arrive whole, such as a signature."""
+
+
+def _merge(whole: dict[str, JSON], piece: dict[str, JSON], *, block: bool = False) -> None:
+    """Add the fields of a chunk to those of the chunks before it: objects by their keys, lists by the `index` of their
+    blocks. Texts are joined; in a `block`, only those of `_FRAGMENTS`."""
+    for name, value in piece.items():
+        before = whole.get(name)
+        if isinstance(before, dict) and isinstance(value, dict):
+            _merge(before, value, block=True)
+        elif isinstance(value, list) and isinstance(before or [], list):
+            blocks = whole[name] = before or []
+            for each in value:
+                if (begun := _continued(blocks, each)) is None:
+                    blocks.append(deepcopy(each))
+                else:
+                    _merge(begun, each, block=True)
+        elif isinstance(before, str) and isinstance(value, str) and (name in _FRAGMENTS if block else value != before):
+            whole[name] = before + value
+        elif value is not None or name not in whole:
+            whole[name] = deepcopy(value)
+
+
+def _continued(blocks: list[JSON], piece: JSON) -> dict[str, JSON] | None:
+    """Return the block that a piece continues: the one with its `index` or, without an index, the last block, if it is
+    a text of the same type without a signature."""
+    if not isinstance(piece, dict):
+        return None
+    index, kind = piece.get("index"), piece.get("type")
+    if index is not None:
+        same = (each for each in blocks if isinstance(each, dict) and each.get("index") == index)
+        return next((each for each in same if kind in (None, each.get("type"))), None)
+    last = blocks[-1] if blocks else None
+    if not isinstance(last, dict) or kind is None or last.get("type") != kind or last.get("signature"):
+        return None
+    same_id = piece.get("id") in (None, last.get("id"))
+    return last if same_id and last.keys() & _FRAGMENTS - {"data"} else None
+
+
 @dataclass
 class _Call:
     id: str = ""
     name: str = ""
     arguments: list[str] = field(default_factory=list)
+    extra: dict[str, JSON] = field(default_factory=dict)
 
     def take(self, call: dict[str, JSON]) -> None:
         name, piece = _said(call)
         self.id = self.id or _text(call.get("id"))
+        _merge(self.extra, extra_of_call(call))
         self.name = name if name.startswith(self.name) else self.name + name
         if piece.lstrip().startswith("{") and self.whole is not None:
             if self._repeats(piece):
@@ -139,16 +183,17 @@ class _Call:
         return bool(self.whole) and _object(piece) == self.whole
 
     def as_message(self) -> dict[str, JSON]:
-        function = {"name": self.name, "arguments": "".join(self.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
+        function = {**self.extra.get("function", {}), "name": self.name, "arguments": "".join(self.arguments)}
+        return {**self.extra, "id": self.id, "type": "function", "function": function}
 
 
 @dataclass
 class _ChoiceParts:
     texts: dict[str, list[str]] = field(default_factory=dict)
-    details: list[JSON] = field(default_factory=list)
+    extra: dict[str, JSON] = field(default_factory=dict)
     calls: list[_Call] = field(default_factory=list)
     latest: dict[JSON, _Call] = field(default_factory=dict)
+    halves: dict[str, str] = field(default_factory=dict)
     logprobs: list[JSON] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -164,14 +209,24 @@ class _ChoiceParts:
         for name, text in texts.items():
             if text:
                 self.texts.setdefault(name, []).append(text)
-        self.details += _as_list(delta.get("reasoning_details"))
+        _merge(self.extra, extra_of_message(delta))
+        if details := _as_list(delta.get("reasoning_details")):
+            _merge(self.extra, {"reasoning_details": details})
         for call in _as_list(listed_calls(delta.get("tool_calls"))):
             if isinstance(call, dict):
                 self._call_of(call).take(call)
         self.logprobs += _as_list(_as_object(piece.get("logprobs")).get("content"))
         self.finish_reason = _text(piece.get("finish_reason")) or self.finish_reason
         reasoning = reasoning or texts["reasoning"]
-        return Delta(index, texts["content"], reasoning) if content or reasoning else None
+        shown = self._shown("content", texts["content"]), self._shown("reasoning", reasoning)
+        return Delta(index, *shown) if any(shown) else None
+
+    def _shown(self, name: str, text: str) -> str:
+        """Return the text with whole characters. The first half of a surrogate pair waits for the next chunk."""
+        text = self.halves.pop(name, "") + text
+        if "\ud800" <= text[-1:] <= "\udbff":
+            self.halves[name], text = text[-1], text[:-1]
+        return str(whole_characters(text))
 
     def _call_of(self, call: dict[str, JSON]) -> _Call:
         """Return the call that a delta belongs to: the call with its index or, without an index, with its id, or else
@@ -191,10 +246,8 @@ class _ChoiceParts:
         return latest
 
     def as_reply(self, index: int) -> dict[str, JSON]:
-        message: dict[str, JSON] = {"role": "assistant", "content": None}
+        message: dict[str, JSON] = {**self.extra, "role": "assistant", "content": None}
         message.update({name: "".join(texts) for name, texts in self.texts.items()})
-        if self.details:
-            message["reasoning_details"] = self.details
         if self.calls:
             message["tool_calls"] = [call.as_message() for call in self.calls]
         logprobs = {"content": self.logprobs} if self.logprobs else None
@@ -234,6 +287,13 @@ class _Completion:
             return self._latest
         choices = [choice.as_reply(index) for index, choice in sorted(self._choices.items())]
         return {**self._named, "object": "chat.completion", "choices": choices, "usage": self._usage}
+
+    def encoded(self) -> bytes:
+        """Return the reply as JSON with whole characters."""
+        try:
+            return msgspec.json.encode(self.as_reply())
+        except UnicodeEncodeError:
+            return msgspec.json.encode(whole_characters(self.as_reply()))
 
 
 # Servers send null, or nothing, for parts that they do not have.

@@ -219,6 +219,8 @@ class Transport:
             # status 500, which a retry would not change.
             if response.status in retried and not is_too_long(response.status, server_says(response.body)):
                 asked_s = retry_after_s(response.retry_after, self._clock.wall())
+                if asked_s is None and (delay := _RETRY_DELAY.search(response.body)):
+                    asked_s = float(delay[1])
                 raise TransientFailure(
                     overloaded(url, response.status, response.body, self.model, tries), asked_s, waited_s
                 )
@@ -334,6 +336,9 @@ class _SentOnce(aiohttp.Payload):
 
 
 _SHOWN_CHARS = 500
+
+_RETRY_DELAY = re.compile(rb'"retryDelay": *"([0-9]{1,6}(?:\.[0-9]{1,9})?)s"')
+"""The wait that Gemini requests in the body. Source: `google.rpc.RetryInfo`."""
 
 _TOO_LONG = re.compile(
     r"context_length_exceeded|exceed_context_size|(maximum|max|model'?s) context (length|window|size)"

@@ -117,12 +117,13 @@ class RecordedConversation:
     parallel: bool = False
     _functions: dict[str, FunctionCall] = field(default_factory=dict)
     _malformed: dict[str, Message] = field(default_factory=dict)
+    _carried: dict[str, Message] = field(default_factory=dict)
 
     def take(self, messages: Sequence[Message], completion: ChatCompletion, seconds: float) -> None:
         """Record a reply."""
         message, usage = completion.choices[0].message, completion.usage
         calls = message.tool_calls or []
-        said: Message = {"role": "assistant", "content": message.content or ""}
+        said: Message = {**_carried(message), "role": "assistant", "content": message.content or ""}
         if message.reasoning_content:
             said["reasoning_content"] = message.reasoning_content
         if calls:
@@ -142,18 +143,28 @@ class RecordedConversation:
         for choice in completion.choices:
             for call in choice.message.tool_calls or ():
                 self._functions[call.id] = call.function
+                if call.extra:
+                    self._carried[f"call {call.id}"] = dict(call.extra)
+            if carried := _carried(choice.message):
+                self._carried[_key(choice.message.model_dump())] = carried
         if any(not call.function.name for call in calls):
             self._malformed[client_form(message).content or ""] = said
 
     def restore(self, messages: Sequence[Message]) -> None:
         """Replace each call's arguments with the text that was sampled if both have the same value, and any other
-        object with its JSON. A malformed call that the agent got as text becomes a call again."""
+        object with its JSON. A malformed call that the agent got as text becomes a call again. What only the provider
+        knows, such as a signature, is added again, because agents' APIs have no place for it."""
         for message in messages:
             known_as = self._malformed.get(str(message.get("content"))) if message["role"] == "assistant" else None
             if known_as is not None and _ids(message) == _ids(known_as):
                 message.update(content=known_as["content"], tool_calls=deepcopy(known_as["tool_calls"]))
+            if self._carried and message["role"] == "assistant":
+                message.update(deepcopy(self._carried.get(_key(message), {})))
             for call in message.get("tool_calls") or ():
                 function, known = call["function"], self._functions.get(call["id"])
+                call.update(deepcopy(self._carried.get(f"call {call['id']}", {})))
+                if known is not None and known.extra:
+                    function.update(deepcopy(known.extra))
                 arguments = function["arguments"]
                 if known is not None and arguments == known.arguments:
                     continue
@@ -163,6 +174,18 @@ class RecordedConversation:
                     function["arguments"] = known.arguments
                 elif not isinstance(arguments, str):
                     function["arguments"] = msgspec.json.encode({} if arguments is None else arguments).decode()
+
+
+def _carried(message: AssistantMessage) -> Message:
+    """Return the fields of a reply that go back to its provider and that agents do not get."""
+    details = message.reasoning_details
+    return {**(message.extra or {}), **({"reasoning_details": details} if details else {})}
+
+
+def _key(message: Message) -> str:
+    """Return what identifies a reply that an agent sends back: the ids of its calls, or its text."""
+    calls = message.get("tool_calls") or ()
+    return " ".join(["calls", *(call["id"] for call in calls)]) if calls else f"text {message.get('content') or ''}"
 
 
 def _ids(message: Message) -> list[str]:

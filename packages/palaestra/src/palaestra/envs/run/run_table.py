@@ -161,6 +161,7 @@ def table_row(folder: Path) -> TableRow:
     total = own.get(f"eval/{TASKS_TOTAL}")
     chosen = chooses(run.recording.meta.config, tasks) and (total is None or total > tasks + left_out)
     slots = own.get("slots/cost")
+    tokens_cost = None if status.tokens_unknown else status.cost
     return TableRow(
         environment=_name_of(status.env, run.recording.meta.config),
         model=status.model,
@@ -182,7 +183,7 @@ def table_row(folder: Path) -> TableRow:
         rollouts_scored=int(found.get("scored", 0)),
         rollouts=max((tasks + left_out) * attempts, status.planned),
         started_at=status.started_at,
-        cost=status.cost if slots is None else (status.cost or 0.0) + slots,
+        cost=tokens_cost if slots is None else (tokens_cost or 0.0) + slots,
         seconds=max(0.0, status.last_at - status.started_at - status.paused_s),
         tasks_known=status.state == "done" or planned > 0,
         prompt_tokens=status.prompt_tokens,

@@ -107,7 +107,7 @@ class RunStatus:
 
     Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
     `stages` include discarded attempts. `cost` is None if no prices are known; it leaves out the `unpriced_tokens` of
-    parts of the run without prices. `taken_up` counts the rollouts that were cut off and continued; `begun_anew` counts
+    parts of the run without prices. `tokens_unknown` is set if the model server reported no token counts. `taken_up` counts the rollouts that were cut off and continued; `begun_anew` counts
     those that started again, by reason. `paused_s` are the seconds between the parts of a run. `nodes` are the nodes of
     a cluster, those of the latest part of the run.
     """
@@ -153,6 +153,7 @@ class RunStatus:
     completion_tokens: int = 0
     cost: float | None = None
     unpriced_tokens: int = 0
+    tokens_unknown: bool = False
     disk_bytes: int = 0
     disk_free_bytes: int = 0
     nodes: list[NodeStatus] = field(default_factory=list)
@@ -175,7 +176,7 @@ class RunStatus:
         del plain["paused_s"]  # for rates of the table; the format of the file stays
         if not self.graded:
             del plain["graded"], plain["recorded_mean"]
-        for name in ("labels", "metrics", "nodes"):
+        for name in ("labels", "metrics", "nodes", "tokens_unknown"):
             if not plain[name]:
                 del plain[name]
         return plain
@@ -285,6 +286,7 @@ class _Flying(_Paid):
 
 
 class _Line(LineView):
+    turn: int = 0
     config: _Settings = msgspec.field(default_factory=_Settings)
     turns: int = 0
     replies: int = 0
@@ -306,6 +308,7 @@ class RunReader:
         self._offset = 0
         self._status = RunStatus()
         self._ended = ""
+        self._uncounted = False
         self._groups: dict[str, dict[str, _Ended]] = {}
         self._seconds: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         self._group_ends: dict[str, bool] = {}
@@ -362,6 +365,7 @@ class RunReader:
                 self._signs.pop(line.rollout_id, None)
                 self._signs[line.rollout_id] = line.at
                 self._flying[line.rollout_id].take(line)
+                self._uncounted = self._uncounted or (line.turn > 0 and line.tokens == (0, 0))
             case "rollout" | "discarded" if line.trajectory is not None:
                 self._rollout(line.trajectory, kept=line.event == "rollout")
             case "node":
@@ -550,6 +554,7 @@ class RunReader:
         status.prompt_tokens, status.completion_tokens = paid.prompt_tokens, paid.completion_tokens
         status.cost = paid.cost if not paid.models else (paid.cost or 0.0) + paid.models
         status.unpriced_tokens = sum(paid.unpriced)
+        status.tokens_unknown = self._uncounted and not paid.tokens
 
     def _in_flight(self, status: RunStatus) -> None:
         """Read the stages from `status.json`. Without it, only the rollouts' names are known, from the journal."""

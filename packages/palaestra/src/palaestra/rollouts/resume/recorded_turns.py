@@ -30,7 +30,7 @@ from palaestra.rollouts.resume.state import CutOff
 from palaestra_slots.core.errors import CannotResume
 from palaestra_slots.core.types import JSON, Message
 from palaestra_slots.sandbox.slot import Snapshot
-from palaestra_tokens.engine import AssistantMessage, ChatChoice, ChatCompletion, CompletionUsage
+from palaestra_tokens.engine import ChatChoice, ChatCompletion, CompletionUsage, assistant_message
 from palaestra_tokens.ledger import Piece, SampledTurn, pieces_of
 
 _ANSWER_START, _ANSWER_END = "<tool_response>", "</tool_response>"
@@ -287,7 +287,7 @@ def described(name: str, arguments: Mapping[str, JSON]) -> str:
 
 def _completion(event: TurnTaken | ReplyReceived) -> ChatCompletion:
     said = event.messages[0] if isinstance(event, TurnTaken) else event.message
-    message = msgspec.convert(said, AssistantMessage)
+    message = assistant_message(said)
     prompt, completion = event.tokens
     return ChatCompletion(
         choices=[ChatChoice(message=message, finish_reason=event.finish_reason)],

@@ -21,7 +21,7 @@ from palaestra.rollouts.resume.observation_diff import Kind, classify, first_dif
 from palaestra_slots.core.errors import ConfigError, InfraError
 from palaestra_slots.core.types import JSON, Message, Outcome
 from palaestra_tokens.chat_server import SessionContext
-from palaestra_tokens.engine import AssistantMessage, ChatCompletion
+from palaestra_tokens.engine import ChatCompletion, assistant_message
 from palaestra_tokens.engines.scripted import POLICIES, NoopPolicy, RecordedReply, recorded_turns
 
 ENDS = "the recording ends here"
@@ -86,7 +86,7 @@ class PlayedBack(NoopPolicy):
 def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[RecordedReply]:
     replies = [message for message in conversation.messages if message.get("role") == "assistant"]
     try:
-        return recorded_turns([msgspec.convert(reply, AssistantMessage) for reply in replies], conversation.turns)
+        return recorded_turns([assistant_message(reply) for reply in replies], conversation.turns)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{rollout_id}: a recorded reply cannot be replayed: {error}") from None
 

@@ -82,7 +82,7 @@ class CutOff:
     def paid(self) -> list[tuple[int, int]]:
         """Return the tokens read and written for each reply that the rollout itself got from the model."""
         others = [reply for place, reply in self.replies if reply.branch or place >= len(self.events)]
-        return [event.tokens for event in self.own] + [reply.tokens for reply in others]
+        return [event.tokens for event in self.own if event.turn] + [reply.tokens for reply in others]
 
     def record(self, rollout_id: str, group: Group, index: int, prices: Prices | None) -> Trajectory:
         """Return the record of an attempt that will not be continued, with its messages and its cost."""

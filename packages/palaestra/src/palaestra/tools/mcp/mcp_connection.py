@@ -6,7 +6,7 @@ A server that is a command runs on this machine, outside every slot, with the ri
 
 The package refuses a whole list for one wrong tool, and a result that does not fit the protocol or the tool's
 `outputSchema`, and then nobody learns what the server said. `_Reading` therefore changes such messages before the
-package reads them.
+package reads them. It also adds the HTTP status to an error, because the package does not report it.
 
 Invariant: the session's own task enters and leaves the package's scopes, so that a cancelled caller leaves no process
 behind; a failure of the session is a `ToolServerError` that names the server.
@@ -22,7 +22,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra_slots.core.errors import ConfigError, ToolServerRefused, ToolServerReplyError, ToolServerUnavailable
@@ -34,7 +34,7 @@ from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
     import httpx2
-    from mcp import Client
+    from mcp import Client, MCPError
     from mcp.client import Transport
     from mcp.client._transport import ReadStream, TransportStreams
     from mcp.shared.message import SessionMessage
@@ -113,8 +113,28 @@ _TIMED_OUT, _CLOSED = "Request 'tools/call' timed out", "Connection closed"
 """What the package says if a call gets no reply in time, and if the connection ends."""
 
 _MOST_PAGES = 100
-_SESSION_GONE = "Session terminated"
-"""The package's error for a session that an HTTP server has dropped; the server did not handle the call."""
+_BAD_REQUEST_CODE = -32000
+"""What the reference SDKs answer with status 400 if they no longer know the session."""
+_WITHOUT_BODY = ("Not Found", "Server returned an error response")
+"""What the package says if an HTTP error has no error of the protocol in its body."""
+_NEVER_THE_CALLS = frozenset({401, 403, 407, 408, 429, 502, 503, 504})
+"""Statuses that concern the way to the server, whatever is in the body."""
+
+
+class _HttpError(NamedTuple):
+    """A request that was answered with an HTTP error. `in_session`: whether it had a session id."""
+
+    status: int
+    in_session: bool
+
+    def ends_session(self, code: int) -> bool:
+        """Return whether the server no longer has the session, so it has not handled the call. MCP's specification:
+        status 404 for a request with a session id."""
+        return self.in_session and (self.status == 404 or (self.status == 400 and code == _BAD_REQUEST_CODE))
+
+    def is_failure(self, message: str) -> bool:
+        """Return whether the server, or what is in front of it, failed, rather than answered the call."""
+        return self.status in _NEVER_THE_CALLS or message in _WITHOUT_BODY
 
 
 class NotCarriedOut(ToolServerUnavailable):
@@ -124,13 +144,21 @@ class NotCarriedOut(ToolServerUnavailable):
 class _Reading:
     """The stream of a server's messages, with lists that hold only valid tools, and with invalid results as text.
 
-    `version` returns the protocol's version, and `drop` is told of each tool that is left out and why.
+    `version` returns the protocol's version, and `drop` is told of each tool that is left out and why. An error that
+    came with an HTTP status has it as its data: `http_errors`, by the id of the request.
     """
 
-    def __init__(self, stream: ReadStream[SessionMessage | Exception], version: Callable[[], str], drop: _Drop) -> None:
+    def __init__(
+        self,
+        stream: ReadStream[SessionMessage | Exception],
+        version: Callable[[], str],
+        drop: _Drop,
+        http_errors: dict[JSON, _HttpError],
+    ) -> None:
         self._stream = stream
         self._version = version
         self._drop = drop
+        self._http_errors = http_errors
 
     async def receive(self) -> SessionMessage | Exception:
         return self._usable(await self._stream.receive())
@@ -157,7 +185,11 @@ class _Reading:
         return getattr(self._stream, "last_context", None)
 
     def _usable(self, item: SessionMessage | Exception) -> SessionMessage | Exception:
-        result = getattr(getattr(item, "message", None), "result", None)
+        message = getattr(item, "message", None)
+        result = getattr(message, "result", None)
+        status = self._http_errors.pop(getattr(message, "id", None), None)
+        if status is not None and (error := getattr(message, "error", None)) is not None:
+            error.data = status
         if not isinstance(result, dict):
             return item
         if isinstance(result.get("tools"), list):
@@ -204,6 +236,9 @@ class Connection:
         self._task: asyncio.Task[None] | None = None
         self._told: set[str] = set()
         self._status = 200
+        self._http_errors: dict[JSON, _HttpError] = {}
+        self._in_flight = 0
+        self._retired = False
 
     @classmethod
     async def opened(
@@ -272,19 +307,21 @@ class Connection:
         """Make one call. Cancelling it notifies the server.
 
         Raises `TimeoutError` after the config's `timeout`, and `ServerSaid` for an error or an unreadable reply, which
-        the model reads. If the session has ended, raises `NotCarriedOut` or `ToolServerUnavailable`.
+        the model reads. If the session has ended, raises `NotCarriedOut` or `ToolServerUnavailable`; if the server
+        failed or refused access, `ToolServerUnavailable` or `ToolServerRefused`.
         """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
+        self._in_flight += 1
         try:
             return await self._session().call_tool(tool, dict(arguments), read_timeout_seconds=self._config.timeout)
         except MCPError as error:
             # Servers use the package's two codes for errors of their own, so its message decides too.
             if error.code == REQUEST_TIMEOUT and error.message == _TIMED_OUT:
                 raise TimeoutError from None
-            if error.message == _SESSION_GONE:
-                raise NotCarriedOut(f"MCP server '{self.name}' has ended the session{self._said()}") from None
+            if isinstance(status := error.error.data, _HttpError):
+                self._raise_failed(tool, status, error)
             if (error.code == CONNECTION_CLOSED and error.message == _CLOSED) or not self.alive:
                 self._stop.set()
                 raise ToolServerUnavailable(
@@ -294,6 +331,26 @@ class Connection:
             raise ServerSaid(error.message) from None
         except (RuntimeError, ValueError) as error:  # the package cannot use the reply
             raise ServerSaid(f"The server's reply cannot be read: {error}") from None
+        finally:
+            self._in_flight -= 1
+            if self._retired:
+                self.retire()
+
+    def retire(self) -> None:
+        """End the session as soon as the calls in flight have their replies."""
+        self._retired = True
+        if not self._in_flight:
+            self._stop.set()
+
+    def _raise_failed(self, tool: str, status: _HttpError, error: MCPError) -> None:
+        """Raise what an HTTP error means for the session, if the server has not answered the call with it."""
+        if status.ends_session(error.code):
+            raise NotCarriedOut(f"MCP server '{self.name}' no longer knows the session: {error.message}") from None
+        if status.is_failure(error.message):
+            refused = status.status in (401, 403)
+            raise (ToolServerRefused if refused else ToolServerUnavailable)(
+                f"MCP server '{self.name}' answered a call of {tool} with status {status.status}: {error.message}"
+            ) from None
 
     async def aclose(self) -> None:
         """End the session. If the server is a command, also end the command and all processes that it started."""
@@ -347,7 +404,7 @@ class Connection:
             return (self._client and self._client.session.protocol_version) or ""
 
         async with transport as (reading, writing):
-            yield _Reading(reading, version, self._drop), writing
+            yield _Reading(reading, version, self._drop, self._http_errors), writing
 
     def _drop(self, tool: str, problem: str) -> None:
         self._warn_once(f"leaves out the tool {one_line(tool, 80)!r}, whose definition is invalid: {problem}")
@@ -399,6 +456,12 @@ class Connection:
     async def _note_status(self, response: httpx2.Response) -> None:
         """Keep the HTTP status, because the package's errors do not contain it."""
         self._status = response.status_code
+        request = response.request
+        if self._status >= 400 and request.method == "POST":
+            with contextlib.suppress(ValueError, AttributeError):
+                number = json.loads(request.content).get("id")
+                if number is not None:
+                    self._http_errors[number] = _HttpError(self._status, "mcp-session-id" in request.headers)
 
     async def _hear(self, message: object) -> None:
         """Handle notifications, and what is not a message. A run keeps the tools that it began with. What is wrong is

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from palaestra.tools.human.approval import Permit
 from palaestra.tools.mcp.mcp_config import MCPServerConfig, toolset_of
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.errors import ConfigError, ToolServerUnavailable
-from palaestra_slots.core.printable import without_middle
+from palaestra_slots.core.printable import one_line, without_middle
 from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from mcp.types import Tool as ServersTool
 
     from palaestra.tools.mcp.mcp_connection import Connection
+
+logger = logging.getLogger(__name__)
 
 _MOST_NAME = 64
 """The maximum number of characters that model servers accept in a tool's name."""
@@ -52,6 +55,7 @@ class MCPServer:
         self.name = name
         self._config = config
         self._connection: Connection | None = None
+        self._retired: list[Connection] = []
         self._opening = asyncio.Lock()
         self._closed = False
         self.tools: tuple[FunctionTool, ...] = ()
@@ -68,8 +72,9 @@ class MCPServer:
         """End the session. Running calls raise `ToolServerUnavailable`."""
         self._closed = True
         connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.aclose()
+        retired, self._retired = self._retired, []
+        for each in (*retired, *([connection] if connection is not None else ())):
+            await each.aclose()
 
     async def call(self, known: _Known, arguments: Mapping[str, JSON]) -> ToolReply:
         """Call a tool. Raises `ToolMistake` if the server answers with an error or does not answer in time, and
@@ -103,7 +108,11 @@ class MCPServer:
             # Several calls may notice the end of one session: only the first of them finds it here and opens another.
             if connection is not None and (connection is instead_of or not connection.alive):
                 self._connection = None
-                await connection.aclose()
+                if connection.alive:  # other calls may still get their replies from it
+                    connection.retire()
+                    self._retired.append(connection)
+                else:
+                    await connection.aclose()
             if self._connection is None:
                 self._connection = await Connection.opened(self.name, self._config.resolved())
             return self._connection
@@ -114,6 +123,10 @@ class MCPServer:
         known = _Known(tool.name, again=reads or bool(hints and hints.idempotent_hint))
         schema = schema_of(name, tool)
         problem = _problem(schema)
+        if problem is not None:
+            logger.warning(
+                "MCP server '%s' leaves out the tool %r: %s", self.name, one_line(tool.name, _MOST_ASKED), problem
+            )
 
         async def run(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
             return await self.call(known, arguments)
@@ -174,7 +187,7 @@ def schema_of(name: str, tool: ServersTool) -> ToolSchema:
     given = dict(tool.input_schema)
     parameters, required = given.pop("properties", None) or {}, given.pop("required", None) or ()
     given.pop("type", None)
-    given.pop("$schema", None)  # useless to a model
+    given.pop("$schema", None)  # useless to a model, and the check finds the draft
     given.pop("title", None)
     return ToolSchema(name, (tool.description or tool.title or "").strip(), parameters, tuple(required), keywords=given)
 

@@ -136,12 +136,13 @@ class _MessageReader:
     def _assistant(self, blocks: Collection[Mapping[str, JSON]], param: str) -> None:
         said: Message = {"role": "assistant", "content": ""}
         texts: list[str] = []
+        thoughts: list[str] = []
         for number, block in enumerate(blocks):
             kind, place = block.get("type"), f"{param}.content[{number}]"
             if kind == "text":
                 texts.append(text_field(block, "text", place))
             elif kind == "thinking":
-                said["reasoning_content"] = text_field(block, "thinking", place)
+                thoughts.append(text_field(block, "thinking", place))
             elif kind == "redacted_thinking":
                 self._request.ignored.append(place)
             elif kind == "tool_use":
@@ -151,6 +152,8 @@ class _MessageReader:
             else:
                 raise unsupported(place, f"Content of type {kind!r} is not supported by this endpoint.")
         said["content"] = "".join(texts)
+        if thoughts:
+            said["reasoning_content"] = "\n".join(thoughts)
         self._request.messages.append(said)
 
     def _user(self, role: str, blocks: Collection[Mapping[str, JSON]], param: str) -> None:

@@ -179,7 +179,9 @@ class _InputReader:
             for part in items_of(item.get(name) or [], f"{param}.{name}")
         ]
         if texts:
-            self._assistant()["reasoning_content"] = "\n".join(texts)
+            said = self._assistant()
+            before = [said["reasoning_content"]] if said.get("reasoning_content") else []
+            said["reasoning_content"] = "\n".join(before + texts)
         elif item.get("encrypted_content"):
             self.ignored.append(f"{param}.encrypted_content")
 
