@@ -367,6 +367,7 @@ class Conversation:
             turn, self._store, self.history, self.model, self.context, self.people.waiting
         )
         self.failure = None
+        self.history.deliver_notes(turn)
         for notice in self.notices.take():
             self.notices.report_in_turn(notice)
         await self.checkpoints.take(turn.number)
