@@ -113,13 +113,15 @@ def history_only(changes: Sequence[FolderChange]) -> list[FolderChange]:
 
 
 def subjects(changes: Sequence[FolderChange]) -> list[str]:
-    """Return what the log of a repository's HEAD says about these changes, such as `commit: Fix the parser`."""
+    """Return what the logs of the HEADs of a repository and its submodules say about these changes, such as
+    `commit: Fix the parser`."""
+    found = []
     for change in changes:
-        if split(change.path)[0] is not None and change.path.endswith(".git/logs/HEAD"):
+        if split(change.path)[0] is not None and change.path.endswith("/logs/HEAD"):
             before, after = ((data or b"").decode(errors="replace") for data in (change.before, change.after))
             known = set(before.splitlines())
-            return [line.partition("\t")[2] for line in after.splitlines() if "\t" in line and line not in known]
-    return []
+            found += [line.partition("\t")[2] for line in after.splitlines() if "\t" in line and line not in known]
+    return found
 
 
 def _text(data: bytes | None) -> str | None:

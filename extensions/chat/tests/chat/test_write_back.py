@@ -14,10 +14,10 @@ from chat.test_terminal import PROMPT, asked, echo_server, finish, seen, termina
 from chat.test_workdir import with_slot
 from palaestra_chat.folder_changes import CHANGED_HISTORY, edits
 from palaestra_chat.generated_files import generated
-from palaestra_chat.git_files import fingerprint
+from palaestra_chat.git_files import fingerprint, makes_git_run
 from palaestra_chat.terminal.people import FolderChanges, TerminalPeople
 from palaestra_chat.terminal.slash_commands import COMMANDS
-from palaestra_chat.workdir import WorkFolder
+from palaestra_chat.workdir import MAKES_GIT_RUN, WorkFolder
 from palaestra_slots.sandbox.slot import Slot
 
 _AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@example.org")
@@ -155,6 +155,48 @@ def test_commits_on_both_sides_are_not_mixed(tmp_path: Path) -> None:
     with_slot(root, body)
     assert git(root, "log", "--format=%s").split("\n")[:2] == ["Mine", "First"]
     assert git(root, "status", "--porcelain") == "?? theirs.txt\n"
+
+
+@pytest.mark.slots
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vendor/lib", "objects"])
+def test_a_commit_of_a_submodule_is_written_with_the_commit_that_names_it(tmp_path: Path, name: str) -> None:
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        done = await slot.execute(f"git status; git -C {name} status")
+        assert await folder.changes(slot) == []
+        author = " ".join(_AUTHOR)
+        done = await slot.execute(
+            f"cd {name} && echo two > calc.py && git {author} commit -qam Two && git config core.fsmonitor x && "
+            f"cd /workspace && git add -A && git {author} commit -qm Bump"
+        )
+        assert done.success, done.output
+        changes = await folder.changes(slot)
+        assert [edit.name for edit in edits(changes)][-1] == "2 commits in .git"
+        left = folder.apply(changes)
+        assert {(change.path, change.problem) for change in left} == {(f".git/modules/{name}/config", MAKES_GIT_RUN)}
+
+    library, root = repository(tmp_path / "library"), repository(tmp_path / "work")
+    git(root, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(library), name)
+    git(root, "commit", "-qm", "Add the library")
+    with_slot(root, body)
+    assert git(root, "status", "--porcelain") == ""
+    assert git(root, "log", "--format=%s").split("\n")[0] == "Bump"
+    assert git(root / name, "cat-file", "-t", git(root, "rev-parse", f"HEAD:{name}").strip()) == "commit\n"
+    assert git(root / name, "log", "--format=%s").split("\n")[0] == "Two"
+    for each in (root, root / name):
+        git(each, "fsck", "--strict")
+
+
+@pytest.mark.parametrize(
+    ("path", "runs"),
+    [
+        ("a/b/objects/aa/bb", False), ("a/refs/heads/main", False), ("a/HEAD", False), ("a/objects/info/packs", False),
+        ("a/config", True), ("a/b/hooks/post-checkout", True), ("objects/config", True), ("refs/info/attributes", True),
+        ("objects/hooks/x", True), ("a/objects/b/config", True), ("a/commondir", True), ("HEAD", True), ("a/x", True),
+    ],
+)  # fmt: skip
+def test_files_of_a_submodule_that_make_git_run_commands_are_known(path: str, runs: bool) -> None:
+    assert makes_git_run(f"x/.git/modules/{path}") == runs
 
 
 @pytest.mark.parametrize("index_version", ["2", "3", "4"])
