@@ -145,6 +145,7 @@ class Conversation:
             self.history.note(NEW_SANDBOX)
             self.notices.keep([Notice(text=NEW_SANDBOX, kind="sandbox")])
         self.notices.keep(self.history.recover())
+        self.notices.keep([Notice(text=text, kind="workdir") for text in self.slots.unwritten.saved()])
         self.context = ContextWindow(
             self._store,
             record.id,
@@ -329,9 +330,15 @@ class Conversation:
 
     async def _end_slot(self) -> None:
         had_slot = self.seat.slot is not None
+        await self._keep_unwritten()
         await self.seat.aclose()
         if had_slot:
             self.history.note(NEW_SANDBOX)
+
+    async def _keep_unwritten(self) -> None:
+        """Keep the changes that nobody wrote back, and report where they are, before the slot ends."""
+        if self.seat.slot is not None and (where := await self.slots.keep_unwritten(self.seat.slot)):
+            self.notices.report(Notice(text=where, kind="workdir"))
 
     async def close(self, *, keep_slot: bool = False) -> None:
         """Interrupt a running turn, end the slot and its processes, and release the conversation. With `keep_slot`, the
@@ -345,6 +352,7 @@ class Conversation:
         del self._service.conversations[self.id]
         if keep_slot:
             await self.seat.leave()
+        await self._keep_unwritten()
         await self.seat.aclose()
         await self.checkpoints.clear()
         os.close(self._lock)

@@ -18,8 +18,9 @@ from palaestra_chat.folder_changes import FolderChange
 from palaestra_chat.service import ChatService
 from palaestra_chat.turn import WatchedSlot
 from palaestra_chat.turn_events import Event
+from palaestra_chat.unwritten_changes import UnwrittenChanges
 from palaestra_chat.workdir import WorkFolder
-from palaestra_slots.core.errors import SandboxError
+from palaestra_slots.core.errors import DiskError, SandboxError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Slot, Snapshot
@@ -54,6 +55,9 @@ class ConversationSlots:
         self._emit = emit
         self._leased = leased
         self._snapshot: Snapshot | None = None
+        store = service.store.path
+        self.unwritten = UnwrittenChanges(store.with_name(f"{store.name}.unwritten") / conversation)
+        """What was not written back to the folder, of this sandbox and earlier ones."""
         self.folder = None if workdir is None else WorkFolder(workdir)
         """The folder of this machine that new slots get a copy of."""
 
@@ -81,6 +85,18 @@ class ConversationSlots:
         except BaseException:
             await self._service.release(slot)
             raise
+
+    async def keep_unwritten(self, slot: Slot) -> str:
+        """Keep the changes that are not written back, before the slot ends. Returns where they are, for the person. If
+        the sandbox does not answer, what was kept before stays."""
+        if self.folder is None:
+            return ""
+        try:
+            return self.unwritten.save(self.folder.root, await self.folder.changes(slot))
+        except (SandboxError, DiskError) as error:
+            return f"The unwritten changes could not be read again: {error}. {' '.join(self.unwritten.saved())}".strip()
+        finally:
+            self.unwritten.new_sandbox()
 
     async def release(self, slot: Slot) -> None:
         """End the slot and its processes."""

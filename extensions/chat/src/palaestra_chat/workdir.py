@@ -51,6 +51,8 @@ LEADS_OUT = "it is a symlink that leads out of the shared folder"
 BEHIND_A_LINK = "its path contains a symlink, or it is a folder on this machine"
 NOT_UTF_8 = "its name is not UTF-8"
 NOT_A_FILE = "it is neither a file nor a symlink"
+NEVER_WRITTEN = frozenset({MAKES_GIT_RUN, CONFIGURES_CHAT, GIVES_KEYS, LEADS_OUT, NOT_UTF_8, NOT_A_FILE})
+"""The reasons for which a file is never written back."""
 
 _LIST_BYTES = 32 << 20
 _ARCHIVE = "/tmp/palaestra-folder.tar"  # noqa: S108 - a path in the slot, which nobody else shares
@@ -229,6 +231,13 @@ class WorkFolder:
             if problem:
                 left.append(replace(change, problem=problem))
         return left
+
+    def decline(self, change: FolderChange) -> None:
+        """Leave the person's file as it is: `changes` returns this change no more, but every later one."""
+        if change.path in self._seen:
+            self._listed[change.path] = self._seen[change.path]
+        else:
+            self._listed.pop(change.path, None)
 
     def _obstacle(self, change: FolderChange) -> str:
         """Return why a change cannot be written; nothing if it can."""

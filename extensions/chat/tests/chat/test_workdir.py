@@ -69,7 +69,7 @@ def everything(root: Path) -> dict[str, tuple[int, str]]:
     for path in root.rglob("*"):
         mode = path.lstat().st_mode
         if not stat.S_ISDIR(mode):
-            text = os.readlink(path) if stat.S_ISLNK(mode) else path.read_text()
+            text = os.readlink(path) if stat.S_ISLNK(mode) else path.read_text("latin-1")
             found[path.relative_to(root).as_posix()] = (mode, text)
     return found
 

@@ -17,6 +17,7 @@ from palaestra_chat.generated_files import generated
 from palaestra_chat.git_files import fingerprint, makes_git_run
 from palaestra_chat.terminal.people import FolderChanges, TerminalPeople
 from palaestra_chat.terminal.slash_commands import COMMANDS
+from palaestra_chat.unwritten_changes import UnwrittenChanges
 from palaestra_chat.workdir import MAKES_GIT_RUN, WorkFolder
 from palaestra_slots.sandbox.slot import Slot
 
@@ -122,9 +123,10 @@ def test_a_declined_commit_comes_with_the_next_one(tmp_path: Path) -> None:
             return "yes" if len(asked) > 1 else None
 
     async def body(folder: WorkFolder, slot: Slot) -> None:
-        talk = SimpleNamespace(slots=SimpleNamespace(folder=folder), seat=SimpleNamespace(slot=slot))
+        kept = UnwrittenChanges(tmp_path / "kept")
+        talk = SimpleNamespace(slots=SimpleNamespace(folder=folder, unwritten=kept), seat=SimpleNamespace(slot=slot))
         shown = FolderChanges(MagicMock(), Answers())
-        shown.write = lambda talk, changes: written.append(folder.apply(changes))  # type: ignore[assignment]
+        shown.write = lambda talk, changes: written.append(folder.apply(changes)) or []  # type: ignore
         for name in ("One", "Two"):
             done = await slot.execute(f"git {' '.join(_AUTHOR)} commit -q --allow-empty -m {name}")
             assert done.success, done.output
@@ -269,7 +271,7 @@ def test_a_message_is_no_answer_and_edits_are_taken_one_by_one(tmp_path: Path) -
         seen(child, r"wrote 1 file\b")
         seen(child, PROMPT)
         child.send("/exit\r")
-        seen(child, r"not written: 1 change\b.*/sandbox write")
+        seen(child, r"not written: 5 changes.*/sandbox write")
         child.send("/sandbox write\r")
         seen(child, "wrote 5 files")
         finish(child)
@@ -277,7 +279,7 @@ def test_a_message_is_no_answer_and_edits_are_taken_one_by_one(tmp_path: Path) -
     assert not (work / "__pycache__").exists()
 
 
-@pytest.mark.parametrize("command", ["/new", "/resume other"])
+@pytest.mark.parametrize("command", ["/new", "/resume other", "/sandbox new"])
 def test_another_conversation_does_not_lose_changes_without_a_word(command: str) -> None:
     screen = MagicMock()
     changes = FolderChanges(screen, MagicMock())
@@ -288,4 +290,5 @@ def test_another_conversation_does_not_lose_changes_without_a_word(command: str)
     asyncio.run(COMMANDS[name].run(desk, rest))
     assert "not written: 2 changes" in screen.line.call_args[0][0]
     desk.use.assert_not_called()
+    desk.talk.drop_slot.assert_not_called()
     assert not changes.would_be_lost()  # the second time, the person means it
