@@ -283,7 +283,7 @@ class Conversation:
         later = sent[len(kept) :]
         point = self.checkpoints.before(later[0]) if later else None
         if self.slots.folder is not None:
-            other.slots.share(self.slots.folder.copy(None if point is None else point.written))
+            other.slots.share(self.slots.folder.copy(*(() if point is None else (point.written, point.refreshed))))
         copied = [each.number for each in other.history.messages_sent()]
         other.checkpoints.inherit(self.checkpoints, dict(zip(kept[::-1], copied[::-1], strict=False)))
         lost = NEW_SANDBOX if self.history.record.settings.get("sandbox") else ""
@@ -335,6 +335,13 @@ class Conversation:
         if had_slot:
             self.history.note(NEW_SANDBOX)
 
+    async def _refresh(self) -> None:
+        """Give the sandbox what the person has changed in the folder, and tell both."""
+        if self.seat.slot is not None:
+            for text, note in await self.slots.refresh(self.seat.slot):
+                self.history.note(note)
+                self.notices.report_in_turn(Notice(text=text, kind="workdir"))
+
     async def _keep_unwritten(self) -> None:
         """Keep the changes that nobody wrote back, and report where they are, before the slot ends."""
         if self.seat.slot is not None and (where := await self.slots.keep_unwritten(self.seat.slot)):
@@ -375,6 +382,7 @@ class Conversation:
             turn, self._store, self.history, self.model, self.context, self.people.waiting
         )
         self.failure = None
+        await self._refresh()
         self.history.deliver_notes(turn)
         for notice in self.notices.take():
             self.notices.report_in_turn(notice)

@@ -19,18 +19,22 @@ import os
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from palaestra.envs.config.dotenv import DOTENV
 from palaestra_chat.folder_changes import FolderChange, history_only
 from palaestra_chat.folders import settings_file
 from palaestra_chat.generated_files import LEAN, generated, ignored_by_git
-from palaestra_chat.git_files import bare_repositories, fingerprint, history_of, makes_git_run
+from palaestra_chat.git_files import HISTORY, bare_repositories, fingerprint, history_of, makes_git_run, split
 from palaestra_slots.core.errors import ConfigError, SandboxError
 from palaestra_slots.core.printable import without_middle
 from palaestra_slots.sandbox.slot import WORKSPACE, Slot
+
+T = TypeVar("T")
 
 MAX_KEPT_BYTES = 256 << 20
 """The maximum total size of the earlier contents that are kept so that written changes can be taken back."""
@@ -38,6 +42,9 @@ MAX_KEPT_BYTES = 256 << 20
 MAX_BYTES, MAX_FILES = 512 << 20, 20_000
 """The maximum total size, in bytes, and the maximum number of files. Both apply to the folder when it is copied, and to
 the changes in the sandbox."""
+
+MAX_HISTORY_BYTES = 64 << 20
+"""The maximum size of what is new in a repository on this machine and copied into a sandbox that has its history."""
 
 NONE = "none"
 """The value of the setting `workdir` for an empty sandbox."""
@@ -85,6 +92,18 @@ class _Written:
     lost: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """What changed on this machine since the sandbox got its copy: the files that it has now (`copied`), those that the
+    agent changed, too, and that it therefore has as they were (`both`), the repositories whose new `commits` and
+    branches it has now, and those whose new `history` it does not have."""
+
+    copied: Sequence[str] = ()
+    both: Sequence[str] = ()
+    commits: Sequence[str] = ()
+    history: Sequence[str] = ()
+
+
 @dataclass(slots=True)
 class WorkFolder:
     """The shared folder `root`. Raises `ConfigError` if `root` is not a folder. `fill` raises `ConfigError` if the
@@ -102,16 +121,33 @@ class WorkFolder:
     _seen: dict[str, _Listed] = field(default_factory=dict)
     """How it listed each file at the latest call of `changes`."""
     _written: list[_Written] = field(default_factory=list)
+    _stamps: dict[str, tuple[int, int, int]] | None = None
+    """The time, size and inode of each file of the folder when it was last compared with `_copied`. None before the
+    folder is copied."""
+    _told: dict[str, str] = field(default_factory=dict)
+    """The repositories whose history was not copied, and which state of it."""
+    _refreshed: list[tuple[str, str | None, _Listed | None]] = field(default_factory=list)
+    """What `_copied` and `_listed` had for each file that `refresh` has copied, before that."""
+
+    @property
+    def refreshed(self) -> int:
+        """The number of files that `refresh` has copied."""
+        return len(self._refreshed)
 
     @property
     def written(self) -> int:
         """The number of files that have been written to the folder and not taken back."""
         return len(self._written)
 
-    def copy(self, written: int | None = None) -> WorkFolder:
+    def copy(self, written: int | None = None, refreshed: int | None = None) -> WorkFolder:
         """Return the folder for another slot with the files of the time when `written` files had been written to the
-        folder, by default now."""
-        return replace(self, _copied=dict(self._copied), _listed=dict(self._listed), _written=self._written[:written])
+        folder, and `refreshed` files had been copied again, by default now."""
+        other = replace(
+            self, _copied=dict(self._copied), _listed=dict(self._listed), _written=self._written[:written],
+            _stamps=None if self._stamps is None else dict(self._stamps), _refreshed=list(self._refreshed),
+        )  # fmt: skip
+        other._forget_refreshed(len(self._refreshed) if refreshed is None else refreshed)
+        return other
 
     def __post_init__(self) -> None:
         if not self.root.is_dir():
@@ -123,6 +159,7 @@ class WorkFolder:
         `SandboxError` if the copy fails."""
         with tempfile.NamedTemporaryFile(prefix="palaestra-", suffix=".tar") as file:
             self.lean = not await asyncio.to_thread(fits, self.root)
+            self._stamps = await asyncio.to_thread(self._all_stamps)
             self._copied = await asyncio.to_thread(self._pack, Path(file.name))
             await slot.upload(Path(file.name), _ARCHIVE)
         done = await slot.execute(f"tar -xf {_ARCHIVE} -C {WORKSPACE} && rm -f {_ARCHIVE}", timeout_s=300)
@@ -131,6 +168,96 @@ class WorkFolder:
                 f"{self.root} could not be copied into the sandbox: {without_middle(done.output.strip(), 500)}"
             )
         self._listed = await self._list(slot)
+
+    async def refresh(self, slot: Slot) -> Refreshed:
+        """Copy the files into the slot that have changed on this machine and that the agent has not changed, without
+        generated files. The history of a repository is copied as a whole or not at all. Each change is returned once.
+        Raises `SandboxError` if the copy fails."""
+        if self._stamps is None:
+            return Refreshed()
+        known, stamps = self._stamps, await asyncio.to_thread(self._all_stamps)
+        moved = [path for path in sorted(stamps.keys() | known.keys()) if stamps.get(path) != known.get(path)]
+        files = self._other([path for path in moved if ".git" not in path.split("/") and not generated(path)])
+        repositories = [repository for repository in dict.fromkeys(map(history_of, moved)) if repository]
+        histories = {each: [path for path in moved if history_of(path) == each] for each in repositories}
+        histories = {each: paths for each, paths in histories.items() if self._other(filter(_is_history, paths))}
+        self._stamps = {path: stamp for path, stamp in stamps.items() if history_of(path) is None}
+        # What is not copied of a history counts as moved until it is.
+        self._stamps |= {path: stamp for path, stamp in known.items() if history_of(path) is not None}
+        if not files and not histories:
+            return Refreshed()
+        now = await self._list(slot)
+        theirs = {path for path in now.keys() | self._listed.keys() if now.get(path) != self._listed.get(path)}
+        copied = {path: file for path, file in files.items() if path not in theirs}
+        committed = {history_of(path) for path in theirs if _is_history(path)}
+        commits, history = [], []
+        for repository, paths in histories.items():
+            new = self._other(paths)
+            if repository not in committed and sum(len(data or b"") for data, _ in new.values()) <= MAX_HISTORY_BYTES:
+                commits.append(repository)
+                copied |= new
+                _take(self._stamps, stamps, paths)
+            else:
+                state = str([stamps.get(path) for path in filter(_is_history, paths)])
+                if self._told.get(repository) != state:
+                    history.append(repository)
+                self._told[repository] = state
+        if copied:
+            await self._copy_again(slot, copied)
+        both = [path for path in files if path in theirs]
+        return Refreshed([path for path in files if path not in theirs], both, commits, history)
+
+    def _other(self, paths: Iterable[str]) -> dict[str, tuple[bytes | None, int]]:
+        """Return the content and the mode of those files of the folder that are not as they were copied."""
+        found = {path: self._read(path) for path in paths}
+        return {path: file for path, file in found.items() if _state(path, *file) != self._copied.get(path, "")}
+
+    async def _copy_again(self, slot: Slot, files: Mapping[str, tuple[bytes | None, int]]) -> None:
+        """Replace these files in the slot by those with this content and mode; a content of None deletes the file."""
+        with tempfile.NamedTemporaryFile(prefix="palaestra-", suffix=".tar") as file:
+            with tarfile.open(file.name, "w") as tar:
+                for path, (data, mode) in files.items():
+                    info = tarfile.TarInfo(path)
+                    info.mode, info.mtime = stat.S_IMODE(mode), int(time.time())
+                    if data is not None and stat.S_ISLNK(mode):
+                        info.type, info.linkname = tarfile.SYMTYPE, os.fsdecode(data)
+                        tar.addfile(info)
+                    elif data is not None:
+                        info.size = len(data)
+                        tar.addfile(info, io.BytesIO(data))
+            await slot.upload(Path(file.name), _ARCHIVE)
+        # Deleted first, because a folder may have the name of an earlier file.
+        names = "\0".join(files).encode(errors="surrogateescape")
+        command = f"xargs -0 rm -f -- && tar -xf {_ARCHIVE} -C {WORKSPACE} && rm -f {_ARCHIVE}"
+        done = await slot.execute(command, cwd=WORKSPACE, stdin=names, timeout_s=300)
+        if not done.success:
+            raise SandboxError(
+                f"files that changed in {self.root} could not be copied into the sandbox: "
+                f"{without_middle(done.output.strip(), 300)}"
+            )
+        now = await self._list(slot)
+        for path, (data, mode) in files.items():
+            self._refreshed.append((path, self._copied.get(path), self._listed.get(path)))
+            _put(self._copied, path, _state(path, data, mode) or None)
+            _put(self._listed, path, now.get(path))
+
+    def _forget_refreshed(self, refreshed: int) -> None:
+        """Forget all but the first `refreshed` files that were copied again, for a slot that does not have them."""
+        while len(self._refreshed) > refreshed:
+            path, copied, listed = self._refreshed.pop()
+            _put(self._copied, path, copied)
+            _put(self._listed, path, listed)
+            if self._stamps is not None:
+                self._stamps.pop(path, None)
+
+    def _all_stamps(self) -> dict[str, tuple[int, int, int]]:
+        found = {}
+        for path in _files(self.root, lean=self.lean):
+            with contextlib.suppress(OSError):
+                info = path.lstat()
+                if not stat.S_ISDIR(info.st_mode):
+                    found[path.relative_to(self.root).as_posix()] = (info.st_mtime_ns, info.st_size, info.st_ino)
+        return found
 
     async def changes(self, slot: Slot) -> list[FolderChange]:
         """Return the files and symlinks of the sandbox that differ from the folder, by path, without those that stay in
@@ -234,10 +361,7 @@ class WorkFolder:
 
     def decline(self, change: FolderChange) -> None:
         """Leave the person's file as it is: `changes` returns this change no more, but every later one."""
-        if change.path in self._seen:
-            self._listed[change.path] = self._seen[change.path]
-        else:
-            self._listed.pop(change.path, None)
+        _put(self._listed, change.path, self._seen.get(change.path))
 
     def _obstacle(self, change: FolderChange) -> str:
         """Return why a change cannot be written; nothing if it can."""
@@ -251,9 +375,10 @@ class WorkFolder:
         other = stat.S_ISLNK(here) != stat.S_ISLNK(change.mode_before) or _differ(change.path, before, change.before)
         return CHANGED_HERE if unread or other else ""
 
-    def take_back(self, written: int) -> list[FolderChange]:
+    def take_back(self, written: int, refreshed: int | None = None) -> list[FolderChange]:
         """Undo all but the first `written` files that were written to the folder, the latest first. Returns what was
-        not undone, each with its `problem`: a file that has changed on this machine since then keeps its content."""
+        not undone, each with its `problem`: a file that has changed on this machine since then keeps its content. The
+        slot of that time has only the first `refreshed` files that were copied again, by default all."""
         left: dict[str, FolderChange] = {}
         while len(self._written) > written:
             last = self._written.pop()
@@ -271,14 +396,14 @@ class WorkFolder:
                     problem = "" if error.errno == errno.ENOTEMPTY else f"it cannot be written: {error.strerror}"
             if problem:
                 left.setdefault(last.path, replace(change, problem=problem))
+        self._forget_refreshed(len(self._refreshed) if refreshed is None else refreshed)
         return list(left.values())
 
     def _write(self, target: Path, change: FolderChange) -> None:
         """Write a change, and remember what was there before."""
         made = [folder for folder in target.parents if folder.is_relative_to(self.root) and not folder.exists()][::-1]
         self._replace(target, change)
-        if change.path in self._seen:
-            self._listed[change.path] = self._seen[change.path]
+        _put(self._listed, change.path, self._seen.get(change.path))
         after = _state(change.path, change.after, change.mode)
         self._written.append(_Written(change.path, change.before, change.mode_before, after, made))
         room = MAX_KEPT_BYTES
@@ -423,6 +548,22 @@ def _files(root: Path, *, lean: bool) -> Iterator[Path]:
         for name in sorted(files):
             if stat.S_IFMT((here / name).lstat().st_mode) in (stat.S_IFREG, stat.S_IFLNK):
                 yield here / name
+
+
+def _is_history(path: str) -> bool:
+    return history_of(path) is not None and split(path)[1] in HISTORY
+
+
+def _take(to: dict[str, T], source: Mapping[str, T], paths: Iterable[str]) -> None:
+    for path in paths:
+        _put(to, path, source.get(path))
+
+
+def _put(files: dict[str, T], path: str, value: T | None) -> None:
+    if value is None:
+        files.pop(path, None)
+    else:
+        files[path] = value
 
 
 def _state(path: str, data: bytes | None, mode: int) -> str:

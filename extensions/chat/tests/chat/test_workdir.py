@@ -12,7 +12,7 @@ import pytest
 
 from palaestra_chat import workdir
 from palaestra_chat.config import ChatConfig, prompt
-from palaestra_chat.workdir import LEADS_OUT, NOT_A_FILE, NOT_UTF_8, WorkFolder
+from palaestra_chat.workdir import CHANGED_HERE, LEADS_OUT, NOT_A_FILE, NOT_UTF_8, Refreshed, WorkFolder
 from palaestra_slots.core.errors import SandboxError
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.slot import Slot, SlotSpec
@@ -195,3 +195,42 @@ def test_instructions_are_read_from_the_folder_alone(tmp_path: Path) -> None:
     (folder / "rules.md").write_text("the rules")
     (folder / "CLAUDE.md").symlink_to("rules.md")
     assert "the rules" in str(prompt(ChatConfig(), WorkFolder(folder)))
+
+
+def test_what_a_person_changes_reaches_the_sandbox_unless_the_agent_changed_it(tmp_path: Path) -> None:
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        async def in_sandbox() -> set[str]:
+            done = await slot.execute("find . -type f -exec grep -H '' {} +; find . -type l -printf '%P=%l\\n'")
+            return set(done.output.split())
+
+        assert await folder.refresh(slot) == Refreshed()
+        await slot.execute("echo agent > both; echo agent > written; touch touched; echo new > both-new")
+        assert [each.path for each in folder.apply([c for c in await folder.changes(slot) if c.path == "written"])] == []
+        for name in ("both", "mine", "written", "both-new", "new/x", "of-folder/x"):
+            if name == "of-folder/x":
+                (tmp_path / "of-folder").unlink()
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("person\n")
+        (tmp_path / "gone").unlink()
+        (tmp_path / "touched").touch()
+        (tmp_path / "link").unlink()
+        (tmp_path / "link").symlink_to("mine")
+        (tmp_path / "x.pyc").write_text("generated")
+        found = await folder.refresh(slot)
+        assert found == Refreshed(["gone", "link", "mine", "new/x", "of-folder", "of-folder/x", "written"], ["both", "both-new"], [], [])
+        assert await in_sandbox() == {
+            "./both:agent", "./both-new:new", "./mine:person", "./written:person", "./new/x:person", "link=mine",
+            "./of-folder/x:person", "./touched:old",
+        }  # fmt: skip
+        assert await folder.refresh(slot) == Refreshed()
+        assert [(each.path, each.problem) for each in await folder.changes(slot)] == [
+            ("both", CHANGED_HERE), ("both-new", CHANGED_HERE)
+        ]  # fmt: skip
+        await slot.execute("echo more >> mine")
+        assert [each.path for each in folder.apply(await folder.changes(slot))] == ["both", "both-new"]
+        assert (tmp_path / "mine").read_text() == "person\nmore\n"
+
+    for name in ("both", "mine", "written", "gone", "touched", "of-folder"):
+        (tmp_path / name).write_text("old\n")
+    (tmp_path / "link").symlink_to("both")
+    with_slot(tmp_path, body)

@@ -18,7 +18,7 @@ from palaestra_chat.git_files import fingerprint, makes_git_run
 from palaestra_chat.terminal.people import FolderChanges, TerminalPeople
 from palaestra_chat.terminal.slash_commands import COMMANDS
 from palaestra_chat.unwritten_changes import UnwrittenChanges
-from palaestra_chat.workdir import MAKES_GIT_RUN, WorkFolder
+from palaestra_chat.workdir import MAKES_GIT_RUN, Refreshed, WorkFolder
 from palaestra_slots.sandbox.slot import Slot
 
 _AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@example.org")
@@ -157,6 +157,45 @@ def test_commits_on_both_sides_are_not_mixed(tmp_path: Path) -> None:
     with_slot(root, body)
     assert git(root, "log", "--format=%s").split("\n")[:2] == ["Mine", "First"]
     assert git(root, "status", "--porcelain") == "?? theirs.txt\n"
+
+
+@pytest.mark.slots
+@pytest.mark.slow
+def test_commits_of_a_person_reach_the_sandbox_unless_the_agent_has_commits(tmp_path: Path) -> None:
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        async def agent(command: str) -> str:
+            done = await slot.execute(command.replace("GIT", f"git {' '.join(_AUTHOR)}"))
+            assert done.success, done.output
+            return done.output
+
+        await agent("git status; echo x >> calc.py")
+        assert folder.apply(await folder.changes(slot)) == []
+        git(root, "status")
+        assert await folder.refresh(slot) == Refreshed()
+        git(root, "commit", "-qam", "Mine")
+        git(root, "checkout", "-qb", "topic")
+        (root / "more").write_text("x")
+        git(root, "add", "-A")
+        git(root, "commit", "-qm", "More")
+        git(root, "gc", "-q")
+        assert await folder.refresh(slot) == Refreshed(["more"], [], [".git"], [])
+        assert await agent("git status --porcelain") == ""
+        assert (await agent("git log --format=%s; git branch --show-current")).split() == ["More", "Mine", "First", "topic"]
+        await agent("git fsck --strict; GIT commit -q --allow-empty -m Theirs")
+        changes = await folder.changes(slot)
+        assert [edit.name for edit in edits(changes)] == ["1 commit in .git"]
+        assert folder.apply(changes) == []
+        assert await folder.refresh(slot) == Refreshed()
+        await agent("GIT commit -q --allow-empty -m Again")
+        git(root, "commit", "-q", "--allow-empty", "-m", "Meanwhile")
+        assert await folder.refresh(slot) == Refreshed([], [], [], [".git"])
+        assert await folder.refresh(slot) == Refreshed([], [], [], [])
+        assert [each.problem for each in folder.apply(await folder.changes(slot))][:1] == [CHANGED_HISTORY]
+
+    root = repository(tmp_path / "work")
+    with_slot(root, body)
+    assert git(root, "log", "--format=%s").split() == ["Meanwhile", "Theirs", "More", "Mine", "First"]
+    git(root, "fsck", "--strict")
 
 
 @pytest.mark.slots
