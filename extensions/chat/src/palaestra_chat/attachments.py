@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import importlib.util
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -194,15 +196,27 @@ def has_images(messages: Sequence[Message]) -> bool:
     return any(_is_image(part) for message in messages for part in _parts(message))
 
 
-def without_images(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with a text in place of each image, for a model that takes no images."""
+def images_of(messages: Sequence[Message]) -> list[JSON]:
+    """Return the images of the messages."""
+    return [part for message in messages for part in _parts(message) if _is_image(part)]
+
+
+def digest(image: JSON) -> str:
+    """Return what identifies the content of an image."""
+    return hashlib.sha256(json.dumps(image["image_url"], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def without_images(messages: Sequence[Message], keeps: Callable[[JSON], bool] = lambda image: False) -> list[Message]:
+    """Return the messages with a text in place of each image that `keeps` does not keep, for a model that does not take
+    them."""
     return [
-        {**message, "content": _plain(_parts(message))} if has_images([message]) else message for message in messages
+        {**message, "content": _plain(_parts(message), keeps)} if has_images([message]) else message
+        for message in messages
     ]
 
 
-def _plain(parts: Sequence[JSON]) -> JSON:
-    shown = [{"type": "text", "text": NO_IMAGE} if _is_image(part) else part for part in parts]
+def _plain(parts: Sequence[JSON], keeps: Callable[[JSON], bool]) -> JSON:
+    shown = [{"type": "text", "text": NO_IMAGE} if _is_image(part) and not keeps(part) else part for part in parts]
     if all(isinstance(part, Mapping) and part.get("type") == "text" for part in shown):
         return "\n\n".join(str(part["text"]) for part in shown)
     return shown

@@ -145,6 +145,7 @@ class Conversation:
             self.history.note(NEW_SANDBOX)
             self.notices.keep([Notice(text=NEW_SANDBOX, kind="sandbox")])
         self.notices.keep(self.history.recover())
+        self.notices.keep([Notice(text=text, kind="workdir") for text in self.slots.unwritten.saved()])
         self.context = ContextWindow(
             self._store,
             record.id,
@@ -282,7 +283,7 @@ class Conversation:
         later = sent[len(kept) :]
         point = self.checkpoints.before(later[0]) if later else None
         if self.slots.folder is not None:
-            other.slots.share(self.slots.folder.copy(None if point is None else point.written))
+            other.slots.share(self.slots.folder.copy(*(() if point is None else (point.written, point.refreshed))))
         copied = [each.number for each in other.history.messages_sent()]
         other.checkpoints.inherit(self.checkpoints, dict(zip(kept[::-1], copied[::-1], strict=False)))
         lost = NEW_SANDBOX if self.history.record.settings.get("sandbox") else ""
@@ -329,9 +330,22 @@ class Conversation:
 
     async def _end_slot(self) -> None:
         had_slot = self.seat.slot is not None
+        await self._keep_unwritten()
         await self.seat.aclose()
         if had_slot:
             self.history.note(NEW_SANDBOX)
+
+    async def _refresh(self) -> None:
+        """Give the sandbox what the person has changed in the folder, and tell both."""
+        if self.seat.slot is not None:
+            for text, note in await self.slots.refresh(self.seat.slot):
+                self.history.note(note)
+                self.notices.report_in_turn(Notice(text=text, kind="workdir"))
+
+    async def _keep_unwritten(self) -> None:
+        """Keep the changes that nobody wrote back, and report where they are, before the slot ends."""
+        if self.seat.slot is not None and (where := await self.slots.keep_unwritten(self.seat.slot)):
+            self.notices.report(Notice(text=where, kind="workdir"))
 
     async def close(self, *, keep_slot: bool = False) -> None:
         """Interrupt a running turn, end the slot and its processes, and release the conversation. With `keep_slot`, the
@@ -345,6 +359,7 @@ class Conversation:
         del self._service.conversations[self.id]
         if keep_slot:
             await self.seat.leave()
+        await self._keep_unwritten()
         await self.seat.aclose()
         await self.checkpoints.clear()
         os.close(self._lock)
@@ -367,6 +382,8 @@ class Conversation:
             turn, self._store, self.history, self.model, self.context, self.people.waiting
         )
         self.failure = None
+        await self._refresh()
+        self.history.deliver_notes(turn)
         for notice in self.notices.take():
             self.notices.report_in_turn(notice)
         await self.checkpoints.take(turn.number)

@@ -15,11 +15,13 @@ from typing import cast
 
 from palaestra.agent.seat import Seat
 from palaestra_chat.folder_changes import FolderChange
+from palaestra_chat.model_servers import some
 from palaestra_chat.service import ChatService
 from palaestra_chat.turn import WatchedSlot
 from palaestra_chat.turn_events import Event
+from palaestra_chat.unwritten_changes import UnwrittenChanges
 from palaestra_chat.workdir import WorkFolder
-from palaestra_slots.core.errors import SandboxError
+from palaestra_slots.core.errors import DiskError, SandboxError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.slot import Slot, Snapshot
@@ -31,6 +33,13 @@ COPIED_SANDBOX = "The sandbox is a copy: it has the files after the last turn of
 CURRENT_FILES = (
     "The sandbox is a copy: it has the current files, although this history ends earlier, because no checkpoint of "
     "that time was kept. It has no processes."
+)
+
+_COPIED_AGAIN = "The user changed files on their machine, and the sandbox has the new versions. Read them again: "
+_BOTH = "The user changed files on their machine that you changed, too. The sandbox has only your version: "
+_COMMITS = "The user changed commits or branches of the repository on their machine, and the sandbox has them now."
+_NO_COMMITS = (
+    "The user's repository has commits or branches that the sandbox does not have. Do not commit before the user agrees."
 )
 
 _NO_CHECKPOINT = "no checkpoint of the files was kept"
@@ -54,6 +63,9 @@ class ConversationSlots:
         self._emit = emit
         self._leased = leased
         self._snapshot: Snapshot | None = None
+        store = service.store.path
+        self.unwritten = UnwrittenChanges(store.with_name(f"{store.name}.unwritten") / conversation)
+        """What was not written back to the folder, of this sandbox and earlier ones."""
         self.folder = None if workdir is None else WorkFolder(workdir)
         """The folder of this machine that new slots get a copy of."""
 
@@ -82,6 +94,42 @@ class ConversationSlots:
             await self._service.release(slot)
             raise
 
+    async def refresh(self, slot: Slot) -> list[tuple[str, str]]:
+        """Copy what changed in the folder on this machine into the slot. Returns what the person and the model read
+        about it: a text for each of them, for each kind of change."""
+        if self.folder is None:
+            return []
+        try:
+            found = await self.folder.refresh(slot)
+        except SandboxError as error:
+            return [(str(error), "")]
+        told = []
+        if found.copied:
+            files, names = plural(len(found.copied), "file"), some(found.copied, 10)
+            them = "it" if len(found.copied) == 1 else "them"
+            told.append((f"{files} changed here since; the agent has {them} now: {names}", _COPIED_AGAIN + names))
+        if found.both:
+            names = some(found.both, 10)
+            told.append((f"changed here and in the sandbox, where the agent's version stays: {names}", _BOTH + names))
+        if found.commits:
+            told.append((f"new commits or branches here in {some(found.commits, 3)}; the agent has them now", _COMMITS))
+        if found.history:
+            text = f"new commits or branches here in {some(found.history, 3)}, which the sandbox does not have"
+            told.append((f"{text}; /sandbox new copies the folder again", _NO_COMMITS))
+        return told
+
+    async def keep_unwritten(self, slot: Slot) -> str:
+        """Keep the changes that are not written back, before the slot ends. Returns where they are, for the person. If
+        the sandbox does not answer, what was kept before stays."""
+        if self.folder is None:
+            return ""
+        try:
+            return self.unwritten.save(self.folder.root, await self.folder.changes(slot))
+        except (SandboxError, DiskError) as error:
+            return f"The unwritten changes could not be read again: {error}. {' '.join(self.unwritten.saved())}".strip()
+        finally:
+            self.unwritten.new_sandbox()
+
     async def release(self, slot: Slot) -> None:
         """End the slot and its processes."""
         await self._service.release(_own(slot))
@@ -98,11 +146,12 @@ def _own(slot: Slot) -> Slot:
 @dataclass(slots=True)
 class Checkpoint:
     """The files before a turn. `snapshot` is None if there was no slot, and `written` the number of files that had been
-    written to the shared folder. `problem` is the reason why there is no copy, or empty. `users` counts the
+    written to the shared folder, and `refreshed` the number of those copied from it again. `problem` is the reason why there is no copy, or empty. `users` counts the
     conversations that may restore it: a fork has those of its parent."""
 
     snapshot: Snapshot | None
     written: int = 0
+    refreshed: int = 0
     problem: str = ""
     users: int = 1
 
@@ -133,13 +182,13 @@ class Checkpoints:
         files cannot be restored."""
         if turn in self._points or not self._service.settings.checkpoints:
             return
-        written = 0 if self._slots.folder is None else self._slots.folder.written
-        point = Checkpoint(None, written)
+        folder = self._slots.folder
+        point = Checkpoint(None) if folder is None else Checkpoint(None, folder.written, folder.refreshed)
         if self._seat.slot is not None:
             try:
-                point = Checkpoint(await self._slots.copy(self._seat.slot), written)
+                point.snapshot = await self._slots.copy(self._seat.slot)
             except SandboxError as error:
-                point = Checkpoint(None, written, f"{_NOT_HERE} ({error})")
+                point.problem = f"{_NOT_HERE} ({error})"
         self._points[turn] = point
         while len(self._points) > self._service.settings.checkpoints:
             await self._drop(min(self._points))
@@ -194,7 +243,7 @@ class Checkpoints:
         folder, left = self._slots.folder, list[FolderChange]()
         before = 0 if folder is None else folder.written
         if folder is not None:
-            left = folder.take_back(point.written)
+            left = folder.take_back(point.written, point.refreshed)
         await self._start(point.snapshot)
         for later in [number for number in self._points if number >= turn]:
             await self._drop(later)

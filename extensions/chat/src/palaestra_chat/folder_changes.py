@@ -4,11 +4,14 @@ repository's history."""
 from __future__ import annotations
 
 import difflib
+import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from palaestra_chat.git_files import HISTORY, OF_A_COMMIT, history_of, split
 from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import escaped
 
 CHANGED_HISTORY = (
     "the repository has changed on this machine in the meantime, so nothing of its history is written; let the agent "
@@ -18,18 +21,43 @@ CHANGED_HISTORY = (
 
 @dataclass(frozen=True, slots=True)
 class FolderChange:
-    """One file that differs in the sandbox. `kind` is new, changed or deleted; `before` is the file's content on this
-    machine, `after` its content in the sandbox. `problem` is the reason why the file is not written back, or empty."""
+    """One file or symlink that differs in the sandbox. `kind` is new, changed or deleted; `before` is the file's
+    content on this machine, `after` its content in the sandbox, and for a symlink its target. `mode` and `mode_before`
+    are their modes as in `os.stat_result`. `problem` is the reason why the file is not written back, or empty."""
 
     path: str
     kind: str
     before: bytes | None
     after: bytes | None
-    mode: int = 0o644
+    mode: int = stat.S_IFREG | 0o644
     problem: str = ""
+    mode_before: int = 0
+
+    @property
+    def link(self) -> bool:
+        """Whether it is a symlink in the sandbox."""
+        return self.after is not None and stat.S_ISLNK(self.mode)
+
+    @property
+    def name(self) -> str:
+        """The kind and the path, with the target of a symlink or the new permissions of a file."""
+        name = f"{self.kind} {escaped(self.path)}"
+        if self.link:
+            return f"{name} -> {escaped(os.fsdecode(self.after or b''))}"
+        if stat.S_ISLNK(self.mode_before):
+            return f"{name} (a symlink)" if self.after is None else f"{name} (a file instead of a symlink)"
+        permissions, before = stat.S_IMODE(self.mode), stat.S_IMODE(self.mode_before)
+        return f"{name} (mode {permissions:o})" if self.kind == "changed" and permissions not in (0, before) else name
 
     def diff(self) -> str:
-        """Return the change as a unified diff, or as one line if the file is not text."""
+        """Return the change as a unified diff, or as one line if the file is not text, after a line about the type and
+        the permissions if those differ."""
+        if self.after is not None and self.before is not None and self.mode != self.mode_before:
+            about = f"{escaped(self.path)}: mode {self.mode_before:o}, now {self.mode:o}\n"
+            return about if self.before == self.after else about + self._content_diff()
+        return self._content_diff()
+
+    def _content_diff(self) -> str:
         texts = [_text(data) for data in (self.before, self.after)]
         if None in texts:
             return f"{self.kind} binary file {self.path} ({len(self.after or b'')} bytes)\n"
@@ -55,7 +83,7 @@ class Edit:
 
 def edits(changes: Sequence[FolderChange]) -> list[Edit]:
     """Return the changes as edits. The history of a repository comes after the files."""
-    found = [Edit(f"{change.kind} {change.path}", [change]) for change in changes if history_of(change.path) is None]
+    found = [Edit(change.name, [change]) for change in changes if history_of(change.path) is None]
     for repository in dict.fromkeys(map(history_of, (change.path for change in changes))):
         if repository is not None:
             history = [change for change in changes if history_of(change.path) == repository]
@@ -85,13 +113,15 @@ def history_only(changes: Sequence[FolderChange]) -> list[FolderChange]:
 
 
 def subjects(changes: Sequence[FolderChange]) -> list[str]:
-    """Return what the log of a repository's HEAD says about these changes, such as `commit: Fix the parser`."""
+    """Return what the logs of the HEADs of a repository and its submodules say about these changes, such as
+    `commit: Fix the parser`."""
+    found = []
     for change in changes:
-        if split(change.path)[0] is not None and change.path.endswith(".git/logs/HEAD"):
+        if split(change.path)[0] is not None and change.path.endswith("/logs/HEAD"):
             before, after = ((data or b"").decode(errors="replace") for data in (change.before, change.after))
             known = set(before.splitlines())
-            return [line.partition("\t")[2] for line in after.splitlines() if "\t" in line and line not in known]
-    return []
+            found += [line.partition("\t")[2] for line in after.splitlines() if "\t" in line and line not in known]
+    return found
 
 
 def _text(data: bytes | None) -> str | None:

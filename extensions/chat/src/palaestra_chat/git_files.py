@@ -8,7 +8,7 @@ refreshed, what is staged, and objects that no branch has.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import PurePosixPath
 
 _GIT_DATA = frozenset({
@@ -21,14 +21,29 @@ HISTORY = frozenset({"HEAD", "packed-refs", "refs"})
 OF_A_COMMIT = HISTORY | {"index"}
 
 
+_RUN = frozenset({"config", "config.worktree", "hooks", "info", "commondir", "gitdir"})
+"""The files and folders of a repository that say what git runs, and where. A submodule may have a name with slashes,
+so a file of a submodule with one of these in its path counts as one of them."""
+
+
 def split(path: str) -> tuple[str | None, str]:
     """Return the `.git` folder that a file is in, and the name of the file or folder in it that leads to the file. The
-    folder is None for other files."""
+    folder is None for other files. A submodule, `.git/modules/NAME`, belongs to the repository that has it, because a
+    commit names the commits of its submodules."""
     parts = PurePosixPath(path).parts
     for place, part in enumerate(parts[:-1]):
         if part == ".git":
-            return "/".join(parts[: place + 1]), parts[place + 1]
+            return "/".join(parts[: place + 1]), _within(parts[place + 1 :])
     return None, ""
+
+
+def _within(parts: Sequence[str]) -> str:
+    """Return the name of the file or folder in a `.git` folder, or in that of a submodule, that leads to a file."""
+    if parts[0] != "modules":
+        return parts[0]
+    name = next((part for part in parts[2:] if part in _GIT_DATA), "modules")
+    runs = not _RUN.isdisjoint(part for part in parts[2:] if name != "objects" or part != "info")
+    return "modules" if runs else name
 
 
 def history_of(path: str) -> str | None:
@@ -78,7 +93,7 @@ def makes_git_run(path: str, repositories: Collection[str] = ()) -> bool:
     parts = PurePosixPath(path).parts
     for place, part in enumerate(parts):
         if part.lower() == ".git":
-            return len(parts) == place + 1 or parts[place + 1] not in _GIT_DATA
+            return len(parts) == place + 1 or _within(parts[place + 1 :]) not in _GIT_DATA
         if "/".join(parts[:place]) in repositories and part in ("config", "config.worktree", "hooks"):
             return True
     return False

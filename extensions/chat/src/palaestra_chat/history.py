@@ -81,6 +81,21 @@ class ChatHistory:
         self._written = len(self.messages)
         return turn
 
+    def deliver_notes(self, turn: StoredTurn) -> None:
+        """Give the model the notes in a turn that is continued, before it goes on: no message of the user follows. A
+        user's message that has no reply yet gets them, because some chat templates refuse two in a row."""
+        if not self._notes:
+            return
+        noted, self._notes = self._notes, []
+        last = self.messages[-1]
+        if last.get("role") == "user":
+            told = {**last, "content": _with_notes(last["content"], noted)}
+            self._store.turns.change_message(self._store.turns.messages_of(turn)[-1][0], told)
+            self.messages[-1] = told
+        else:
+            self.messages.append({"role": "user", "content": _with_notes("", noted).strip()})
+            self.write(turn)
+
     def store_reply(self, turn: StoredTurn, message: Message) -> int:
         """Store a reply before the agent loop appends it, and return its row."""
         self._early = 1

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from palaestra.agent.middleware import Ask, ChatCall
-from palaestra_chat.attachments import has_images, without_images
+from palaestra_chat.attachments import digest, has_images, images_of, without_images
 from palaestra_chat.history import ChatHistory
 from palaestra_chat.service import ChatService
 from palaestra_chat.store import StoredTurn
 from palaestra_chat.turn_events import Notice
 from palaestra_slots.core.errors import ContextExceeded, EngineError
+from palaestra_slots.core.exits import plural
 from palaestra_slots.core.types import JSON, Message, Usage
 from palaestra_tokens.chat_server import ChatServer, SessionContext
 from palaestra_tokens.engine import ChatCompletion
@@ -85,8 +86,8 @@ class ModelSession:
 
 
 class ModelImages:
-    """Shows a conversation's images to its model, or a text in their place if the model's server does not take them.
-    The history keeps the images, so another model gets them. `report` shows the person a notice."""
+    """Shows a conversation's images to its model, or a text in place of those that its server refuses. The history
+    keeps the images, so another model gets them. `report` shows the person a notice."""
 
     def __init__(self, model: ModelSession, history: ChatHistory, report: Callable[[Notice], None]) -> None:
         self._model = model
@@ -95,42 +96,66 @@ class ModelImages:
 
     def visible(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages as the model may see them."""
-        return without_images(messages) if self._model.name in self._refusing and has_images(messages) else messages
+        if not has_images(messages):
+            return messages
+        known = self._known
+        return without_images(messages, lambda image: self._takes_any and known.get(digest(image), True))
 
     @property
-    def _refusing(self) -> Sequence[str]:
-        """The models that have refused images of this conversation."""
-        return self._history.record.settings.get("no_images") or ()
+    def _takes_any(self) -> bool:
+        """Whether the model may take images: it has not refused two requests with images, and taken none."""
+        return self._model.name not in (self._history.record.settings.get("no_images") or ())
+
+    @property
+    def _known(self) -> Mapping[str, bool]:
+        """Which images of this conversation the model has taken, and which it has refused, by their digest."""
+        return (self._history.record.settings.get("images") or {}).get(self._model.name) or {}
+
+    def _learn(self, images: Sequence[JSON], *, taken: bool) -> None:
+        known = {**self._known, **dict.fromkeys(map(digest, images), taken)}
+        others = self._history.record.settings.get("images") or {}
+        self._history.change_settings(images={**others, self._model.name: known})
 
     async def call(self, call: ChatCall, ask: Ask) -> ChatCompletion:
-        """Ask the model. If the server refuses the request, and accepts it without its images, the model gets none of
-        this conversation's images from now on. This is chat middleware."""
-        if not has_images(call.messages):
+        """Ask the model. If the server refuses the request, and accepts it without the images that it has not taken
+        before, the model gets none of those from now on. This is chat middleware."""
+        shown = self.visible(call.messages)
+        call = ChatCall(call.branch, shown, call.request)
+        if not has_images(shown):
             return await ask(call)
-        plain = ChatCall(call.branch, without_images(call.messages), call.request)
-        if self._model.name in self._refusing:
-            return await ask(plain)
+        known = self._known
+        new = [image for image in images_of(shown) if digest(image) not in known]
         why: EngineError | None = None
         session = self._model.session
         if session is None or "images" in session.features:
             try:
-                return await ask(call)
+                completion = await ask(call)
             except EngineError as error:
-                if isinstance(error, ContextExceeded) or not error.by_request:
+                if not new or isinstance(error, ContextExceeded) or not error.by_request:
                     raise
                 why = error
+            else:
+                if new:
+                    self._learn(new, taken=True)
+                return completion
+        rest = without_images(shown, lambda image: why is not None and digest(image) in known)
         try:
-            completion = await ask(plain)
+            completion = await ask(ChatCall(call.branch, rest, call.request))
         except EngineError:
             if why is not None:
                 raise why from None
             raise
-        name = self._model.name
-        self._history.change_settings(no_images=[*self._refusing, name])
-        reason = "its exact-token interface takes only text" if why is None else str(why)
-        text = (
-            f"The model {name} does not take images, so it answers without them: {reason} "
-            "Use /model to switch to a model that takes images; it gets them from the history."
-        )
-        self._report(Notice(text=text, kind="image"))
+        self._refused(new, why, none_at_all=why is None or (len(known) > 0 and not any(known.values())))
         return completion
+
+    def _refused(self, images: Sequence[JSON], why: EngineError | None, *, none_at_all: bool) -> None:
+        name = self._model.name
+        self._learn(images, taken=False)
+        reason = "its exact-token interface takes only text" if why is None else str(why)
+        text = f"The server of {name} refused {plural(len(images), 'image')}, so it answers without: {reason}"
+        if none_at_all:
+            others = self._history.record.settings.get("no_images") or ()
+            self._history.change_settings(no_images=[*others, name])
+            text = f"The model {name} does not take images, so it answers without them: {reason}"
+        advice = "Use /model to switch to a model that takes images; it gets them from the history."
+        self._report(Notice(text=f"{text} {advice}", kind="image"))

@@ -223,8 +223,11 @@ class _Plain:
 
 
 def read_stdin(text: str) -> str:
-    """Return the text from a pipe, which is added to the message `text`. Raises `ConfigError` if both are empty."""
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip("\n")
+    """Return the text from a pipe, which is added to the message `text`; bytes that are not UTF-8 become U+FFFD. Raises
+    `ConfigError` if both are empty."""
+    # Decoded here, because the locale decides how `sys.stdin` decodes.
+    data = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
+    piped = data.decode(errors="replace").replace("\r\n", "\n").strip("\n")
     if not text.strip() and not piped.strip():
         raise ConfigError("there is no message: add -p TEXT, or pipe it in")
     return piped

@@ -3,8 +3,9 @@ agent's changes are copied back if the person agrees. What programs make anew st
 (`generated_files.py`), and so does git's own bookkeeping (`git_files.py`).
 
 The agent works on a copy, on every backend, so nothing it does reaches the folder before `apply`. Invariants: a file
-that has changed on this machine since it was copied is never overwritten; nothing is written outside the folder, not
-even through symlinks; files are replaced atomically; files that make git run commands (`makes_git_run`) or that
+that has changed on this machine since it was copied is never overwritten; what the agent did to files and symlinks is
+written back, or left out with a `problem`; nothing is written outside the folder, not even through symlinks; files are
+replaced atomically; symlinks out of the folder, files that make git run commands (`makes_git_run`) and files that
 configure this program are not written; at most `MAX_FILES` files with `MAX_BYTES` bytes in total are written back.
 """
 
@@ -18,18 +19,22 @@ import os
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from palaestra.envs.config.dotenv import DOTENV
 from palaestra_chat.folder_changes import FolderChange, history_only
 from palaestra_chat.folders import settings_file
 from palaestra_chat.generated_files import LEAN, generated, ignored_by_git
-from palaestra_chat.git_files import bare_repositories, fingerprint, makes_git_run
+from palaestra_chat.git_files import HISTORY, bare_repositories, fingerprint, history_of, makes_git_run, split
 from palaestra_slots.core.errors import ConfigError, SandboxError
 from palaestra_slots.core.printable import without_middle
 from palaestra_slots.sandbox.slot import WORKSPACE, Slot
+
+T = TypeVar("T")
 
 MAX_KEPT_BYTES = 256 << 20
 """The maximum total size of the earlier contents that are kept so that written changes can be taken back."""
@@ -37,6 +42,9 @@ MAX_KEPT_BYTES = 256 << 20
 MAX_BYTES, MAX_FILES = 512 << 20, 20_000
 """The maximum total size, in bytes, and the maximum number of files. Both apply to the folder when it is copied, and to
 the changes in the sandbox."""
+
+MAX_HISTORY_BYTES = 64 << 20
+"""The maximum size of what is new in a repository on this machine and copied into a sandbox that has its history."""
 
 NONE = "none"
 """The value of the setting `workdir` for an empty sandbox."""
@@ -46,15 +54,34 @@ CHANGED_HERE = "it changed on this machine in the meantime"
 MAKES_GIT_RUN = "git could run commands from it on this machine"
 CONFIGURES_CHAT = "it is one of your own chat settings, from which commands are run on this machine"
 GIVES_KEYS = "commands on this machine read their API keys and the address of their model server from it"
+LEADS_OUT = "it is a symlink that leads out of the shared folder"
+BEHIND_A_LINK = "its path contains a symlink, or it is a folder on this machine"
+NOT_UTF_8 = "its name is not UTF-8"
+NOT_A_FILE = "it is neither a file nor a symlink"
+NEVER_WRITTEN = frozenset({MAKES_GIT_RUN, CONFIGURES_CHAT, GIVES_KEYS, LEADS_OUT, NOT_UTF_8, NOT_A_FILE})
+"""The reasons for which a file is never written back."""
 
-_LIST_BYTES = 16 << 20
+_LIST_BYTES = 32 << 20
 _ARCHIVE = "/tmp/palaestra-folder.tar"  # noqa: S108 - a path in the slot, which nobody else shares
-_LIST = r"find . -type f ! -path './.palaestra-*' -printf '%P\t%s\t%T@\0'"
+_LISTED = "/tmp/palaestra-folder.list"  # noqa: S108
+_LIST = rf"find . ! -type d ! -path './.palaestra-*' -printf '%P\0%y\0%s %T@\0%m\0%l\0' > {_LISTED}"
+"""Lists to a file, because names and the targets of links may be bytes that no text has."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A file in the workspace: its type as `find` prints it, its size and modification time, its permissions, and the
+    target of a symlink."""
+
+    type: str
+    stamp: str
+    permissions: int
+    link: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """One file that was written to the folder: its content and mode before, the hash of its content after, and the
+    """One file that was written to the folder: its content and mode before, its state after (`_state`), and the
     directories that were made for it, the outermost first. `lost` means that the content before was not kept."""
 
     path: str
@@ -63,6 +90,18 @@ class _Written:
     after: str
     made: Sequence[Path] = ()
     lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """What changed on this machine since the sandbox got its copy: the files that it has now (`copied`), those that the
+    agent changed, too, and that it therefore has as they were (`both`), the repositories whose new `commits` and
+    branches it has now, and those whose new `history` it does not have."""
+
+    copied: Sequence[str] = ()
+    both: Sequence[str] = ()
+    commits: Sequence[str] = ()
+    history: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -76,18 +115,39 @@ class WorkFolder:
     staying: int = 0
     """The number of generated files that `changes` found, which stay in the sandbox."""
     _copied: dict[str, str] = field(default_factory=dict)
-    _listed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The state of each file when the folder and the sandbox last had the same."""
+    _listed: dict[str, _Listed] = field(default_factory=dict)
+    """How the sandbox listed each file at that time."""
+    _seen: dict[str, _Listed] = field(default_factory=dict)
+    """How it listed each file at the latest call of `changes`."""
     _written: list[_Written] = field(default_factory=list)
+    _stamps: dict[str, tuple[int, int, int]] | None = None
+    """The time, size and inode of each file of the folder when it was last compared with `_copied`. None before the
+    folder is copied."""
+    _told: dict[str, str] = field(default_factory=dict)
+    """The repositories whose history was not copied, and which state of it."""
+    _refreshed: list[tuple[str, str | None, _Listed | None]] = field(default_factory=list)
+    """What `_copied` and `_listed` had for each file that `refresh` has copied, before that."""
+
+    @property
+    def refreshed(self) -> int:
+        """The number of files that `refresh` has copied."""
+        return len(self._refreshed)
 
     @property
     def written(self) -> int:
         """The number of files that have been written to the folder and not taken back."""
         return len(self._written)
 
-    def copy(self, written: int | None = None) -> WorkFolder:
+    def copy(self, written: int | None = None, refreshed: int | None = None) -> WorkFolder:
         """Return the folder for another slot with the files of the time when `written` files had been written to the
-        folder, by default now."""
-        return replace(self, _copied=dict(self._copied), _listed=dict(self._listed), _written=self._written[:written])
+        folder, and `refreshed` files had been copied again, by default now."""
+        other = replace(
+            self, _copied=dict(self._copied), _listed=dict(self._listed), _written=self._written[:written],
+            _stamps=None if self._stamps is None else dict(self._stamps), _refreshed=list(self._refreshed),
+        )  # fmt: skip
+        other._forget_refreshed(len(self._refreshed) if refreshed is None else refreshed)
+        return other
 
     def __post_init__(self) -> None:
         if not self.root.is_dir():
@@ -99,6 +159,7 @@ class WorkFolder:
         `SandboxError` if the copy fails."""
         with tempfile.NamedTemporaryFile(prefix="palaestra-", suffix=".tar") as file:
             self.lean = not await asyncio.to_thread(fits, self.root)
+            self._stamps = await asyncio.to_thread(self._all_stamps)
             self._copied = await asyncio.to_thread(self._pack, Path(file.name))
             await slot.upload(Path(file.name), _ARCHIVE)
         done = await slot.execute(f"tar -xf {_ARCHIVE} -C {WORKSPACE} && rm -f {_ARCHIVE}", timeout_s=300)
@@ -108,10 +169,100 @@ class WorkFolder:
             )
         self._listed = await self._list(slot)
 
-    async def changes(self, slot: Slot) -> list[FolderChange]:
-        """Return the files of the sandbox that differ from the folder, by path, without those that stay in the sandbox.
-        Raises `SandboxError` if there are more changes than may be written back."""
+    async def refresh(self, slot: Slot) -> Refreshed:
+        """Copy the files into the slot that have changed on this machine and that the agent has not changed, without
+        generated files. The history of a repository is copied as a whole or not at all. Each change is returned once.
+        Raises `SandboxError` if the copy fails."""
+        if self._stamps is None:
+            return Refreshed()
+        known, stamps = self._stamps, await asyncio.to_thread(self._all_stamps)
+        moved = [path for path in sorted(stamps.keys() | known.keys()) if stamps.get(path) != known.get(path)]
+        files = self._other([path for path in moved if ".git" not in path.split("/") and not generated(path)])
+        repositories = [repository for repository in dict.fromkeys(map(history_of, moved)) if repository]
+        histories = {each: [path for path in moved if history_of(path) == each] for each in repositories}
+        histories = {each: paths for each, paths in histories.items() if self._other(filter(_is_history, paths))}
+        self._stamps = {path: stamp for path, stamp in stamps.items() if history_of(path) is None}
+        # What is not copied of a history counts as moved until it is.
+        self._stamps |= {path: stamp for path, stamp in known.items() if history_of(path) is not None}
+        if not files and not histories:
+            return Refreshed()
         now = await self._list(slot)
+        theirs = {path for path in now.keys() | self._listed.keys() if now.get(path) != self._listed.get(path)}
+        copied = {path: file for path, file in files.items() if path not in theirs}
+        committed = {history_of(path) for path in theirs if _is_history(path)}
+        commits, history = [], []
+        for repository, paths in histories.items():
+            new = self._other(paths)
+            if repository not in committed and sum(len(data or b"") for data, _ in new.values()) <= MAX_HISTORY_BYTES:
+                commits.append(repository)
+                copied |= new
+                _take(self._stamps, stamps, paths)
+            else:
+                state = str([stamps.get(path) for path in filter(_is_history, paths)])
+                if self._told.get(repository) != state:
+                    history.append(repository)
+                self._told[repository] = state
+        if copied:
+            await self._copy_again(slot, copied)
+        both = [path for path in files if path in theirs]
+        return Refreshed([path for path in files if path not in theirs], both, commits, history)
+
+    def _other(self, paths: Iterable[str]) -> dict[str, tuple[bytes | None, int]]:
+        """Return the content and the mode of those files of the folder that are not as they were copied."""
+        found = {path: self._read(path) for path in paths}
+        return {path: file for path, file in found.items() if _state(path, *file) != self._copied.get(path, "")}
+
+    async def _copy_again(self, slot: Slot, files: Mapping[str, tuple[bytes | None, int]]) -> None:
+        """Replace these files in the slot by those with this content and mode; a content of None deletes the file."""
+        with tempfile.NamedTemporaryFile(prefix="palaestra-", suffix=".tar") as file:
+            with tarfile.open(file.name, "w") as tar:
+                for path, (data, mode) in files.items():
+                    info = tarfile.TarInfo(path)
+                    info.mode, info.mtime = stat.S_IMODE(mode), int(time.time())
+                    if data is not None and stat.S_ISLNK(mode):
+                        info.type, info.linkname = tarfile.SYMTYPE, os.fsdecode(data)
+                        tar.addfile(info)
+                    elif data is not None:
+                        info.size = len(data)
+                        tar.addfile(info, io.BytesIO(data))
+            await slot.upload(Path(file.name), _ARCHIVE)
+        # Deleted first, because a folder may have the name of an earlier file.
+        names = "\0".join(files).encode(errors="surrogateescape")
+        command = f"xargs -0 rm -f -- && tar -xf {_ARCHIVE} -C {WORKSPACE} && rm -f {_ARCHIVE}"
+        done = await slot.execute(command, cwd=WORKSPACE, stdin=names, timeout_s=300)
+        if not done.success:
+            raise SandboxError(
+                f"files that changed in {self.root} could not be copied into the sandbox: "
+                f"{without_middle(done.output.strip(), 300)}"
+            )
+        now = await self._list(slot)
+        for path, (data, mode) in files.items():
+            self._refreshed.append((path, self._copied.get(path), self._listed.get(path)))
+            _put(self._copied, path, _state(path, data, mode) or None)
+            _put(self._listed, path, now.get(path))
+
+    def _forget_refreshed(self, refreshed: int) -> None:
+        """Forget all but the first `refreshed` files that were copied again, for a slot that does not have them."""
+        while len(self._refreshed) > refreshed:
+            path, copied, listed = self._refreshed.pop()
+            _put(self._copied, path, copied)
+            _put(self._listed, path, listed)
+            if self._stamps is not None:
+                self._stamps.pop(path, None)
+
+    def _all_stamps(self) -> dict[str, tuple[int, int, int]]:
+        found = {}
+        for path in _files(self.root, lean=self.lean):
+            with contextlib.suppress(OSError):
+                info = path.lstat()
+                if not stat.S_ISDIR(info.st_mode):
+                    found[path.relative_to(self.root).as_posix()] = (info.st_mtime_ns, info.st_size, info.st_ino)
+        return found
+
+    async def changes(self, slot: Slot) -> list[FolderChange]:
+        """Return the files and symlinks of the sandbox that differ from the folder, by path, without those that stay in
+        the sandbox. Raises `SandboxError` if there are more changes than may be written back."""
+        now = self._seen = await self._list(slot)
         paths = [path for path in sorted(set(now) | set(self._listed)) if now.get(path) != self._listed.get(path)]
         stay = {path for path in paths if generated(path)}
         stay |= await ignored_by_git(slot, [path for path in paths if path not in self._copied and path not in stay])
@@ -123,31 +274,62 @@ class WorkFolder:
         repositories = bare_repositories(set(now) | set(self._copied))
         found = []
         for path in paths:
-            before = self._read(path)
-            problem = CHANGED_HERE if fingerprint(path, before) != self._copied.get(path, "") else ""
-            if makes_git_run(path, repositories) or makes_git_run(self._real(path), repositories):
-                problem = MAKES_GIT_RUN
-            else:
-                problem = self._configures(path) or problem
-            if path not in now:
-                if before is not None:
-                    found.append(FolderChange(path, "deleted", before, None, problem=problem))
-                continue
+            change = await self._change(slot, path, room)
+            if change is not None:
+                room -= len(change.after or b"")
+                found.append(replace(change, problem=self._forbidden(change, repositories) or change.problem))
+        return history_only(found)
+
+    async def _change(self, slot: Slot, path: str, room: int) -> FolderChange | None:
+        """Return how a file differs from that of the folder; None if it does not. At most `room` bytes are read."""
+        entry = self._seen.get(path)
+        before, here = self._read(path)
+        problem = CHANGED_HERE if _state(path, before, here) != self._copied.get(path, "") else ""
+        if entry is None:
+            return None if before is None else FolderChange(path, "deleted", before, None, 0, problem, here)
+        kind = "new" if before is None else "changed"
+        if entry.type == "l":
+            after, mode = os.fsencode(entry.link), stat.S_IFLNK | 0o777
+        elif entry.type != "f" or not _is_text(path):
+            problem = NOT_A_FILE if entry.type != "f" else NOT_UTF_8
+            return FolderChange(path, kind, before, None, stat.S_IFREG, problem, here)
+        else:
             try:
                 after = await slot.read_bytes(f"{WORKSPACE}/{path}", max_bytes=room)
-            except FileNotFoundError:  # removed in the meantime, or a name that is not UTF-8
-                continue
+            except FileNotFoundError:  # removed in the meantime
+                return None
             except OSError as error:
                 if error.errno == errno.EFBIG:
                     raise self._too_much(f"more than {MAX_BYTES >> 20} MB") from None
                 raise
-            if _differ(path, after, before):
-                room -= len(after)
-                info = await slot.stat(f"{WORKSPACE}/{path}")
-                mode = (info.mode if info is not None else 0o644) & 0o777
-                kind = "new" if before is None else "changed"
-                found.append(FolderChange(path, kind, before, after, mode, problem))
-        return history_only(found)
+            mode = stat.S_IFREG | self._permissions(path, entry, here)
+        if mode == here and not _differ(path, after, before):
+            return None
+        return FolderChange(path, kind, before, after, mode, problem, here)
+
+    def _permissions(self, path: str, entry: _Listed, here: int) -> int:
+        """Return the permissions that a file of the sandbox should have in the folder, where it has the mode `here`. A
+        program that writes a file anew may give it other permissions only because its umask is another, so only
+        whether the owner may execute it counts then, as in git."""
+        before = self._listed.get(path)
+        if not stat.S_ISREG(here):
+            return entry.permissions & 0o777
+        if before is not None and replace(before, permissions=entry.permissions) == entry:
+            chmod = before.permissions != entry.permissions
+            return entry.permissions & 0o777 if chmod else stat.S_IMODE(here)
+        if before is None or not (before.permissions ^ entry.permissions) & stat.S_IXUSR:
+            return stat.S_IMODE(here)
+        return stat.S_IMODE(here) | (here & 0o444) >> 2 if entry.permissions & stat.S_IXUSR else here & 0o666
+
+    def _forbidden(self, change: FolderChange, repositories: set[str]) -> str:
+        """Return why a change may never be written back; nothing if it may."""
+        path = change.path
+        in_git = change.link and ".git" in path.lower().split("/")
+        if in_git or makes_git_run(path, repositories) or makes_git_run(self._real(path), repositories):
+            return MAKES_GIT_RUN
+        if change.link and not self._leads_inside(path, os.fsdecode(change.after or b"")):
+            return LEADS_OUT
+        return self._configures(path)
 
     def _too_much(self, what: str) -> SandboxError:
         return SandboxError(
@@ -161,8 +343,13 @@ class WorkFolder:
         decide."""
         left = []
         # The history of a repository is written as a whole or not at all.
-        for change in history_only([replace(each, problem=each.problem or self._obstacle(each)) for each in changes]):
-            target, problem = self.root / change.path, change.problem
+        checked = [
+            each if each.problem or history_of(each.path) is None else replace(each, problem=self._obstacle(each))
+            for each in changes
+        ]
+        for change in history_only(checked):
+            # Not checked before, because a folder may be there only after the link of its name has been removed.
+            target, problem = self.root / change.path, change.problem or self._obstacle(change)
             if not problem:
                 try:
                     self._write(target, change)
@@ -172,22 +359,33 @@ class WorkFolder:
                 left.append(replace(change, problem=problem))
         return left
 
+    def decline(self, change: FolderChange) -> None:
+        """Leave the person's file as it is: `changes` returns this change no more, but every later one."""
+        _put(self._listed, change.path, self._seen.get(change.path))
+
     def _obstacle(self, change: FolderChange) -> str:
         """Return why a change cannot be written; nothing if it can."""
-        if not self._inside(self.root / change.path):
-            return "its path contains a symlink out of the shared folder, or it is a folder on this machine"
-        return CHANGED_HERE if _differ(change.path, self._read(change.path), change.before) else ""
+        target = self.root / change.path
+        if not self._inside(target):
+            return BEHIND_A_LINK
+        if change.link and not self._leads_inside(change.path, os.fsdecode(change.after or b"")):
+            return LEADS_OUT
+        before, here = self._read(change.path)
+        unread = before is None and os.path.lexists(target)
+        other = stat.S_ISLNK(here) != stat.S_ISLNK(change.mode_before) or _differ(change.path, before, change.before)
+        return CHANGED_HERE if unread or other else ""
 
-    def take_back(self, written: int) -> list[FolderChange]:
+    def take_back(self, written: int, refreshed: int | None = None) -> list[FolderChange]:
         """Undo all but the first `written` files that were written to the folder, the latest first. Returns what was
-        not undone, each with its `problem`: a file that has changed on this machine since then keeps its content."""
+        not undone, each with its `problem`: a file that has changed on this machine since then keeps its content. The
+        slot of that time has only the first `refreshed` files that were copied again, by default all."""
         left: dict[str, FolderChange] = {}
         while len(self._written) > written:
             last = self._written.pop()
-            now = self._read(last.path)
-            change = FolderChange(last.path, "restored", now, last.before, last.mode)
+            now, here = self._read(last.path)
+            change = FolderChange(last.path, "restored", now, last.before, last.mode, mode_before=here)
             problem = NOT_KEPT if last.lost else "" if self._inside(self.root / last.path) else CHANGED_HERE
-            if fingerprint(last.path, now) != last.after:
+            if _state(last.path, now, here) != last.after:
                 problem = CHANGED_HERE
             if not problem and last.path not in left:
                 try:
@@ -198,14 +396,16 @@ class WorkFolder:
                     problem = "" if error.errno == errno.ENOTEMPTY else f"it cannot be written: {error.strerror}"
             if problem:
                 left.setdefault(last.path, replace(change, problem=problem))
+        self._forget_refreshed(len(self._refreshed) if refreshed is None else refreshed)
         return list(left.values())
 
     def _write(self, target: Path, change: FolderChange) -> None:
         """Write a change, and remember what was there before."""
         made = [folder for folder in target.parents if folder.is_relative_to(self.root) and not folder.exists()][::-1]
-        mode = stat.S_IMODE(target.stat().st_mode) if change.before is not None else change.mode
         self._replace(target, change)
-        self._written.append(_Written(change.path, change.before, mode, fingerprint(change.path, change.after), made))
+        _put(self._listed, change.path, self._seen.get(change.path))
+        after = _state(change.path, change.after, change.mode)
+        self._written.append(_Written(change.path, change.before, change.mode_before, after, made))
         room = MAX_KEPT_BYTES
         for place in range(len(self._written) - 1, -1, -1):
             kept = self._written[place]
@@ -223,16 +423,21 @@ class WorkFolder:
         handle, name = tempfile.mkstemp(prefix=".palaestra-", dir=target.parent)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(change.after)
-                os.fchmod(file.fileno(), change.mode)
+                if not change.link:
+                    file.write(change.after)
+                    os.fchmod(file.fileno(), stat.S_IMODE(change.mode))
+            if change.link:
+                os.unlink(name)
+                os.symlink(change.after, os.fsencode(name))
             os.replace(name, target)
         except BaseException:
-            os.unlink(name)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
             raise
-        self._copied[change.path] = fingerprint(change.path, change.after)
+        self._copied[change.path] = _state(change.path, change.after, change.mode)
 
     def _pack(self, archive: Path) -> dict[str, str]:
-        """Write the folder's files to a tar archive; returns the hash of each."""
+        """Write the folder's files to a tar archive; returns the state of each."""
         copied: dict[str, str] = {}
         total = 0
         with tarfile.open(archive, "w") as tar:
@@ -241,7 +446,9 @@ class WorkFolder:
                 info = tar.gettarinfo(path, name)
                 info.uid = info.gid = 0
                 info.uname = info.gname = ""
-                if not info.isreg():
+                if info.issym():
+                    copied[name] = _state(name, os.fsencode(info.linkname), stat.S_IFLNK)
+                if not (info.isreg() or info.islnk()):
                     tar.addfile(info)
                     continue
                 try:
@@ -254,27 +461,46 @@ class WorkFolder:
                         f"{self.root} is too large: at most {MAX_FILES} files with {MAX_BYTES >> 20} MB in total can "
                         "be copied. Name a smaller folder with --workdir, or an empty sandbox with --workdir none"
                     )
-                info.size, info.type = len(data), tarfile.REGTYPE
+                info.size, info.type, info.linkname = len(data), tarfile.REGTYPE, ""
                 tar.addfile(info, io.BytesIO(data))
                 copied[name] = fingerprint(name, data)
         return copied
 
-    async def _list(self, slot: Slot) -> dict[str, tuple[str, str]]:
-        """Return the size and the modification time of every file in the workspace."""
-        done = await slot.execute(_LIST, cwd=WORKSPACE, timeout_s=120, max_output_bytes=_LIST_BYTES, spill=False)
-        if not done.success or done.metadata.get("truncated"):
+    async def _list(self, slot: Slot) -> dict[str, _Listed]:
+        """Return every file and symlink in the workspace."""
+        done = await slot.execute(_LIST, cwd=WORKSPACE, timeout_s=120)
+        if not done.success:
             raise SandboxError(
                 f"the files of the sandbox could not be listed: {without_middle(done.output.strip(), 300)}"
             )
-        entries = (entry.split("\t") for entry in done.output.split("\0") if entry.count("\t") == 2)
-        return {path: (size, time) for path, size, time in entries}
+        try:
+            fields = (await slot.read_bytes(_LISTED, max_bytes=_LIST_BYTES)).split(b"\0")
+        except OSError as error:
+            raise SandboxError(f"the files of the sandbox could not be listed: {error}") from None
+        names = map(os.fsdecode, fields[:-1])
+        return {
+            path: _Listed(kind, stamp, int(mode, 8), link)
+            for path, kind, stamp, mode, link in zip(*[names] * 5, strict=True)
+        }
 
-    def _read(self, path: str) -> bytes | None:
+    def _read(self, path: str) -> tuple[bytes | None, int]:
+        """Return the content and the mode of a file of the folder, or the target of a symlink and its mode. The content
+        is None if there is neither."""
         target = self.root / path
         try:
-            return target.read_bytes() if self._inside(target) and not target.is_symlink() else None
+            mode = target.lstat().st_mode if self._inside(target) else 0
+            if stat.S_ISLNK(mode):
+                return os.fsencode(os.readlink(target)), mode
+            return (target.read_bytes(), mode) if stat.S_ISREG(mode) else (None, 0)
         except OSError:
-            return None
+            return None, 0
+
+    def _leads_inside(self, path: str, link: str) -> bool:
+        """Return whether a symlink at `path` with the target `link` leads to a place in the folder."""
+        try:
+            return ((self.root / path).parent / link).resolve().is_relative_to(self.root)
+        except (OSError, RuntimeError):  # a loop
+            return False
 
     def _real(self, path: str) -> str:
         """Return the path with the symlinks in its directory resolved. If they lead out of the folder, return `path`
@@ -295,9 +521,9 @@ class WorkFolder:
         return GIVES_KEYS if target.name.lower() == DOTENV or target.resolve() in keys else ""
 
     def _inside(self, target: Path) -> bool:
-        """Return whether a file may be written at `target`: its directory, with symlinks resolved, is in the folder,
-        and `target` is not itself a directory."""
-        return target.parent.resolve().is_relative_to(self.root) and not target.is_dir()
+        """Return whether a file may be written at `target`: no symlink leads to it, and it is not itself a
+        directory."""
+        return target.parent.resolve() == target.parent and (target.is_symlink() or not target.is_dir())
 
 
 def fits(root: Path, *, files: int = MAX_FILES, lean: bool = False) -> bool:
@@ -324,5 +550,30 @@ def _files(root: Path, *, lean: bool) -> Iterator[Path]:
                 yield here / name
 
 
+def _is_history(path: str) -> bool:
+    return history_of(path) is not None and split(path)[1] in HISTORY
+
+
+def _take(to: dict[str, T], source: Mapping[str, T], paths: Iterable[str]) -> None:
+    for path in paths:
+        _put(to, path, source.get(path))
+
+
+def _put(files: dict[str, T], path: str, value: T | None) -> None:
+    if value is None:
+        files.pop(path, None)
+    else:
+        files[path] = value
+
+
+def _state(path: str, data: bytes | None, mode: int) -> str:
+    """Return what identifies the content of a file, or the target of a symlink; nothing if there is neither."""
+    return f"link to {os.fsdecode(data)}" if data is not None and stat.S_ISLNK(mode) else fingerprint(path, data)
+
+
 def _differ(path: str, one: bytes | None, other: bytes | None) -> bool:
     return one != other and fingerprint(path, one) != fingerprint(path, other)
+
+
+def _is_text(path: str) -> bool:
+    return not any("\udc80" <= each <= "\udcff" for each in path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -162,6 +163,50 @@ def test_a_server_without_images_answers_without_them_and_another_model_gets_the
                     await again.use_model("seeing")
                     assert (await turn(again, "say now")).outcome == "natural"
                     assert images(seeing) == [True]
+
+    asyncio.run(go())
+
+
+class Choosy(EchoChatServer):
+    """A server that takes images, but not the damaged ones."""
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        if "DAMAGED" in str(await request.json()):
+            return web.json_response({"error": {"message": "Could not process image"}}, status=400)
+        return await super()._chat(request)
+
+
+def test_an_image_that_is_refused_keeps_no_other_from_the_model(tmp_path: Path) -> None:
+    notices: list[str] = []
+
+    def image(name: str) -> list[JSON]:
+        return [{"type": "text", "text": "say on"}, {"type": "image_url", "image_url": {"url": f"data:{name}"}}]
+
+    async def go() -> None:
+        async with asyncio.timeout(30), Choosy() as server:
+            config = APIServerConfig(base_url=server.url, model_name="echo", timeout=20)
+            settings = ChatSettings(build_tools=lambda _: ToolRegistry())
+            people = People(notice=lambda notice: notices.append(notice.text))
+
+            async def turn(conversation: Conversation, content: JSON) -> list[str]:
+                """Return which images the model has read."""
+                [*_, last] = [event async for event in conversation.send(content)]
+                assert isinstance(last, TurnEnded)
+                assert last.outcome == "natural", last.error
+                return re.findall("data:([^'\"]+)", str(server.asked[-1]["messages"]))
+
+            with ConversationStore(tmp_path / "c.sqlite") as store:
+                async with ChatService(config, store, settings) as service:
+                    talk = Conversation.begin(service, people)
+                    assert await turn(talk, image("DAMAGED1")) == []
+                    assert await turn(talk, image("a")) == ["a"]
+                    await talk.close()
+                    talk = Conversation.open(service, talk.id, people)
+                    assert await turn(talk, image("DAMAGED2")) == ["a"]
+                    assert await turn(talk, image("b")) == ["a", "b"]
+                    assert await turn(talk, image("DAMAGED3")) == ["a", "b"]
+                    assert await turn(talk, "say still") == ["a", "b"]
+                    assert len(notices) == 3
 
     asyncio.run(go())
 

@@ -395,3 +395,34 @@ def test_a_compaction_opens_a_declared_segment(tmp_path: Path) -> None:
                 assert len(ledger.turns) == 4
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("reached", ["message", "call", "result"])
+def test_a_continued_turn_knows_that_its_sandbox_is_new_before_it_goes_on(tmp_path: Path, reached: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "terminal", "arguments": '{"command": "ls"}'}}
+    messages: list[dict[str, JSON]] = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "x"},
+    ]
+
+    async def scene(chat: ChatService, server: EchoChatServer) -> None:
+        killed = Conversation.begin(chat)
+        killed.history.change_settings(sandbox=True)
+        turn = killed.history.begin([{"type": "text", "text": "say on"}], None)
+        killed.history.messages += messages[: {"message": 0, "call": 1, "result": 2}[reached]]
+        killed.history.write(turn)
+        await killed.close()
+
+        again = Conversation.open(chat, killed.id)
+        assert again.unfinished
+        assert ended([event async for event in again.resume()]).outcome == "natural"
+        asked = server.asked[-1]["messages"]
+        assert NEW_SANDBOX in str(asked[-1]["content"])
+        roles = [message["role"] for message in asked]
+        assert ("user", "user") not in zip(roles, roles[1:], strict=False)
+        assert chat.store.history(killed.id) == again.history.messages
+        await said(again, "say more")
+        told = [message for message in server.asked[-1]["messages"] if message["role"] == "user"]
+        assert str(told).count(NEW_SANDBOX) == 1
+
+    play(tmp_path, scene)

@@ -84,8 +84,10 @@ def test_one_answer_with_stdin_and_a_tool(tmp_path: Path) -> None:
         kinds = list(dict.fromkeys(event["type"] for event in ran.events))
         assert kinds == ["conversation", "tool_call", "tool_output", "tool_result", "text", "end"]
         assert len(server.asked[-1]["messages"]) == 6  # the earlier turn, too
+        ran = await chat(tmp_path, "-p", "say", *words, stdin=b"caf\xe9\r\n\xff\xfeon")
+        assert (ran.code, server.asked[-1]["messages"][-1]["content"]) == (0, "say\n\ncaf\ufffd\n\ufffd\ufffdon")
         listed = await chat(tmp_path, "--list", "--json")
-        assert [row["turns"] for row in json.loads(listed.out)] == [2]
+        assert [row["turns"] for row in json.loads(listed.out)] == [1, 2]
         assert "piped" in (await chat(tmp_path, "--search", "piped")).out
 
     play(scene)

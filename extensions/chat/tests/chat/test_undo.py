@@ -152,6 +152,35 @@ def test_what_was_written_to_the_shared_folder_is_taken_back(tmp_path: Path) -> 
     run(tmp_path, {"workdir": work}, scene)
 
 
+def test_going_back_does_not_take_back_what_the_person_changed(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "mine").write_text("old\n")
+
+    async def scene(chat: ChatService) -> None:
+        talk = Conversation.begin(chat)
+        await take_turn(talk, ("a", "one"))
+        await take_turn(talk, ("b", "two"))
+        (work / "mine").write_text("person\n")
+        (work / "added").write_text("person\n")
+        await take_turn(talk, ("c", "three"))
+        assert "mine" in talk.history.messages[-4]["content"]  # the model has been told
+        assert (await in_sandbox(talk))["mine"] == "person\n"
+        fork = await talk.fork(1)
+        await talk.rewind(before=2)
+        for each in (talk, fork):
+            folder, slot = each.slots.folder, each.seat.slot
+            assert folder is not None
+            assert slot is not None
+            assert {change.path for change in await folder.changes(slot)} == {"a"}
+            await take_turn(each, ("d", "four"))
+            person = {"mine": "person\n", "added": "person\n"}
+            assert await in_sandbox(each) == {"a": "one\n", "d": "four\n", **person}
+        assert on_disk(work) == person
+
+    run(tmp_path, {"workdir": work}, scene)
+
+
 def test_files_that_cannot_be_restored_are_reported(tmp_path: Path) -> None:
     async def scene(chat: ChatService) -> None:
         talk = Conversation.begin(chat)

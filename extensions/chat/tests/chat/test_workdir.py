@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from palaestra_chat import workdir
 from palaestra_chat.config import ChatConfig, prompt
-from palaestra_chat.workdir import WorkFolder
+from palaestra_chat.workdir import CHANGED_HERE, LEADS_OUT, NOT_A_FILE, NOT_UTF_8, Refreshed, WorkFolder
 from palaestra_slots.core.errors import SandboxError
 from palaestra_slots.sandbox.backends.local import LocalBackend
 from palaestra_slots.sandbox.slot import Slot, SlotSpec
@@ -49,13 +51,80 @@ def test_a_file_that_changes_while_the_person_reads_the_diff_is_kept(tmp_path: P
     with_slot(tmp_path, body)
 
 
-def test_a_name_that_is_not_text_keeps_no_other_file_back(tmp_path: Path) -> None:
+def test_a_name_that_is_not_text_is_left_out_and_keeps_no_other_file_back(tmp_path: Path) -> None:
     async def body(folder: WorkFolder, slot: Slot) -> None:
-        await slot.execute("touch $'\\xff'; echo agent > a.txt")
-        assert folder.apply(await folder.changes(slot)) == []
+        await slot.execute("touch $'\\xff'; rm $'\\xfe'; mkfifo pipe; echo agent > a.txt")
+        left = folder.apply(await folder.changes(slot))
+        assert {change.path: change.problem for change in left} == {"\udcff": NOT_UTF_8, "pipe": NOT_A_FILE}
         assert (tmp_path / "a.txt").read_text() == "agent\n"
+        assert os.listdir(os.fsencode(tmp_path)) == [b"a.txt"]
 
+    (tmp_path / "\udcfe").write_text("x")
     with_slot(tmp_path, body)
+
+
+def everything(root: Path) -> dict[str, tuple[int, str]]:
+    """The mode of each file, and its content or, for a symlink, its target."""
+    found = {}
+    for path in root.rglob("*"):
+        mode = path.lstat().st_mode
+        if not stat.S_ISDIR(mode):
+            text = os.readlink(path) if stat.S_ISLNK(mode) else path.read_text("latin-1")
+            found[path.relative_to(root).as_posix()] = (mode, text)
+    return found
+
+
+def test_modes_links_and_unusual_names_are_written_and_taken_back(tmp_path: Path) -> None:
+    command = """
+        chmod +x s.sh; chmod 600 secret; echo more >> run.sh; chmod -x run.sh; cat same > new && mv new same
+        mkdir real && mv app.conf real/ && ln -s real/app.conf app.conf; ln -s s.sh alias
+        rm link.py; cp m.py link.py; ln -sfn real dir; rm cur && mkdir cur && echo z > cur/x; rm gone
+        echo t > "$(printf 'tab\\there\\nline')"; echo one > hard
+    """
+    outside = tmp_path / "outside"
+    outside.write_text("theirs")
+    root = tmp_path / "work"
+    root.mkdir()
+    for name in ("s.sh", "secret", "run.sh", "same", "app.conf", "m.py", "hard", "old/x"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(f"{name}\n")
+    os.link(root / "hard", root / "other")
+    (root / "run.sh").chmod(0o755)
+    (root / "same").chmod(0o664)
+    for name, target in {"link.py": "m.py", "dir": "old", "cur": "old", "gone": "../outside", "kept": str(outside)}.items():
+        (root / name).symlink_to(target)
+    before = everything(root)
+
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        done = await slot.execute(command)
+        assert done.success, done.output
+        assert folder.apply(await folder.changes(slot)) == []
+        assert await folder.changes(slot) == []
+        after = everything(root)
+        modes = {name: stat.S_IMODE(after[name][0]) for name in ("s.sh", "secret", "run.sh", "same")}
+        assert modes == {"s.sh": 0o755, "secret": 0o600, "run.sh": 0o644, "same": 0o664}
+        links = {name: text for name, (mode, text) in after.items() if stat.S_ISLNK(mode)}
+        assert links == {"app.conf": "real/app.conf", "alias": "s.sh", "dir": "real", "kept": str(outside)}
+        assert {after[name][1] for name in ("real/app.conf", "link.py", "cur/x", "tab\there\nline", "other", "hard")} == {
+            "app.conf\n", "m.py\n", "z\n", "t\n", "hard\n", "one\n",
+        }  # fmt: skip
+        assert folder.take_back(0) == []
+        assert everything(root) == before
+
+    with_slot(root, body)
+    assert outside.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("target", ["../secret", "/etc/passwd", "in/../../secret", "/workspace/../etc/passwd"])
+def test_a_link_out_of_the_folder_is_left_out_and_the_file_stays(tmp_path: Path, target: str) -> None:
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        await slot.execute(f"mv a.txt b.txt; ln -s {target} a.txt; ln -s {target} b")
+        left = folder.apply(await folder.changes(slot))
+        assert {change.path: change.problem for change in left} == {"a.txt": LEADS_OUT, "b": LEADS_OUT}
+
+    (tmp_path / "a.txt").write_text("precious")
+    with_slot(tmp_path, body)
+    assert {name: text for name, (_, text) in everything(tmp_path).items()} == {"a.txt": "precious", "b.txt": "precious"}
 
 
 def test_nothing_is_written_back_that_makes_git_run_commands(tmp_path: Path) -> None:
@@ -126,3 +195,42 @@ def test_instructions_are_read_from_the_folder_alone(tmp_path: Path) -> None:
     (folder / "rules.md").write_text("the rules")
     (folder / "CLAUDE.md").symlink_to("rules.md")
     assert "the rules" in str(prompt(ChatConfig(), WorkFolder(folder)))
+
+
+def test_what_a_person_changes_reaches_the_sandbox_unless_the_agent_changed_it(tmp_path: Path) -> None:
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        async def in_sandbox() -> set[str]:
+            done = await slot.execute("find . -type f -exec grep -H '' {} +; find . -type l -printf '%P=%l\\n'")
+            return set(done.output.split())
+
+        assert await folder.refresh(slot) == Refreshed()
+        await slot.execute("echo agent > both; echo agent > written; touch touched; echo new > both-new")
+        assert [each.path for each in folder.apply([c for c in await folder.changes(slot) if c.path == "written"])] == []
+        for name in ("both", "mine", "written", "both-new", "new/x", "of-folder/x"):
+            if name == "of-folder/x":
+                (tmp_path / "of-folder").unlink()
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("person\n")
+        (tmp_path / "gone").unlink()
+        (tmp_path / "touched").touch()
+        (tmp_path / "link").unlink()
+        (tmp_path / "link").symlink_to("mine")
+        (tmp_path / "x.pyc").write_text("generated")
+        found = await folder.refresh(slot)
+        assert found == Refreshed(["gone", "link", "mine", "new/x", "of-folder", "of-folder/x", "written"], ["both", "both-new"], [], [])
+        assert await in_sandbox() == {
+            "./both:agent", "./both-new:new", "./mine:person", "./written:person", "./new/x:person", "link=mine",
+            "./of-folder/x:person", "./touched:old",
+        }  # fmt: skip
+        assert await folder.refresh(slot) == Refreshed()
+        assert [(each.path, each.problem) for each in await folder.changes(slot)] == [
+            ("both", CHANGED_HERE), ("both-new", CHANGED_HERE)
+        ]  # fmt: skip
+        await slot.execute("echo more >> mine")
+        assert [each.path for each in folder.apply(await folder.changes(slot))] == ["both", "both-new"]
+        assert (tmp_path / "mine").read_text() == "person\nmore\n"
+
+    for name in ("both", "mine", "written", "gone", "touched", "of-folder"):
+        (tmp_path / name).write_text("old\n")
+    (tmp_path / "link").symlink_to("both")
+    with_slot(tmp_path, body)

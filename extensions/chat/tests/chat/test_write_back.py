@@ -14,10 +14,11 @@ from chat.test_terminal import PROMPT, asked, echo_server, finish, seen, termina
 from chat.test_workdir import with_slot
 from palaestra_chat.folder_changes import CHANGED_HISTORY, edits
 from palaestra_chat.generated_files import generated
-from palaestra_chat.git_files import fingerprint
+from palaestra_chat.git_files import fingerprint, makes_git_run
 from palaestra_chat.terminal.people import FolderChanges, TerminalPeople
 from palaestra_chat.terminal.slash_commands import COMMANDS
-from palaestra_chat.workdir import WorkFolder
+from palaestra_chat.unwritten_changes import UnwrittenChanges
+from palaestra_chat.workdir import MAKES_GIT_RUN, Refreshed, WorkFolder
 from palaestra_slots.sandbox.slot import Slot
 
 _AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@example.org")
@@ -122,9 +123,10 @@ def test_a_declined_commit_comes_with_the_next_one(tmp_path: Path) -> None:
             return "yes" if len(asked) > 1 else None
 
     async def body(folder: WorkFolder, slot: Slot) -> None:
-        talk = SimpleNamespace(slots=SimpleNamespace(folder=folder), seat=SimpleNamespace(slot=slot))
+        kept = UnwrittenChanges(tmp_path / "kept")
+        talk = SimpleNamespace(slots=SimpleNamespace(folder=folder, unwritten=kept), seat=SimpleNamespace(slot=slot))
         shown = FolderChanges(MagicMock(), Answers())
-        shown.write = lambda talk, changes: written.append(folder.apply(changes))  # type: ignore[assignment]
+        shown.write = lambda talk, changes: written.append(folder.apply(changes)) or []  # type: ignore
         for name in ("One", "Two"):
             done = await slot.execute(f"git {' '.join(_AUTHOR)} commit -q --allow-empty -m {name}")
             assert done.success, done.output
@@ -155,6 +157,87 @@ def test_commits_on_both_sides_are_not_mixed(tmp_path: Path) -> None:
     with_slot(root, body)
     assert git(root, "log", "--format=%s").split("\n")[:2] == ["Mine", "First"]
     assert git(root, "status", "--porcelain") == "?? theirs.txt\n"
+
+
+@pytest.mark.slots
+@pytest.mark.slow
+def test_commits_of_a_person_reach_the_sandbox_unless_the_agent_has_commits(tmp_path: Path) -> None:
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        async def agent(command: str) -> str:
+            done = await slot.execute(command.replace("GIT", f"git {' '.join(_AUTHOR)}"))
+            assert done.success, done.output
+            return done.output
+
+        await agent("git status; echo x >> calc.py")
+        assert folder.apply(await folder.changes(slot)) == []
+        git(root, "status")
+        assert await folder.refresh(slot) == Refreshed()
+        git(root, "commit", "-qam", "Mine")
+        git(root, "checkout", "-qb", "topic")
+        (root / "more").write_text("x")
+        git(root, "add", "-A")
+        git(root, "commit", "-qm", "More")
+        git(root, "gc", "-q")
+        assert await folder.refresh(slot) == Refreshed(["more"], [], [".git"], [])
+        assert await agent("git status --porcelain") == ""
+        assert (await agent("git log --format=%s; git branch --show-current")).split() == ["More", "Mine", "First", "topic"]
+        await agent("git fsck --strict; GIT commit -q --allow-empty -m Theirs")
+        changes = await folder.changes(slot)
+        assert [edit.name for edit in edits(changes)] == ["1 commit in .git"]
+        assert folder.apply(changes) == []
+        assert await folder.refresh(slot) == Refreshed()
+        await agent("GIT commit -q --allow-empty -m Again")
+        git(root, "commit", "-q", "--allow-empty", "-m", "Meanwhile")
+        assert await folder.refresh(slot) == Refreshed([], [], [], [".git"])
+        assert await folder.refresh(slot) == Refreshed([], [], [], [])
+        assert [each.problem for each in folder.apply(await folder.changes(slot))][:1] == [CHANGED_HISTORY]
+
+    root = repository(tmp_path / "work")
+    with_slot(root, body)
+    assert git(root, "log", "--format=%s").split() == ["Meanwhile", "Theirs", "More", "Mine", "First"]
+    git(root, "fsck", "--strict")
+
+
+@pytest.mark.slots
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vendor/lib", "objects"])
+def test_a_commit_of_a_submodule_is_written_with_the_commit_that_names_it(tmp_path: Path, name: str) -> None:
+    async def body(folder: WorkFolder, slot: Slot) -> None:
+        done = await slot.execute(f"git status; git -C {name} status")
+        assert await folder.changes(slot) == []
+        author = " ".join(_AUTHOR)
+        done = await slot.execute(
+            f"cd {name} && echo two > calc.py && git {author} commit -qam Two && git config core.fsmonitor x && "
+            f"cd /workspace && git add -A && git {author} commit -qm Bump"
+        )
+        assert done.success, done.output
+        changes = await folder.changes(slot)
+        assert [edit.name for edit in edits(changes)][-1] == "2 commits in .git"
+        left = folder.apply(changes)
+        assert {(change.path, change.problem) for change in left} == {(f".git/modules/{name}/config", MAKES_GIT_RUN)}
+
+    library, root = repository(tmp_path / "library"), repository(tmp_path / "work")
+    git(root, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(library), name)
+    git(root, "commit", "-qm", "Add the library")
+    with_slot(root, body)
+    assert git(root, "status", "--porcelain") == ""
+    assert git(root, "log", "--format=%s").split("\n")[0] == "Bump"
+    assert git(root / name, "cat-file", "-t", git(root, "rev-parse", f"HEAD:{name}").strip()) == "commit\n"
+    assert git(root / name, "log", "--format=%s").split("\n")[0] == "Two"
+    for each in (root, root / name):
+        git(each, "fsck", "--strict")
+
+
+@pytest.mark.parametrize(
+    ("path", "runs"),
+    [
+        ("a/b/objects/aa/bb", False), ("a/refs/heads/main", False), ("a/HEAD", False), ("a/objects/info/packs", False),
+        ("a/config", True), ("a/b/hooks/post-checkout", True), ("objects/config", True), ("refs/info/attributes", True),
+        ("objects/hooks/x", True), ("a/objects/b/config", True), ("a/commondir", True), ("HEAD", True), ("a/x", True),
+    ],
+)  # fmt: skip
+def test_files_of_a_submodule_that_make_git_run_commands_are_known(path: str, runs: bool) -> None:
+    assert makes_git_run(f"x/.git/modules/{path}") == runs
 
 
 @pytest.mark.parametrize("index_version", ["2", "3", "4"])
@@ -227,7 +310,7 @@ def test_a_message_is_no_answer_and_edits_are_taken_one_by_one(tmp_path: Path) -
         seen(child, r"wrote 1 file\b")
         seen(child, PROMPT)
         child.send("/exit\r")
-        seen(child, r"not written: 1 change\b.*/sandbox write")
+        seen(child, r"not written: 5 changes.*/sandbox write")
         child.send("/sandbox write\r")
         seen(child, "wrote 5 files")
         finish(child)
@@ -235,7 +318,7 @@ def test_a_message_is_no_answer_and_edits_are_taken_one_by_one(tmp_path: Path) -
     assert not (work / "__pycache__").exists()
 
 
-@pytest.mark.parametrize("command", ["/new", "/resume other"])
+@pytest.mark.parametrize("command", ["/new", "/resume other", "/sandbox new"])
 def test_another_conversation_does_not_lose_changes_without_a_word(command: str) -> None:
     screen = MagicMock()
     changes = FolderChanges(screen, MagicMock())
@@ -246,4 +329,5 @@ def test_another_conversation_does_not_lose_changes_without_a_word(command: str)
     asyncio.run(COMMANDS[name].run(desk, rest))
     assert "not written: 2 changes" in screen.line.call_args[0][0]
     desk.use.assert_not_called()
+    desk.talk.drop_slot.assert_not_called()
     assert not changes.would_be_lost()  # the second time, the person means it

@@ -190,6 +190,11 @@ class StoredTurns:
                 (turn.row, str(message.get("role") or ""), encoded(message), text),
             )
 
+    def change_message(self, row: int, message: Message) -> None:
+        """Replace the message in a row. A search finds it by its text from before."""
+        with self._file.writing():
+            self._file.execute("UPDATE messages SET body = ? WHERE id = ?", (encoded(message), row))
+
     def messages_of(self, turn: StoredTurn) -> list[tuple[int, Message]]:
         """Return the messages of a turn with their rows, in order."""
         rows = self._file.execute("SELECT id, body FROM messages WHERE turn = ? ORDER BY id", (turn.row,))

@@ -51,6 +51,9 @@ _NAMES_A_SERVER = (
 )
 """How the flags and the variables begin after which a start is not the first one."""
 
+_GONE = (signal.SIGHUP, signal.SIGTERM)
+"""What ends the chat without a question."""
+
 _LEAVING_S = 3.0
 """Within how many seconds a second Ctrl-C ends the chat."""
 
@@ -103,6 +106,7 @@ class ChatTerminal:
         self._ready: asyncio.Task[None] | None = None
         self._work: asyncio.Task[None] | None = None
         self._ended = self._stop_soon = False
+        self._signal: int | None = None
         self._fault: BaseException | None = None
 
     async def run(self) -> int:
@@ -112,11 +116,29 @@ class ChatTerminal:
             self._stack.enter_context(self._logs_above_the_prompt())
             # Between two prompts the terminal sends a signal for Ctrl-C, which must not end the chat.
             loop.add_signal_handler(signal.SIGINT, self._stop)
+            main = asyncio.current_task()
+            assert main is not None
+            for number in _GONE:
+                loop.add_signal_handler(number, self._gone, number, main)
             try:
                 await self._read_and_handle()
+            except asyncio.CancelledError:
+                if self._signal is None:
+                    raise
+                main.uncancel()  # the conversations are still closed, which keeps what is not written
             finally:
                 loop.remove_signal_handler(signal.SIGINT)  # so that Ctrl-C ends a chat that is slow to close
-        return DONE
+        return DONE if self._signal is None else 128 + self._signal
+
+    def _gone(self, number: int, main: asyncio.Task[object]) -> None:
+        """End the chat without a question, because its terminal was closed or its process is told to end."""
+        if self._signal is None:
+            self._signal = number
+            if number == signal.SIGHUP:  # writing to a terminal that is gone fails
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                for stream in (sys.stdout, sys.stderr):
+                    os.dup2(nowhere, stream.fileno())
+            main.cancel()
 
     @contextlib.contextmanager
     def _logs_above_the_prompt(self) -> Iterator[None]:

@@ -3,7 +3,10 @@ yes, and whatever is no answer is the person's next message."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
 from palaestra_chat.terminal.prompt import Prompt
@@ -102,14 +105,17 @@ class FolderChanges:
         self._reported: set[tuple[str, str]] = set()
         self._declined: set[tuple[str, bytes | None]] = set()
         self.unwritten = 0
-        """The number of changes that the person did not want at the last question, and that are still unwritten."""
+        """The number of changes that are not written, until `would_be_lost` has said so."""
 
     def would_be_lost(self) -> bool:
-        """Return whether the end of the conversation would lose changes with its sandbox. Says so, and returns False
-        the next time, because then the person means it."""
+        """Return whether changes would end with the sandbox. Says so, and returns False the next time, because then the
+        person means it."""
         if self.unwritten:
             lost = plural(self.unwritten, "change")
-            self._screen.line(f"{YELLOW}not written: {lost}. /sandbox write does it; the same again loses it{PLAIN}")
+            self._screen.line(
+                f"{YELLOW}not written: {lost}. /sandbox write does it; the same again ends the sandbox, and keeps the "
+                f"changes outside your folder{PLAIN}"
+            )
         lost_now, self.unwritten = bool(self.unwritten), 0
         return lost_now
 
@@ -124,9 +130,13 @@ class FolderChanges:
         from palaestra_chat.folder_changes import edits
         from palaestra_chat.one_shot import names
 
-        if mode == "no" or talk.slots.folder is None:
+        if talk.slots.folder is None:
             return
-        changes = await self.of(talk)
+        changes = everything = await self.of(talk)
+        # Before the question, because the terminal may be closed instead of an answer.
+        self.keep(talk, everything)
+        if mode == "no":
+            return
         self.report_left([change for change in changes if change.problem])
         changes = [change for change in changes if not change.problem]
         if mode == "ask":
@@ -145,13 +155,52 @@ class FolderChanges:
             wanted = await self._one_by_one(changes) if answer == "one" else changes if answer else []
             paths = {each.path for each in wanted}
             self._declined |= {(each.path, each.after) for each in changes if each.path not in paths}
-            self.unwritten = len(edits(changes)) - len(edits(wanted))
-            if self.unwritten:
-                left = plural(self.unwritten, "change")
+            if declined := len(edits(changes)) - len(edits(wanted)):
+                left = plural(declined, "change")
                 self._screen.line(f"{DIM}not written: {left}; /sandbox write does it later{PLAIN}")
             changes = wanted
         if changes:
-            self.write(talk, changes)
+            left_out = {change.path: change for change in self.write(talk, changes)}
+            written = {change.path for change in changes} - left_out.keys()
+            self.keep(talk, [left_out.get(each.path, each) for each in everything if each.path not in written])
+
+    def keep(self, talk: Conversation, changes: Sequence[FolderChange]) -> None:
+        """Keep changes that are not written, in case that the sandbox is lost."""
+        from palaestra_chat.folder_changes import edits
+        from palaestra_chat.unwritten_changes import kept
+
+        self.unwritten = len(edits(kept(changes)))
+        if talk.slots.folder is not None:
+            talk.slots.unwritten.save(talk.slots.folder.root, changes)
+
+    async def settled(self, talk: Conversation, changes: Sequence[FolderChange]) -> list[FolderChange]:
+        """Return what is to be written, after a question about each file that changed on this machine, too."""
+        from palaestra_chat.folder_changes import FolderChange
+        from palaestra_chat.git_files import history_of
+        from palaestra_chat.workdir import CHANGED_HERE
+
+        found: list[FolderChange] = []
+        folder, other = talk.slots.folder, ""
+        assert folder is not None
+        for change in changes:
+            if change.problem != CHANGED_HERE or history_of(change.path) is not None:
+                found.append(change)
+                continue
+            self._screen.diff(change.diff())
+            question = f"{change.name}: {CHANGED_HERE}. k: keep yours, t: take the agent's"
+            answers = {"k": "keep", "keep": "keep", "": "keep", "t": "take", "take": "take"}
+            if change.after is not None:
+                other = next(name for name in _names_beside(change.path) if not os.path.lexists(folder.root / name))
+                question += f", b: keep both, the agent's as {escaped(other)}"
+                answers |= {"b": "both", "both": "both"}
+            answer = await self._people.choose(f"{question} [k] ", answers)
+            if answer == "take":
+                found.append(replace(change, problem=""))
+            elif answer == "both":
+                found.append(FolderChange(other, "new", None, change.after, change.mode))
+            if answer in ("keep", "both"):
+                folder.decline(change)
+        return found
 
     def _knows(self, edit: Edit) -> bool:
         """Return whether the person has declined the whole edit as it is."""
@@ -173,14 +222,15 @@ class FolderChanges:
                 break
         return wanted
 
-    def write(self, talk: Conversation, changes: Sequence[FolderChange]) -> None:
-        """Write these changes to the shared folder."""
+    def write(self, talk: Conversation, changes: Sequence[FolderChange]) -> Sequence[FolderChange]:
+        """Write these changes to the shared folder. Returns what was left out."""
         folder = talk.slots.folder
         assert folder is not None
         left = folder.apply(changes)
         self._screen.line(f"{GREEN}wrote {plural(len(changes) - len(left), 'file')} to {folder.root}{PLAIN}")
         self._reported.clear()
         self.report_left(left)
+        return left
 
     def report_left(self, changes: Sequence[FolderChange]) -> None:
         """Report what is not written, but only once for each reason."""
@@ -191,3 +241,9 @@ class FolderChanges:
             if (edit.name, problem) not in self._reported:
                 self._reported.add((edit.name, problem))
                 self._screen.line(f"{YELLOW}left out: {printable(edit.name)}: {printable(problem)}{PLAIN}")
+
+
+def _names_beside(path: str) -> Iterator[str]:
+    """Yield the names that the agent's version of a file may have beside the person's."""
+    yield f"{path}.agent"
+    yield from (f"{path}.agent{number}" for number in count(2))

@@ -104,7 +104,8 @@ def _written(reply: Mapping[str, JSON], given: Mapping[str, JSON], number: int) 
     more = [hidden(len(lines) - SHOWN_LINES, number)] if len(lines) > SHOWN_LINES else []
     problem = reply.get("syntax_check")
     checked = [f"{YELLOW}  {one_line(str(problem), 300)}{PLAIN}"] if problem and "error" in str(problem).lower() else []
-    return [head, *shown, *more, *checked]
+    noted = [f"{YELLOW}  {one_line(str(reply['note']), 300)}{PLAIN}"] if reply.get("note") else []
+    return [head, *shown, *more, *noted, *checked]
 
 
 def _found(reply: Mapping[str, JSON], given: Mapping[str, JSON], number: int) -> Shown:

@@ -248,6 +248,8 @@ async def _sandbox(desk: Desk, rest: str) -> None:
         desk.remember_write_mode(rest.rpartition(" ")[2])
         screen.prose(desk.folder())
     elif rest == "new":
+        if desk.changes.would_be_lost():
+            return
         await talk.drop_slot()
         screen.prose("the next command gets a new sandbox")
     elif rest in ("diff", "write"):
@@ -258,8 +260,8 @@ async def _sandbox(desk: Desk, rest: str) -> None:
             )
         changes = await desk.changes.of(talk)
         if rest == "write":
-            desk.changes.write(talk, changes)
-            desk.changes.unwritten = 0
+            desk.changes.write(talk, await desk.changes.settled(talk, changes))
+            desk.changes.keep(talk, await desk.changes.of(talk))
             return
         found = edits(changes)
         for edit in found:
