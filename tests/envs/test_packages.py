@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,34 @@ def test_another_version_is_installed_next_to_the_first(index: Path) -> None:
 def test_the_agent_cannot_change_the_packages() -> None:
     changing = f"echo \"x = 'tiny 1.0' #\" > /opt/palaestra/packages/tiny.py && exit 0; {WORK}; echo kept >> x.txt"
     assert rewards(using(["tiny"], solution=changing)) == [0.0]
+
+
+PROGRAMS = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"], packages=["fast"])
+def programs():
+    yield Task("one", "?", packages=["tiny"], solution="(run-tiny && run-fast && fast-binary a) > x.txt")
+
+@programs.score
+async def found(sandbox):
+    again = await sandbox.execute("run-tiny && run-fast && fast-binary a && command -v run-tiny")
+    expected = "tiny 1.0\\nfast 1.0\\na\\n"
+    return await sandbox.read_text("x.txt", missing="") == expected and again.output.startswith(expected)
+"""
+
+
+@pytest.mark.parametrize("level", ["userns", "full"])
+def test_programs_of_packages_are_found_by_name_by_the_agent_the_score_and_the_check(index: Path, level: str) -> None:
+    need_level(level)
+    echo = shutil.which("echo")
+    assert echo is not None
+    wheel(index, "fast", binary=Path(echo))
+    Path("my_env.py").write_text(PROGRAMS)
+    assert main(["env", "check", "my_env.py", "--env.isolation", level]) == 0
+    assert main(["run", "my_env.py", "--policy", "oracle", "--env.isolation", level]) == 0
+    (folder,) = Path().glob("runs/*/*")
+    assert [each.reward for each in palaestra.open_run(folder).trajectories] == [1.0]
 
 
 def test_a_name_that_cannot_be_installed_ends_the_run_before_anything_is_played(tmp_path: Path) -> None:

@@ -183,12 +183,17 @@ def acting(path: Path, works: Mapping[str, str | Sequence[str]], group_size: int
     return f"replay:{path}"
 
 
-def wheel(folder: Path, name: str, needs: str = "", version: str = "1.0") -> None:
+def wheel(folder: Path, name: str, needs: str = "", version: str = "1.0", binary: Path | None = None) -> None:
+    """Write a wheel with one module and its program `run-NAME`; `binary` is a further program, `NAME-binary`."""
     info = f"{name}-{version}.dist-info"
     needed = f"Requires-Dist: {needs}\n" if needs else ""
     folder.mkdir(exist_ok=True)
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
-        file.writestr(f"{name}.py", f"{f'import {needs}' if needs else ''}\nx = '{name} {version}'\n")
+        own = f"x = '{name} {version}'\n\ndef main():\n    print(x)\n"
+        file.writestr(f"{name}.py", f"{f'import {needs}' if needs else ''}\n{own}")
+        file.writestr(f"{info}/entry_points.txt", f"[console_scripts]\nrun-{name} = {name}:main\n")
+        if binary is not None:
+            file.write(binary, f"{name}-{version}.data/scripts/{name}-binary")
         file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{info}/RECORD", f"{name}.py,,\n")

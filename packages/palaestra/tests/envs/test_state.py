@@ -181,6 +181,42 @@ def test_a_misspelt_state_names_it() -> None:
             return order
 
 
+@pytest.mark.parametrize("first", ["tool", "state"])
+@pytest.mark.parametrize("kind", [Till, Stock])
+def test_a_tool_names_the_state_by_its_type(first: str, kind: type) -> None:
+    """An argument of the model may be called `state`, such as that of an address."""
+
+    @environment(toolsets=[])
+    def shop() -> Iterator[Task]:
+        yield Task(id="one", prompt="?", solution=[ToolStep("move", {"state": "NY", "also": {"orders": {"b": "?"}}})])
+
+    def declare_state() -> None:
+        def opened():  # type: ignore[no-untyped-def]
+            return kind(orders={})
+
+        opened.__annotations__["return"] = kind
+        shop.state(opened)
+
+    def declare_tool() -> None:
+        def move(state: str, also: dict, *, shop):  # type: ignore[no-untyped-def, type-arg]
+            """Move."""
+            shop.orders[state] = also["orders"]["b"]
+
+        move.__annotations__["shop"] = kind
+        assert shop.tool(move).schema.name == "move"
+
+    for declare in (declare_tool, declare_state) if first == "tool" else (declare_state, declare_tool):
+        declare()
+    (made,) = shop.tools
+    assert set(made.schema.parameters) == {"state", "also"}
+
+    @shop.score
+    def moved(state: Any) -> bool:
+        return bool(state.orders == {"NY": "?"})
+
+    assert palaestra.run_sync(shop, policy="oracle").mean_reward == 1.0
+
+
 def test_a_text_argument_named_state_is_the_models() -> None:
     made = shop()
 

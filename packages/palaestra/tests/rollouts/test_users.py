@@ -157,6 +157,90 @@ def test_a_fork_begins_with_the_users_answer_and_its_state(turn: int) -> None:
     assert verdict.ok, verdict.violation
 
 
+GREETING: list[JSON] = [{"role": "assistant", "content": "What do you need?"}]
+
+
+def opened(prompt: Sequence[JSON]) -> Any:
+    """An environment whose user speaks first."""
+
+    @environment(toolsets=[])
+    def opened() -> Iterator[Task]:
+        yield Task(id="one", prompt=[{"role": "system", "content": "Serve."}, *prompt], solution=[Say("What?")])
+
+    @opened.state
+    def told() -> dict[str, int]:
+        return {"told": 0}
+
+    @opened.user
+    def guest(messages: Sequence[JSON], state: dict[str, int]) -> str | None:
+        asked.append(len(messages))
+        state["told"] += 1
+        return ["I want b", "and c", None][min(state["told"], 3) - 1]
+
+    @opened.score
+    def heard(state: dict[str, int]) -> bool:
+        return state["told"] == 3
+
+    return opened
+
+
+@pytest.mark.parametrize("prompt", [[], GREETING, [{"role": "user", "content": "?"}, *GREETING]])
+def test_the_user_opens_a_conversation_whose_prompt_ends_without_a_message_of_the_user(prompt: list[JSON]) -> None:
+    engine = Waiter(["Hm.", "So."])
+    run = played(opened(prompt), server=engine)
+    (rollout,) = run.trajectories
+    roles = [each["role"] for each in rollout.messages]
+    assert roles[1 + len(prompt) :] == ["user", "assistant", "user", "assistant"]
+    assert rollout.messages[1 + len(prompt)]["content"] == "I want b"
+    assert (rollout.reward, len(rollout.turns)) == (1.0, 2)
+    verdict = verify_run(run.path / "journal.jsonl")
+    assert verdict.ok, verdict.violation
+    assert verdict.trained == engine.sampled
+
+
+OPENED = """
+from palaestra import Say, Task, environment
+
+@environment(toolsets=[])
+def opened():
+    yield Task(id="one", prompt=[{"role": "system", "content": "Serve."}], solution=[Say("What?")])
+
+@opened.user
+def guest(messages):
+    return f"It is my message after {len(messages)}."
+
+@opened.score
+def fine(rollout):
+    return "after 1." in rollout.messages[1]["content"]
+"""
+
+
+@pytest.mark.parametrize("policy", ["oracle", "noop"])
+def test_the_user_opens_the_conversation_of_a_policy_too(policy: str) -> None:
+    Path("my_env.py").write_text(OPENED)
+    assert main(["run", "my_env.py", "--policy", policy]) == 0
+    (folder,) = Path().glob("runs/*/*")
+    (rollout,) = palaestra.open_run(folder).trajectories
+    assert [each["role"] for each in rollout.messages] == ["system", "user", "assistant"]
+    assert main(["replay", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("last", range(4))
+def test_an_opened_conversation_is_resumed_where_it_was_cut_off(last: int) -> None:
+    run = played(opened(GREETING), server=Waiter(["Hm.", "So."]))
+    (whole,) = run.trajectories
+    journal = run.path / "journal.jsonl"
+    lines, events = journal.read_bytes().splitlines(keepends=True), list(read_journal(journal))
+    places = [n for n, event in enumerate(events, 1) if isinstance(event, TurnTaken | ReplyReceived)]
+    journal.write_bytes(b"".join(lines[: places[last]]))
+    asked.clear()
+    (rollout,) = played(opened(GREETING), server=Waiter(["Hm.", "So."]), resume=run.path).trajectories
+    assert (rollout.messages, rollout.state, rollout.reward) == (whole.messages, whole.state, 1.0)
+    answered = sum(isinstance(event, TurnTaken) for event in events[: places[last]])
+    assert len(asked) == 3 - answered
+    assert verify_run(journal).ok
+
+
 def test_turns_and_time_are_those_of_the_whole_conversation() -> None:
     async def slow() -> str:
         await asyncio.sleep(0.05)
@@ -355,7 +439,14 @@ def test_a_model_is_asked_outside_of_a_rollout_too() -> None:
         async with LoopbackServer(said("yes")) as server:
             model = ChatModel("m", base_url=server.url, prices=Prices(1, 1))
             assert await model.ask("?") == "yes"
-            assert await model.play_user("You are short.", [{"role": "user", "content": "a"}], stop="yes") is None
+            talk: list[JSON] = [{"role": "user", "content": "a"}]
+            assert await model.play_user("You are short.", talk, stop="yes") is None
+            assert await model.play_user("You are short.", talk, stop=["no", "ye"], rules="Be a cat.") is None
+            assert await model.play_user("You are short.", talk, stop=["no", "never"]) == "yes"
+            asked_for = [each.body["messages"][0]["content"] for each in server.seen if each.method == "POST"]
+            systems = asked_for[-2:]
+            assert systems[0] == "Be a cat.\nYou are short."
+            assert "write no and nothing else" in systems[1]
 
     asyncio.run(scenario())
 

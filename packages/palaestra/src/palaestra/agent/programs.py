@@ -35,6 +35,7 @@ from palaestra_slots.core.io.file_lock import file_lock
 from palaestra_slots.core.printable import without_middle
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.images.image_folders import default_folder
+from palaestra_slots.sandbox.python_call import PACKAGES_DIR
 from palaestra_slots.sandbox.slot import Mount, Slot
 
 HOME = "/tmp/agent"  # noqa: S108  inside the slot, outside the workspace that is graded
@@ -242,7 +243,8 @@ class NpmProgram(InstalledProgram):
 
     def path(self) -> Mapping[str, str]:
         bun = f"{self.folder / 'node_modules/.bin'}:" if self.bun else ""
-        return {"PATH": f"{bun}{self._node_folder()}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"}
+        usual = f"{PACKAGES_DIR}/bin:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
+        return {"PATH": f"{bun}{self._node_folder()}:{usual}"}
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,12 @@ from palaestra_tokens.server_group import ServerGroup
 STOP = "###STOP###"
 """What a model that plays a user writes to end the conversation."""
 
-_PLAY = """\
+_RULES = """\
 You play a user who talks to an assistant. Write only what the user says next, in one short message. Do not reveal \
 everything at once, and do not do the assistant's work. Once the user has what they want, or the assistant cannot \
 help, write {stop} and nothing else.
 
-The user: {persona}"""
+The user:"""
 
 
 class _Servers:
@@ -117,18 +117,22 @@ class ChatModel:
             rollout.log.count_model_call(reply["tokens"], self.prices)
         return str(reply["text"])
 
-    async def play_user(self, persona: str, messages: Sequence[Message], *, stop: str = STOP) -> str | None:
-        """Return what a user says next in a conversation with an assistant, or None once the model writes `stop`.
-        `persona` describes the user and what they want. The model sees the text of the conversation, without system
-        prompts, tool calls and their results."""
+    async def play_user(
+        self, persona: str, messages: Sequence[Message], *, rules: str = "", stop: str | Sequence[str] = STOP
+    ) -> str | None:
+        """Return what a user says next in a conversation with an assistant, or None once the model writes `stop`, or
+        one of several such texts. `persona` describes the user and what they want. `rules` replace the instructions
+        that the model gets before it. The model sees the text of the conversation, without system prompts, tool calls
+        and their results."""
+        stops = [stop] if isinstance(stop, str) else [*stop]
         turns = [each for each in chat_messages(messages) if each.role in ("user", "assistant") and each.text]
         other = {"user": "assistant", "assistant": "user"}
         shown: list[Message] = [{"role": other[each.role], "content": each.text} for each in turns]
         if not shown or shown[0]["role"] != "user":  # templates want the conversation to begin with the other side
             shown.insert(0, {"role": "user", "content": "(You open the conversation.)"})
-        system = {"role": "system", "content": _PLAY.format(stop=stop, persona=persona)}
-        reply = await self.ask([system, *shown])
-        return None if stop in reply else reply
+        rules = rules or _RULES.format(stop=stops[0])
+        reply = await self.ask([{"role": "system", "content": f"{rules}\n{persona}"}, *shown])
+        return None if any(each in reply for each in stops) else reply
 
     def server(self) -> ServerGroup:
         """Return a connection to the server, not open yet."""

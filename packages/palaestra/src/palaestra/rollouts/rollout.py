@@ -436,20 +436,24 @@ class Rollout:
             tool_handler=tool_handler,
         )
         self.log.time(loop.wall)
+        if after is None and self.hooks.has_user and not _begun_by_user(opening):
+            said = await self._ask_user(opening, len(opening))
+            opening += [] if said is None else [said]
         self.log.record(None, opening if after is None else opening[-1:])
         try:
             return await loop.run(opening, after=after)
         finally:
             self.ended(loop.result)
 
-    async def _ask_user(self, messages: list[Message]) -> Message | None:
+    async def _ask_user(self, messages: list[Message], prompt: int | None = None) -> Message | None:
         """Return the user's next message; None if the conversation is over. A recorded message is not asked for again,
-        but a user that works in the sandbox must do its work again, as tools do."""
+        but a user that works in the sandbox must do its work again, as tools do. The message follows a reply or, to
+        open the conversation, this number of messages of the prompt."""
         recorded = self.log.recorded
-        known = None if recorded is None else recorded.answers_of_user
+        known = None if recorded is None else recorded.answers_of_user(1 if prompt is None else prompt)
         if known is None or (self.hooks.user_works and not (recorded is not None and recorded.answers(False))):
             server = self.seat.server
-            if server is not None and server.is_over(messages):
+            if prompt is None and server is not None and server.is_over(messages):
                 return None
             self.log.note_reply()
             turn = sum(message.get("role") == "assistant" for message in messages)
@@ -507,6 +511,11 @@ def _ending_of(result: AgentResult) -> RolloutEnd:
     if result.outcome is Outcome.INFRA_ERROR:
         return RolloutEnd(result.outcome, result.error, result.blame or Blame.SANDBOX)
     return RolloutEnd(result.outcome, result.error, None if result.outcome is Outcome.NATURAL else Blame.MODEL)
+
+
+def _begun_by_user(opening: list[Message]) -> bool:
+    """Return whether the model can reply to these messages. If not, the user opens the conversation."""
+    return bool(opening) and opening[-1].get("role") not in ("system", "developer", "assistant")
 
 
 def _first_user_text(messages: list[Message]) -> str:

@@ -213,10 +213,12 @@ def declare(
     external: bool = False,
     asks: bool = False,
     of_environment: bool = False,
+    state_type: type | None = None,
     **options: Unpack[ToolOptions],
 ) -> TypedTool:
     """Make a tool as `tool` does, from a function that may also have the task and the state as parameters. In a tool
-    `of_environment`, a parameter `state` may have the type of the state as its annotation."""
+    `of_environment`, a parameter `state` may have the type of the state as its annotation, and a parameter with the
+    annotation `state_type` is the state under another name."""
     called = name or str(getattr(function, "__name__", "tool"))
     try:
         # eval_str, because `from __future__ import annotations` makes every annotation a text.
@@ -224,7 +226,7 @@ def declare(
     except (NameError, TypeError, ValueError) as error:
         raise ConfigError(f"the annotations of tool {called} cannot be read: {error}") from error
     summary, told = _documented(called, inspect.getdoc(function), set(parameters))
-    found = {each.name: _context_of(each, of_environment) for each in parameters.values()}
+    found = {each.name: _context_of(each, of_environment, state_type) for each in parameters.values()}
     context = {parameter: what for parameter, what in found.items() if what is not None}
     if external and "sandbox" in context.values():
         raise ConfigError(f"tool {called} is external, so it cannot have a sandbox parameter")
@@ -249,12 +251,14 @@ def reply_from(answer: object) -> ToolReply:
     return told if isinstance(told, dict) else {"result": told}
 
 
-def _context_of(parameter: inspect.Parameter, of_environment: bool) -> str | None:
+def _context_of(parameter: inspect.Parameter, of_environment: bool, state_type: type | None) -> str | None:
     """Return the name in `CONTEXT` for which a parameter stands, or None if the parameter is an argument of the
     model."""
     # Without an annotation, the name decides; with one, a model may have an argument named `task` or `sandbox`.
     if parameter.annotation is inspect.Parameter.empty:
         return parameter.name if parameter.name in CONTEXT else None
+    if state_type is not None and parameter.annotation is state_type:
+        return "state"
     if of_environment and parameter.name == "state":
         kind = get_origin(parameter.annotation) or parameter.annotation
         if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, dict | Struct | BaseModel)):

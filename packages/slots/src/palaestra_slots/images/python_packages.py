@@ -4,8 +4,8 @@
 by the requirements and the image, and sandboxes see this folder read-only. No sandbox of a task needs the package
 index.
 
-Not covered: programs that packages install, such as `black`; run `python3 -m black`. A requirement without a version
-keeps the version that was the newest at the first installation.
+Programs of the packages, such as `ruff`, are in the folder's `bin`, which is in the PATH of these sandboxes. Not
+covered: a requirement without a version keeps the version that was the newest at the first installation.
 """
 
 from __future__ import annotations

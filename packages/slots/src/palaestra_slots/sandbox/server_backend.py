@@ -21,6 +21,7 @@ from palaestra_slots.core.types import JSON, AllowList, Limits, Network
 from palaestra_slots.sandbox.isolation.self_test import explain, prove
 from palaestra_slots.sandbox.local.client import Requests, SlotClient
 from palaestra_slots.sandbox.local.local_slot import LocalSlot
+from palaestra_slots.sandbox.python_call import PACKAGES_DIR
 from palaestra_slots.sandbox.slot import Change, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra_slots.sandbox.slotd.network import allowlist
 from palaestra_slots.sandbox.slotd.protocol.frames import Fields
@@ -397,8 +398,13 @@ def host_path() -> str:
 
 
 def environment(spec: SlotSpec, path: str = SYSTEM_PATH) -> dict[str, JSON]:
-    """Return the environment variables for every command of a slot."""
-    return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
+    """Return the environment variables for every command of a slot. Programs of declared packages come first, as in a
+    virtual environment."""
+    own = dict(spec.env)
+    path = own.get("PATH", path)
+    if any(mount.target == PACKAGES_DIR for mount in spec.mounts):
+        path = f"{PACKAGES_DIR}/bin:{path}"
+    return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **own} | {"PATH": path}
 
 
 def _proxies(spec: SlotSpec) -> dict[str, str]:

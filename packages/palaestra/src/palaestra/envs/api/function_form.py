@@ -32,6 +32,7 @@ from palaestra.envs.api.declaration import Declaration, FunctionEnvConfig, Hook,
 from palaestra.envs.config.fields import DECLARED, LIMITS, BaseEnvConfig, limit_value
 from palaestra.tools.decorator import TypedTool, UserFunction
 from palaestra.tools.decorator import declare as declare_tool
+from palaestra.tools.tool import Tool
 from palaestra_slots.core.config import nearest
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, number
@@ -103,6 +104,8 @@ class FunctionForm(Declaration):
         declared = checked_packages(f"environment {name}", packages) if packages != () else ()
         super().__init__(source, name, tuple(toolsets), tuple(label_names), declared)
         self.limits = _checked_limits(name, {key: value for key, value in limits.items() if value is not None})
+        self.state_type: type | None = None
+        """The class of the state, if the state hook has the annotation of one."""
         self.bound: FunctionEnvConfig | None = None
         """The settings, if the environment was called with arguments; None otherwise."""
         self.__doc__ = source.__doc__
@@ -155,11 +158,15 @@ class FunctionForm(Declaration):
 
     def state(self, function: F) -> F:
         """Declare a hook that makes the state of one rollout, which its tools, user and scores share as the argument
-        `state`: a dict, dataclass, msgspec Struct or pydantic model. The journal has the state as JSON, so a resumed or
+        `state`: a dict, dataclass, msgspec Struct or pydantic model. If the hook has the annotation of such a class, a
+        tool may give the state another name with this annotation. The journal has the state as JSON, so a resumed or
         forked rollout has it too. Raises `ConfigError` if the environment already has such a hook."""
         if self.made_state is not None:
             raise ConfigError(f"environment {self.name} has two state hooks: {self.made_state.name} is one already")
         self.made_state = declare_hook(function, "state", ("task", "rng"))
+        if (kind := _own_type(function)) is not None:
+            self.state_type = kind
+            self.tools[:] = [_declared_again(each, kind) for each in self.tools]
         return function
 
     def user(self, function: F) -> F:
@@ -190,8 +197,15 @@ class FunctionForm(Declaration):
         `state`. Calls of a tool that `touches_world` are recorded and can be replayed without a network."""
 
         def keep(given: UserFunction) -> TypedTool:
-            made = declare_tool(given, name=name, toolset=self.name, parallel_safe=parallel_safe, of_environment=True)
-            made = replace(made, touches_world=touches_world)
+            made = declare_tool(
+                given,
+                name=name,
+                toolset=self.name,
+                parallel_safe=parallel_safe,
+                touches_world=touches_world,
+                of_environment=True,
+                state_type=self.state_type,
+            )
             self.tools.append(made)
             return made
 
@@ -311,6 +325,24 @@ def environment(
         )
 
     return make if source is None else make(source)
+
+
+def _own_type(function: HookFunction) -> type | None:
+    """Return the class that a state hook returns by its annotation; None if it has none, or that of a plain dict, which
+    an argument of a tool may have too."""
+    try:
+        kind = inspect.signature(function, eval_str=True).return_annotation
+    except (NameError, TypeError):
+        return None
+    return kind if isinstance(kind, type) and kind not in (inspect.Signature.empty, dict) else None
+
+
+def _declared_again(tool: Tool, state_type: type) -> Tool:
+    """Return a tool that was declared before the type of the state was known."""
+    if not isinstance(tool, TypedTool):
+        return tool
+    made = declare_tool(tool.function, name=tool.name, of_environment=True, state_type=state_type)
+    return replace(tool, schema=made.schema, arguments=made.arguments, context=made.context)
 
 
 def _checked_limits(environment: str, limits: Mapping[str, JSON]) -> dict[str, JSON]:

@@ -158,11 +158,10 @@ class RecordedTurns:
         """Whether recorded turns or replies are still unused, or the turn that was cut off is not over."""
         return not self._went_on or any(self._sampled.values()) or any(self._replies.values())
 
-    @property
-    def answers_of_user(self) -> Sequence[Message] | None:
-        """What the user answered in the turn that is repeated now: a message or nothing. None if no recorded turn is
-        left."""
-        return None if self.caught_up or self.failed is not None else self._events[self._at].messages[1:]
+    def answers_of_user(self, before: int) -> Sequence[Message] | None:
+        """Return what the user said in the turn that is repeated now, after `before` messages of others: a message or
+        nothing. None if no recorded turn is left."""
+        return None if self.caught_up or self.failed is not None else self._events[self._at].messages[before:]
 
     def fail(self, reason: Mismatch, evidence: str = "") -> CannotResume:
         """Give up on resuming; only the first reason is kept. Returns the error to raise."""
