@@ -35,10 +35,10 @@ def test_a_copy_of_the_verifier_in_reach_of_the_agent_is_a_leak_unless_the_promp
             place = tmp_path / "tasks" / name / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(content + (more if path == "instruction.md" else ""))
-    main(["audit", "tasks", "--only", "leaks", "--env.base_image", "host", "--out", "found"])
+    main(["audit", "tasks", "--only", "leaks", "--only", "weak", "--env.base_image", "host", "--out", "found"])
     found = {task.id: task.findings for task in read_audit(Path("found/audit.json")).tasks}
     assert {name: [(each.kind, each.note) for each in findings] for name, findings in found.items()} == {
         "told": [],
         "secret": [(Kind.LEAKS, False)],
         "sound": [],
-    }
+    }, "the script of a reference solution is not a part of its work"
