@@ -251,7 +251,7 @@ def _digest(task: Task | None, salt: str) -> str:
         return repr(value)
 
     try:
-        text = repr(msgspec.to_builtins(task, enc_hook=content)) if task is not None else ""
+        text = repr(msgspec.to_builtins(task, enc_hook=content, order="deterministic")) if task is not None else ""
     except (TypeError, ValueError, OSError, RecursionError):  # such as a mapping whose keys are objects
         text = repr(task)
     return hashlib.sha256(f"{salt}\0{re.sub(' at 0x[0-9a-f]+', '', text)}".encode()).hexdigest()[:32]

@@ -210,11 +210,17 @@ _FORMS = ("{}", "\\boxed{{{}}}", "Answer: {}", "ANSWER: {}", "#### {}", "<answer
 """Forms in which sets of questions ask for an answer."""
 
 
+_FILES = re.compile(
+    r"[\w-]\.\w|/\w|\b(files?|folders?|director(y|ies)|commands?|repository|code|script)\b", re.IGNORECASE
+)
+
+
 async def _answers(audited: Audited) -> AsyncIterator[Found]:
     """Does the stored answer of a question earn the full score as the reply? If the agent has a tool that runs
-    commands, the answer may belong somewhere else."""
+    commands, and the prompt speaks of files, the answer may belong there."""
     answer = audited.task.answer
-    if not isinstance(answer, str | int | float) or isinstance(answer, bool) or audited.tool or audited.unprepared:
+    elsewhere = audited.unprepared or (audited.tool is not None and _FILES.search(audited.asked))
+    if not isinstance(answer, str | int | float) or isinstance(answer, bool) or elsewhere:
         yield Untried(Kind.UNSOLVABLE, _NO_REFERENCE)
         return
     trials = [Trial(steps=[Step(say=form.format(answer))]) for form in _FORMS]
@@ -224,7 +230,7 @@ async def _answers(audited: Audited) -> AsyncIterator[Found]:
         if _is_full(verdict):
             return
         verdicts.append(verdict)
-    what = f"the stored answer as the reply {_scored(verdicts[0])}, in none of {len(trials)} usual forms more"
+    what = f"the stored answer as the reply {_scored(verdicts[0])}, and earns the full score in none of the usual forms"
     yield Finding(
         kind=Kind.UNSOLVABLE, what=what, note=True, wanted="1", detail=str(answer), trial=trials[0], verdict=verdicts[0]
     )

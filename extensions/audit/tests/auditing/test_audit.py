@@ -533,3 +533,26 @@ async def right(sandbox):
     return await sandbox.read_text("a.txt") == TEXT
 """)
     assert certain(audit("broken_env.py", "--only", "leaks")) == {"a": {Kind.LEAKS}}
+
+
+def test_a_stored_answer_that_no_form_of_reply_earns_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("asked_env.py").write_text("""
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def asked():
+    yield Task(id="blank", prompt="What is the capital of Peru?", answer="Lima ")
+    yield Task(id="plain", prompt="What is the capital of Peru?", answer="Lima")
+    yield Task(id="boxed", prompt="What is three times four?", answer=12)
+    yield Task(id="file", prompt="Write the capital of Peru to capital.txt.", answer="Lima")
+
+@asked.score
+async def right(task, rollout, sandbox):
+    said = rollout.messages[-1]["content"].strip()
+    return said == (f"\\\\boxed{{{task.answer}}}" if task.id == "boxed" else task.answer)
+""")
+    found = audit("asked_env.py", "--only", "unsolvable")
+    notes = {task.id: [each.note for each in task.findings] for task in found.tasks}
+    assert notes == {"blank": [True], "plain": [], "boxed": [], "file": []}
+    assert [task.id for task in found.tasks if task.untried] == ["file"]

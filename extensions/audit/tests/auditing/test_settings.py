@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +58,16 @@ def test_results_depend_on_the_files_of_the_code_and_of_the_task(
         file.write_text(text)
         digests.add(_digest(Task(id="a", prompt="b", data={"file": file}), "salt"))
     assert len(digests) == 2
+
+
+def test_a_task_has_one_digest_in_every_process() -> None:
+    code = """
+from palaestra_audit.audit import _digest
+from palaestra_slots.core.types import Task
+print(_digest(Task(id="a", prompt="b", data={"words": frozenset("abcdefgh"), "of": {"b": 1, "a": {"c", "d"}}}), ""))
+"""
+    found = set()
+    for seed in ("1", "2", "3"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        found.add(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True).stdout)
+    assert len(found) == 1

@@ -22,6 +22,8 @@ _MOST_FILES = 200
 _WAIT_S = 60.0
 _INSTALLED = {"site-packages", "dist-packages", "node_modules", "__pycache__", ".git"}
 """Directories whose files a solution installs or caches, but does not write."""
+_SCRIPTS = ("/solution", "/oracle", "/tmp/palaestra-solution")  # noqa: S108  in the sandbox
+"""The directories in which sets of terminal tasks put the scripts of their solutions, which are not their work."""
 
 
 @dataclass(slots=True)
@@ -93,7 +95,9 @@ class ReadWorkspaces(Workspaces):
 async def _changed(pool: SlotSource, snapshot: Snapshot) -> list[str]:
     """Return the paths of the files that the agent wrote, at most `_MOST_FILES`."""
     paths = [each.path for each in await pool.changes(snapshot) if each.kind == "file"]
-    written = [path for path in paths if _INSTALLED.isdisjoint(PurePosixPath(path).parts)]
+    written = [
+        path for path in paths if _INSTALLED.isdisjoint(PurePosixPath(path).parts) and not is_below(path, _SCRIPTS)
+    ]
     return sorted(written, key=lambda path: not is_below(path, [WORKSPACE]))[:_MOST_FILES]
 
 
