@@ -56,6 +56,9 @@ def mutants(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator
         files = without_objects(hollow.files)
         beside = bool(work) and work.isdisjoint(files)
         yield Changed(hollow.what, files, certain=not beside and not hollow.prints)
+    for path, data in left.items():
+        if (ended := _other_end(path, data)) is not None:
+            yield Changed(f"other letters and digits in the last line of {path}", {path: ended}, certain=path in work)
     parts = [path for path in left if not _is_beside(path)]
     for path in parts if len(parts) > 1 else ():
         yield Changed(f"{path} left out", {path: before.get(path)}, certain=not _same_code(path, before, left))
@@ -72,6 +75,23 @@ def _is_beside(path: str) -> bool:
     place = PurePosixPath(path)
     tested = place.name.startswith(("test", ".")) or any(part.startswith("test") for part in place.parts)
     return tested or place.suffix in _DOCUMENTS
+
+
+def _other_end(path: str, data: bytes) -> bytes | None:
+    """Return a text of several lines whose last one is wrong; None if it is none, or is code."""
+    lines = data.splitlines(keepends=True)
+    if path.endswith(_CODE) or b"\0" in data or data.startswith(b"#!") or len(lines) < _LEAST_LINES:
+        return None
+    if lines[-1].lstrip().startswith(_COMMENTS):
+        return None
+    made = lines[-1].translate(_OTHER_SIGNS)
+    return b"".join([*lines[:-1], made]) if made != lines[-1] else None
+
+
+_CODE = (".py", ".sh", ".js", ".ts", ".c", ".h", ".cc", ".cpp", ".go", ".rs", ".java", ".rb")
+_COMMENTS = (b"#", b"//", b";", b"--", b"<!--", b"*")
+_LEAST_LINES = 3
+_OTHER_SIGNS = bytes.maketrans(b"0123456789abcdefghijklmnopqrstuvwxyz", b"1234567898bcdefghijklmnopqrstuvwxyza")
 
 
 def _same_code(path: str, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> bool:

@@ -215,3 +215,17 @@ def test_names_and_messages_that_the_prompt_does_not_have_are_changed() -> None:
 def test_texts_are_changed_unless_only_people_read_them() -> None:
     whats = [each.what for each in mutants({}, {"a.py": NAMES}) if " for '" in each.what]
     assert sorted(what.partition(": ")[2] for what in whats) == ["' x' for ' '", "'andx' for 'and'", "'orx' for 'or'"]
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "made"),
+    [
+        ("a.txt", b"2\n3\n29\n", b"2\n3\n38\n"),
+        ("a.txt", b"2\n29\n", None),
+        ("a.sh", b"a\nb\nc\n", None),
+        ("a.json", b"{\n 1\n}\n", None),
+    ],
+)
+def test_only_the_end_of_a_text_is_changed(path: str, data: bytes, made: bytes | None) -> None:
+    found = [each for each in mutants({}, {path: data}) if "last line" in each.what]
+    assert [only(each.files) for each in found] == ([] if made is None else [made])
