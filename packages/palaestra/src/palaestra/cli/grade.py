@@ -113,15 +113,22 @@ def _grade_run(run: Run, environment: str | None, settings: Sequence[str], *, ne
 
 def _settings(run: Run, environment: str | None, settings: Sequence[str]) -> dict[str, JSON]:
     """Return the settings that the words set. Raises `ConfigError`."""
-    from palaestra.envs.config.command_line import Parsed, flags_of
+    from palaestra.envs.config.command_line import Parsed, flags_of, setting_of
     from palaestra.envs.run.command import command_line
     from palaestra.envs.run.replay_run import recorded_form
+    from palaestra_slots.core.errors import ConfigError
 
     line = command_line(recorded_form(run.recording, environment), "palaestra grade", "process", argv=settings)
     parsed = line.parse(settings, {}, {}, run.recording.meta.config)
     assert isinstance(parsed, Parsed)  # no flag asks for help
-    given = {flag.partition("=")[0].removeprefix("--env.").partition(".")[0] for flag, *_ in flags_of(settings)}
-    return {name: getattr(parsed.env_config, name) for name in given}
+    config = parsed.env_config
+    found: dict[str, JSON] = {}
+    for flag, *_ in flags_of(settings):
+        name = setting_of(flag.partition("=")[0]).removeprefix("env.")
+        if name not in type(config).model_fields:  # an old name, which stands for several settings
+            raise ConfigError(f"{flag} is not a setting of {run.recording.meta.env} any more")
+        found[name] = getattr(config, name)
+    return found
 
 
 def _graded_lines(run: Run, found: Sequence[Regraded]) -> Iterator[str]:

@@ -281,6 +281,14 @@ def test_an_unknown_setting_is_refused(here: Path, flag: str) -> None:
     assert not (run / GRADES_NAME).exists()
 
 
+@pytest.mark.parametrize("words", [["--env.graded-paths", "/root,/opt"], ["--env.graded_paths=/root,/opt"]])
+def test_settings_may_be_spelled_as_in_a_run(here: Path, words: list[str]) -> None:
+    run = evaluated()
+    score_with('1 if task.paths == ("/root", "/opt") else 0')
+    assert main(["grade", str(run), *words]) == 0
+    assert table(run, here) == 1.0
+
+
 def test_several_runs_and_a_folder_of_runs_are_graded(here: Path) -> None:
     runs = [evaluated(), evaluated()]
     score_with(SECOND)

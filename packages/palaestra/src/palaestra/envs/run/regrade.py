@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult, ToolError, Turn
-from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, save_evaluation
+from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, HeldOutEnvironment, Logged, save_evaluation
 from palaestra.envs.run.library import environment_form
 from palaestra.envs.run.replay_run import ReopenedRun, recorded_form, reopened, where_it_ran
 from palaestra.envs.run.run_folder import REPORT_NAME, write_report
@@ -145,20 +145,27 @@ async def _renew_files(folder: Path, again: ReopenedRun) -> None:
     metrics = last_metrics(path)
     own = {name: value for name, value in metrics.items() if name.startswith("eval/")}
     if (folder / "evaluation" / "metrics.json").is_file():
-        evaluation = _FinishedEvaluation(again.environment, again.context, run.groups)
         try:
-            await evaluation.run()
+            logged = await _evaluated(again, run.groups)
         except PalaestraError as error:
             logger.warning("the figures in %s are those of the earlier scores: %s", folder / "evaluation", error)
-        if evaluation.logged:
-            save_evaluation(evaluation.logged, folder / "evaluation", run.recording.meta.model)
-            figures = numbers(evaluation.logged["metrics"])
+        else:
+            save_evaluation(logged, folder / "evaluation", run.recording.meta.model)
+            figures = numbers(logged["metrics"])
             own |= {f"eval/{name.removeprefix('eval/')}": value for name, value in figures.items()}
     if metrics:
         line = {"time": time.time(), **metrics, **run.metrics, **own}
         append_lines(path, encoded(line) + b"\n")
     if (folder / REPORT_NAME).is_file():
         write_report(folder, folder / REPORT_NAME, own)
+
+
+async def _evaluated(again: ReopenedRun, groups: Sequence[Group]) -> Logged:
+    """Return the result of the run's evaluation with these groups. Raises `ConfigError`."""
+    environment = again.environment
+    if not isinstance(environment, HeldOutEnvironment):  # its `evaluate` may ask the model
+        raise ConfigError(f"only {environment.name} itself can compute them, in a new evaluation")
+    return await environment.evaluate(_FinishedEvaluation(environment, again.context, groups))
 
 
 class _FinishedEvaluation(Evaluation):
