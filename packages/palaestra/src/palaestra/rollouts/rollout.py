@@ -226,9 +226,12 @@ class Rollout:
             TaskError, lambda: hooks.project(self, self.score), f"making the row of {self.rollout_id}"
         )
 
-    async def regrade(self, result: AgentResult, sealed: Snapshot | None, state: JSON = None) -> Score:
+    async def regrade(
+        self, result: AgentResult, sealed: Snapshot | None, state: JSON = None, lost: str = ""
+    ) -> Score:
         """Score recorded work: the agent's conversation, its sealed workspace and its state. The agent does not run,
-        but the environment's set-up does, in a workspace that is discarded. Raises the errors of set-up and grading."""
+        but the environment's set-up does, in a workspace that is discarded. `lost` is as in `RolloutWorkspace.restore`.
+        Raises the errors of set-up and grading."""
         self.workspace.begin()
         try:
             async with self.stages.watched():
@@ -237,7 +240,7 @@ class Rollout:
                 if self.state is not None:
                     self.state.follow(state)
                 self.result = result
-                self.workspace.restore(sealed)
+                self.workspace.restore(sealed, lost)
                 return await self._graded()
         finally:
             await self.release()

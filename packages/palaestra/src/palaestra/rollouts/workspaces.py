@@ -24,7 +24,15 @@ from palaestra.agent.seat import Seat
 from palaestra.rollouts.limits import RunLimits
 from palaestra.rollouts.watchdog import Stages
 from palaestra_slots.core.clock import uncharged
-from palaestra_slots.core.errors import AcquireTimeout, ConfigError, ImageError, SandboxError, SlotLost, TaskError
+from palaestra_slots.core.errors import (
+    AcquireTimeout,
+    ConfigError,
+    GraderError,
+    ImageError,
+    SandboxError,
+    SlotLost,
+    TaskError,
+)
 from palaestra_slots.core.io.durable_files import writing
 from palaestra_slots.core.types import Task
 from palaestra_slots.sandbox.slot import Rung, Slot, SlotSource, SlotSpec, Snapshot, View
@@ -232,6 +240,7 @@ class RolloutWorkspace:
     lender: Slot | None = field(default=None, init=False)
     """The agent's slot if its group has places for the slots that grading needs while the group runs."""
     _restored: Snapshot | None = field(default=None, init=False)
+    _lost: str = field(default="", init=False)
 
     def begin(self) -> None:
         """Let the rollout finish although the run ends: it has a turn of its own."""
@@ -250,7 +259,10 @@ class RolloutWorkspace:
         return slot
 
     async def lease_slot(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
-        """Lease a slot for this rollout or its grading. Raises `CutShort` if the rollout may not start."""
+        """Lease a slot for this rollout or its grading. Raises `CutShort` if the rollout may not start, and
+        `GraderError` if the work that is graded was lost."""
+        if self._lost:
+            raise GraderError(self._lost)
         with image_of(self.task):
             if self.lender is not None:
                 slot = await self.run.lease_within(self.lender, name, spec, snapshot, self.stages)
@@ -268,9 +280,10 @@ class RolloutWorkspace:
             raise TaskError(f"{seat.name} has its slot already: register its image before the first command")
         self.spec = replace(self.spec, image=image)
 
-    def restore(self, sealed: Snapshot | None) -> None:
-        """Let the next `seal` return this recorded work."""
-        self._restored = sealed
+    def restore(self, sealed: Snapshot | None, lost: str = "") -> None:
+        """Let the next `seal` return this recorded work. If the work was not kept, `lost` says why, and a check that
+        asks for a slot gets a `GraderError`: an untouched workspace would look like work that was not done."""
+        self._restored, self._lost = sealed, lost
 
     def continue_from(self, snapshot: Snapshot, seat: Seat) -> None:
         """Make the next slot a fork of this snapshot, with new tools."""

@@ -318,6 +318,10 @@ def sandboxes():
 @sandboxes.score
 async def right(HOOK):
     BODY
+
+async def content(rollout):
+    slot = await rollout.sandbox()
+    return (await slot.execute("cat a")).output
 """
 
 
@@ -326,6 +330,7 @@ async def right(HOOK):
     [
         ("sandbox", "return 1.0"),
         ("rollout", 'return float((await (await rollout.sandbox()).execute("cat a")).output == "1\\\\n")'),
+        ("rollout", 'return float(await content(rollout) == "1\\n")'),
     ],
 )
 def test_a_score_that_reads_the_sandbox_needs_the_kept_work(here: Path, hook: str, body: str) -> None:
@@ -333,7 +338,7 @@ def test_a_score_that_reads_the_sandbox_needs_the_kept_work(here: Path, hook: st
     Path("sandboxes_env.py").write_text(text.replace("BODY", "return 0.0"))
     assert main(["run", "sandboxes_env.py", "--policy", "oracle", "-q"]) == 0
     Path("sandboxes_env.py").write_text(text.replace("BODY", body))
-    assert main(["grade", "last"]) == 2
+    assert main(["grade", "last"]) in (1, 2)
     assert palaestra.open_run().mean_reward == 0.0
 
 

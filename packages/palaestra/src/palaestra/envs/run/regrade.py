@@ -250,7 +250,8 @@ class _Grader:
         rollout = Rollout(
             environment, context, RolloutSpec(trajectory.group_id, trajectory.index, task, seeded, kit, before)
         )
-        score = await rollout.regrade(_result(trajectory), sealed, trajectory.state)
+        lost = _lost(trajectory) if folder is None else ""
+        score = await rollout.regrade(_result(trajectory), sealed, trajectory.state, lost)
         asked = rollout.log.model_calls
         return replace(score, metrics={**score.metrics, **asked}) if asked else score
 
