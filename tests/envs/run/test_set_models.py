@@ -148,6 +148,7 @@ def test_one_key_is_not_sent_to_two_addresses(
     assert "k-first" not in said
 
 
+@pytest.mark.slow
 def test_a_key_for_one_model_only_goes_to_its_address(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     first, first_url, other, other_url = two
     monkeypatch.setenv("OPENAI_API_KEY", "k-first")
@@ -157,6 +158,7 @@ def test_a_key_for_one_model_only_goes_to_its_address(two: Two, monkeypatch: pyt
     assert set(other.keys) == {None}
 
 
+@pytest.mark.slow
 def test_two_models_of_one_server_share_its_key(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     first, first_url, _, _ = two
     first.models = ("m1", "m2")
@@ -206,6 +208,7 @@ def test_a_plan_of_a_set_plays_nothing(two: Two, capsys: pytest.CaptureFixture[s
     assert first.keys == other.keys == []
 
 
+@pytest.mark.slow
 def test_sets_are_compared_shown_and_resumed_as_a_whole(two: Two, capsys: pytest.CaptureFixture[str]) -> None:
     first, first_url, _, _ = two
     first.models = ("m2", "m1", "m3")
@@ -239,6 +242,7 @@ def test_sets_are_compared_shown_and_resumed_as_a_whole(two: Two, capsys: pytest
     assert [(row["model"], row["state"]) for row in rows(newer, capsys)] == [("m2", "done"), ("m1", "done")]
 
 
+@pytest.mark.slow
 def test_the_last_set_is_resumed_even_without_a_run(two: Two, capsys: pytest.CaptureFixture[str]) -> None:
     first, first_url, _, _ = two
     assert main(["eval", "says_env.py", "--policy", "noop", "--env.n", "1"]) == 0
@@ -254,6 +258,7 @@ def test_the_last_set_is_resumed_even_without_a_run(two: Two, capsys: pytest.Cap
 PRICES = ["--env.prompt_price", "1000", "--env.completion_price", "1", "--concurrency", "1"]
 
 
+@pytest.mark.slow
 def test_withheld_replies_have_a_cost(two: Two, capsys: pytest.CaptureFixture[str]) -> None:
     first, first_url, _, _ = two
     first.finish_reason = "content_filter"
@@ -319,6 +324,7 @@ def test_each_figure_of_a_row_says_what_it_is_over(capsys: pytest.CaptureFixture
     assert (line["pass_k_tasks"], line["rollouts_scored"], line["pass_k_high"]) == ("1", "5", "1.0")
 
 
+@pytest.mark.slow
 def test_a_set_has_one_page_with_its_table_and_one_for_each_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "says_env.py", "--policy", "oracle", "--policy", "noop"]) == 0
     folder = Path(capsys.readouterr().out.strip())
@@ -346,6 +352,7 @@ def test_a_table_shows_what_a_run_plans_while_it_goes_on(tmp_path: Path, capsys:
     assert (row["tasks"], row["tasks_known"]) == (2, False)
 
 
+@pytest.mark.slow
 def test_the_servers_of_one_model_share_its_key(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     first, first_url, other, other_url = two
     first.models = other.models = ("m",)
