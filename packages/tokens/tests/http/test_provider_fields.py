@@ -1,5 +1,5 @@
-"""Fields that only a provider knows, such as the signature of a call: they come back to it unchanged, streamed and whole,
-and a server that requires or refuses such a field gets a history that it accepts.
+"""Fields that only a provider knows, such as the signature of a call: they come back to it unchanged, streamed and
+whole, and a server that requires or refuses such a field gets a history that it accepts.
 
 Sources: "Thought signatures" and "OpenAI compatibility" in Gemini's docs, OpenRouter's "Preserving reasoning blocks",
 LiteLLM's `thinking_blocks`, and the errors of DeepSeek, Kimi, Groq, Mistral and Gemini.
@@ -97,7 +97,11 @@ KINDS: dict[str, tuple[JSON, list[JSON]]] = {
     ),
     "OpenRouter: one block in pieces, with the signature last": (
         {"reasoning_details": [{**BLOCK, "text": "Let me look.", "signature": "S"}]},
-        [{"reasoning_details": [{**BLOCK, **each}]} for each in ({"text": "Let me "}, {"text": "look."}, {"signature": "S"})],
+        [
+            {"reasoning_details": [{**BLOCK, "text": "Let me "}]},
+            {"reasoning_details": [{**BLOCK, "text": "look."}]},
+            {"reasoning_details": [{**BLOCK, "signature": "S"}]},
+        ],
     ),
     "OpenRouter: two blocks and an encrypted one": (
         {
@@ -268,12 +272,16 @@ def test_a_half_alone_is_the_replacement_character(half: str) -> None:
     assert streamed.content == once.content == "a\ufffd b"
 
 
+def thought(tokens: int) -> JSON:
+    return {"completion_tokens_details": {"reasoning_tokens": tokens}}
+
+
 @pytest.mark.parametrize(
     ("usage", "completion"),
     [
         ({"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 1110}, 1010),
-        ({"prompt_tokens": 100, "completion_tokens": 10, "completion_tokens_details": {"reasoning_tokens": 1000}}, 1010),
-        ({"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 14, "completion_tokens_details": {"reasoning_tokens": 8}}, 9),
+        ({"prompt_tokens": 100, "completion_tokens": 10, **thought(1000)}, 1010),
+        ({"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 14, **thought(8)}, 9),
         ({"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 14, "completion_tokens_details": None}, 9),
         ({"completion_tokens": 9, "total_tokens": 14}, 9),
     ],

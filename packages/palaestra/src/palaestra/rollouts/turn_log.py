@@ -279,8 +279,8 @@ class TurnLog:
                 model_calls=self._new_model_calls(taken),
             )
             self._events.emit(event)
-        # The opening messages are no reply. A reply that was recorded before its turn ended has already been counted, as
-        # one of a turn with sub-agents.
+        # The opening messages are no reply. A reply that was recorded before its turn ended has already been counted,
+        # as one of a turn with sub-agents.
         if turn.number and not taken.known and not taken.recalled:
             self._events.announce(TokensSpent(self._seat.name, turn.prompt_tokens, turn.completion_tokens))
         elif taken.known and recorded is not None and recorded.caught_up and recorded.continues:

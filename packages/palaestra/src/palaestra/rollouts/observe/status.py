@@ -107,9 +107,10 @@ class RunStatus:
 
     Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
     `stages` include discarded attempts. `cost` is None if no prices are known; it leaves out the `unpriced_tokens` of
-    parts of the run without prices. `tokens_unknown` is set if the model server reported no token counts. `taken_up` counts the rollouts that were cut off and continued; `begun_anew` counts
-    those that started again, by reason. `paused_s` are the seconds between the parts of a run. `nodes` are the nodes of
-    a cluster, those of the latest part of the run.
+    parts of the run without prices. `tokens_unknown` is set if the model server reported no token counts. `taken_up`
+    counts the rollouts that were cut off and continued; `begun_anew` counts those that started again, by reason.
+    `paused_s` are the seconds between the parts of a run. `nodes` are the nodes of a cluster, those of the latest part
+    of the run.
     """
 
     run_id: str = ""
