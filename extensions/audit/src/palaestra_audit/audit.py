@@ -326,9 +326,12 @@ def _add_duplicates(
         if task.id in by_id and (first := first_of.setdefault(_plain(key), task.id)) != task.id:
             same[task.id] = first
     single = {name: text for name, text in texts.items() if name not in same}
-    reworded = {second: (first, like) for first, second, like in _reworded(single, solved)}
     known = {task.id: _plain([solved.get(task.id), task.data, task.answer]) for task in tasks if asked_later}
-    alike = {second: (first, like) for first, second, like in _alike(single) if known.get(first) == known.get(second)}
+
+    def pairs(found: Iterator[tuple[str, str, float]]) -> dict[str, tuple[str, float]]:
+        return {second: (first, like) for first, second, like in found if known.get(first) == known.get(second)}
+
+    reworded, alike = pairs(_reworded(single, solved)), pairs(_alike(single))
     for second in texts:
         finding = Finding(kind=Kind.DUPLICATE, id=f"{second}/duplicate/1", what="")
         if second in same:
