@@ -320,8 +320,9 @@ def _add_duplicates(
     same: dict[str, str] = {}
     for task in tasks:
         # Data often has the task's own name, so it counts only if nothing else says what is right, or a user knows it.
-        right = solved.get(task.id) or (task.answer, task.data)
-        right = (right, task.answer, task.data) if asked_later else right
+        right = [solved.get(task.id), task.answer, task.data]
+        if not asked_later and right[0]:
+            right = right[:1]
         key = (" ".join(_text(task).split()), dict(task.files), task.setup, task.image, right)
         if task.id in by_id and (first := first_of.setdefault(_plain(key), task.id)) != task.id:
             same[task.id] = first
