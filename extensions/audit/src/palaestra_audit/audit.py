@@ -320,15 +320,19 @@ def _add_duplicates(
     same: dict[str, str] = {}
     for task in tasks:
         # Data often has the task's own name, so it counts only if nothing else says what is right, or a user knows it.
-        right: JSON = solved.get(task.id) or (task.answer, task.data)
-        right = (right, task.answer, task.data) if asked_later else right
+        right = [solved.get(task.id), task.answer, task.data]
+        if not asked_later and right[0]:
+            right = right[:1]
         key = (" ".join(_text(task).split()), dict(task.files), task.setup, task.image, right)
         if task.id in by_id and (first := first_of.setdefault(_plain(key), task.id)) != task.id:
             same[task.id] = first
     single = {name: text for name, text in texts.items() if name not in same}
-    reworded = {second: (first, like) for first, second, like in _reworded(single, solved)}
     known = {task.id: _plain([solved.get(task.id), task.data, task.answer]) for task in tasks if asked_later}
-    alike = {second: (first, like) for first, second, like in _alike(single) if known.get(first) == known.get(second)}
+
+    def pairs(found: Iterator[tuple[str, str, float]]) -> dict[str, tuple[str, float]]:
+        return {second: (first, like) for first, second, like in found if known.get(first) == known.get(second)}
+
+    reworded, alike = pairs(_reworded(single, solved)), pairs(_alike(single))
     for second in texts:
         finding = Finding(kind=Kind.DUPLICATE, id=f"{second}/duplicate/1", what="")
         if second in same:

@@ -52,7 +52,9 @@ class Naive(SweEnvironment):
 
 def test_the_bank_is_large_and_its_cheats_are_told_apart() -> None:
     assert len(BANK) >= 30
-    assert len({cheat.name for cheat in BANK}) == len({cheat.script for cheat in BANK}) == len(BANK)
+    assert len({cheat.name for cheat in BANK}) == len(BANK)
+    scripts = [cheat.script for cheat in BANK if cheat.script]
+    assert len({*scripts}) == len(scripts)
     with pytest.raises(ConfigError, match="Did you mean conftest-skip"):
         cheats_named(["conftest-skp"])
 

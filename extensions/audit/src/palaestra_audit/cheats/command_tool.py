@@ -7,6 +7,7 @@ a shell script and a Python program, and it runs commands if the result of the s
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from palaestra.envs.policy_runs import PolicyRuns
 from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES
 from palaestra.tools.builtin.terminal import SCHEMA as TERMINAL_SCHEMA
+from palaestra.tools.tool import logger
 from palaestra_audit.cheats.left_files import LeftFiles, play_and_read
 from palaestra_slots.core.types import JSON, Message, Task, ToolStep
 from palaestra_slots.sandbox.slot import WORKSPACE, SlotSpec
@@ -74,7 +76,11 @@ async def find_command_tool(
         paths.append(f"{WORKSPACE}/.palaestra-probe-{place}")
         calls += candidate.calls([_PROBE.format(start=start, path=paths[-1])])
     reads = None if spec is None else LeftFiles(spec, tuple(paths))
-    group = await play_and_read(runs, _Calls(calls), task, number, reads)
+    logger.addFilter(_says_nothing)  # a tool that fails on a script is no news to its author
+    try:
+        group = await play_and_read(runs, _Calls(calls), task, number, reads)
+    finally:
+        logger.removeFilter(_says_nothing)
     seen = "\n".join(str(message.get("content")) for rollout in group.trajectories for message in rollout.messages
                      if message.get("role") == "tool")  # fmt: skip
     for candidate, result, path in zip(candidates, results, paths, strict=True):
@@ -82,6 +88,10 @@ async def find_command_tool(
         if str(result) in seen or str(result).encode() in left:
             return candidate
     return None
+
+
+def _says_nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 class _Calls(Policy):

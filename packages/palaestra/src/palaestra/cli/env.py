@@ -137,9 +137,9 @@ def _more_settings() -> dict[str, Mapping[str, FieldInfo]]:
 
 
 def _about(reference: str) -> dict[str, JSON]:
-    """Return the data of `env show`: the environment's name, form, docstring and parts. `settings` has the settings that only
-    this environment has, and common settings whose defaults it changes. `training` has the settings of a training run,
-    and `rollouts` the settings of runs that users tune for training."""
+    """Return the data of `env show`: the environment's name, form, docstring and parts. `settings` has the settings
+    that only this environment has, and common settings whose defaults it changes. `training` has the settings of a
+    training run, and `rollouts` the settings of runs that users tune for training."""
     from palaestra.envs.api.function_form import FunctionForm
     from palaestra.envs.config.command_line import set_fields
     from palaestra.envs.config.dotenv import exported, read_keys
