@@ -383,7 +383,7 @@ class Conversation:
         )
         self.failure = None
         await self._refresh()
-        self.history.deliver_notes(turn)
+        self.history.deliver_notes()
         for notice in self.notices.take():
             self.notices.report_in_turn(notice)
         await self.checkpoints.take(turn.number)

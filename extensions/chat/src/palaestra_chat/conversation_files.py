@@ -38,9 +38,7 @@ CURRENT_FILES = (
 _COPIED_AGAIN = "The user changed files on their machine, and the sandbox has the new versions. Read them again: "
 _BOTH = "The user changed files on their machine that you changed, too. The sandbox has only your version: "
 _COMMITS = "The user changed commits or branches of the repository on their machine, and the sandbox has them now."
-_NO_COMMITS = (
-    "The user's repository has commits or branches that the sandbox does not have. Do not commit before the user agrees."
-)
+_NO_COMMITS = "The user's repository has commits or branches that the sandbox does not have. Ask before you commit."
 
 _NO_CHECKPOINT = "no checkpoint of the files was kept"
 _NOT_HERE = "this isolation level cannot copy files"
@@ -146,8 +144,8 @@ def _own(slot: Slot) -> Slot:
 @dataclass(slots=True)
 class Checkpoint:
     """The files before a turn. `snapshot` is None if there was no slot, and `written` the number of files that had been
-    written to the shared folder, and `refreshed` the number of those copied from it again. `problem` is the reason why there is no copy, or empty. `users` counts the
-    conversations that may restore it: a fork has those of its parent."""
+    written to the shared folder, and `refreshed` the number of those copied from it again. `problem` is the reason why
+    there is no copy, or empty. `users` counts the conversations that may restore it: a fork has those of its parent."""
 
     snapshot: Snapshot | None
     written: int = 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from palaestra_chat.workdir import MAX_BYTES, MAX_FILES, NONE, WorkFolder, fits
+from palaestra_chat.workdir import MAX_BYTES, MAX_FILES, NONE, WorkFolder, fits, too_large
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.types import JSON
 
@@ -52,9 +52,12 @@ class Place:
 
 def current_place(named: str | None, cwd: Path) -> Place:
     """Return the place of a new conversation. `named` is the setting `workdir`. Raises `ConfigError` if that is no
-    folder."""
+    folder or too large to copy."""
     if named is not None and named != NONE:
-        return Place(WorkFolder(Path(named).expanduser()).root, shared=True)
+        root = WorkFolder(Path(named).expanduser()).root
+        if not fits(root, lean=True):
+            raise too_large(root)
+        return Place(root, shared=True)
     folder = cwd.resolve()
     why = "" if named == NONE else _unshared(folder)
     return Place(folder, shared=named != NONE and not why, why=why)

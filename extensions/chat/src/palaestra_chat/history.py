@@ -81,20 +81,16 @@ class ChatHistory:
         self._written = len(self.messages)
         return turn
 
-    def deliver_notes(self, turn: StoredTurn) -> None:
-        """Give the model the notes in a turn that is continued, before it goes on: no message of the user follows. A
-        user's message that has no reply yet gets them, because some chat templates refuse two in a row."""
-        if not self._notes:
-            return
-        noted, self._notes = self._notes, []
-        last = self.messages[-1]
-        if last.get("role") == "user":
-            told = {**last, "content": _with_notes(last["content"], noted)}
-            self._store.turns.change_message(self._store.turns.messages_of(turn)[-1][0], told)
-            self.messages[-1] = told
-        else:
-            self.messages.append({"role": "user", "content": _with_notes("", noted).strip()})
-            self.write(turn)
+    def deliver_notes(self) -> None:
+        """Put the notes in front of the last message, a user's or a tool result, for a turn that is continued: no
+        message of the user follows, and a further one in the turn would read as a new task."""
+        if self._notes and (entries := self._store.turns.entries(self._id)):
+            noted, self._notes = self._notes, []
+            last = entries[-1]
+            whole = dict(self._store.turns.messages_of(last.turn))[last.row]  # it may be cut in the history
+            told = {**whole, "content": _with_notes(whole["content"], noted)}
+            self._store.turns.change_message(last.row, told)
+            self.reload()
 
     def store_reply(self, turn: StoredTurn, message: Message) -> int:
         """Store a reply before the agent loop appends it, and return its row."""

@@ -89,7 +89,9 @@ def _about(folder: Path, root: Path) -> str:
     """Return what is kept in a folder, and how to take it."""
     ways = []
     if (folder / "changes.patch").exists():
-        ways.append(f"`git -C {shlex.quote(str(root))} apply {shlex.quote(str(folder / 'changes.patch'))}` applies them")
+        ways.append(
+            f"`git -C {shlex.quote(str(root))} apply {shlex.quote(str(folder / 'changes.patch'))}` applies them"
+        )
     if (folder / "files").exists():
         ways.append(f"files that a patch cannot express are in {folder / 'files'}")
     return f"The unwritten changes are kept in {folder}" + "".join(f"; {way}" for way in ways)
@@ -106,7 +108,10 @@ def git_patch(change: FolderChange) -> bytes:
     path = os.fsencode(change.path)
     old, new = _quoted(b"a/" + path), _quoted(b"b/" + path)
     lines = [b"diff --git " + old + b" " + new]
-    modes = [None if data is None else _mode(mode) for data, mode in ((change.before, change.mode_before), (change.after, change.mode))]
+    modes = [
+        None if data is None else _mode(mode)
+        for data, mode in ((change.before, change.mode_before), (change.after, change.mode))
+    ]
     if modes[0] is None:
         lines.append(b"new file mode %s" % modes[1])
     elif modes[1] is None:

@@ -457,10 +457,7 @@ class WorkFolder:
                     continue
                 total += len(data)
                 if total > MAX_BYTES or len(copied) >= MAX_FILES:
-                    raise ConfigError(
-                        f"{self.root} is too large: at most {MAX_FILES} files with {MAX_BYTES >> 20} MB in total can "
-                        "be copied. Name a smaller folder with --workdir, or an empty sandbox with --workdir none"
-                    )
+                    raise too_large(self.root)
                 info.size, info.type, info.linkname = len(data), tarfile.REGTYPE, ""
                 tar.addfile(info, io.BytesIO(data))
                 copied[name] = fingerprint(name, data)
@@ -524,6 +521,14 @@ class WorkFolder:
         """Return whether a file may be written at `target`: no symlink leads to it, and it is not itself a
         directory."""
         return target.parent.resolve() == target.parent and (target.is_symlink() or not target.is_dir())
+
+
+def too_large(root: Path) -> ConfigError:
+    """Return the error for a folder that cannot be copied."""
+    return ConfigError(
+        f"{root} is too large: at most {MAX_FILES} files with {MAX_BYTES >> 20} MB in total can be copied. Name a "
+        "smaller folder with --workdir, or an empty sandbox with --workdir none"
+    )
 
 
 def fits(root: Path, *, files: int = MAX_FILES, lean: bool = False) -> bool:

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -419,10 +420,10 @@ def test_a_continued_turn_knows_that_its_sandbox_is_new_before_it_goes_on(tmp_pa
         asked = server.asked[-1]["messages"]
         assert NEW_SANDBOX in str(asked[-1]["content"])
         roles = [message["role"] for message in asked]
-        assert ("user", "user") not in zip(roles, roles[1:], strict=False)
+        assert ("user", "user") not in pairwise(roles)
         assert chat.store.history(killed.id) == again.history.messages
         await said(again, "say more")
-        told = [message for message in server.asked[-1]["messages"] if message["role"] == "user"]
+        told = [message for message in server.asked[-1]["messages"] if message["role"] != "assistant"]
         assert str(told).count(NEW_SANDBOX) == 1
 
     play(tmp_path, scene)

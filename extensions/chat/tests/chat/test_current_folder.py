@@ -93,6 +93,9 @@ def test_a_named_folder_is_always_the_one(tmp_path: Path, monkeypatch: pytest.Mo
     assert short(tmp_path / "a") == "~/a"
     with pytest.raises(ConfigError, match="does not exist"):
         current_place(str(tmp_path / "nowhere"), tmp_path)
+    monkeypatch.setattr(workdir.fits, "__kwdefaults__", {"files": 2, "lean": False})
+    with pytest.raises(ConfigError, match="too large"):
+        current_place(str(files(tmp_path, 3)), Path("/"))
 
 
 def test_a_stored_conversation_keeps_its_folder(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def test_a_kept_patch_makes_the_same_files(tmp_path: Path) -> None:
         changes = await folder.changes(slot)
         assert str(tmp_path / "kept") in kept.save(root, changes)
         [patch] = (tmp_path / "kept").glob("*/changes.patch")
-        subprocess.run(["git", "apply", str(patch)], cwd=other, check=True)
+        git(other, "apply", str(patch))
         assert folder.apply(changes) == []
         assert everything(other) == everything(root)
         assert kept.save(root, await folder.changes(slot)) == ""
@@ -142,7 +141,7 @@ def test_a_closed_terminal_keeps_what_the_running_turn_did(tmp_path: Path) -> No
     work = repository(tmp_path / "work")
     with echo_server() as server, terminal(work, server.url, home=tmp_path) as child:
         seen(child, PROMPT)
-        child.send(f"{terminal_call('echo precious > p.txt; echo writ''ten; sleep 60')}\r")
+        child.send(f"{terminal_call('echo precious > p.txt; echo written; sleep 60')}\r")
         seen(child, "│ written")
         closed(child)
     [patch] = tmp_path.rglob("changes.patch")

@@ -91,7 +91,13 @@ def test_modes_links_and_unusual_names_are_written_and_taken_back(tmp_path: Path
     os.link(root / "hard", root / "other")
     (root / "run.sh").chmod(0o755)
     (root / "same").chmod(0o664)
-    for name, target in {"link.py": "m.py", "dir": "old", "cur": "old", "gone": "../outside", "kept": str(outside)}.items():
+    for name, target in {
+        "link.py": "m.py",
+        "dir": "old",
+        "cur": "old",
+        "gone": "../outside",
+        "kept": str(outside),
+    }.items():
         (root / name).symlink_to(target)
     before = everything(root)
 
@@ -105,7 +111,8 @@ def test_modes_links_and_unusual_names_are_written_and_taken_back(tmp_path: Path
         assert modes == {"s.sh": 0o755, "secret": 0o600, "run.sh": 0o644, "same": 0o664}
         links = {name: text for name, (mode, text) in after.items() if stat.S_ISLNK(mode)}
         assert links == {"app.conf": "real/app.conf", "alias": "s.sh", "dir": "real", "kept": str(outside)}
-        assert {after[name][1] for name in ("real/app.conf", "link.py", "cur/x", "tab\there\nline", "other", "hard")} == {
+        new = ("real/app.conf", "link.py", "cur/x", "tab\there\nline", "other", "hard")
+        assert {after[name][1] for name in new} == {
             "app.conf\n", "m.py\n", "z\n", "t\n", "hard\n", "one\n",
         }  # fmt: skip
         assert folder.take_back(0) == []
@@ -124,7 +131,10 @@ def test_a_link_out_of_the_folder_is_left_out_and_the_file_stays(tmp_path: Path,
 
     (tmp_path / "a.txt").write_text("precious")
     with_slot(tmp_path, body)
-    assert {name: text for name, (_, text) in everything(tmp_path).items()} == {"a.txt": "precious", "b.txt": "precious"}
+    assert {name: text for name, (_, text) in everything(tmp_path).items()} == {
+        "a.txt": "precious",
+        "b.txt": "precious",
+    }
 
 
 def test_nothing_is_written_back_that_makes_git_run_commands(tmp_path: Path) -> None:
@@ -205,7 +215,9 @@ def test_what_a_person_changes_reaches_the_sandbox_unless_the_agent_changed_it(t
 
         assert await folder.refresh(slot) == Refreshed()
         await slot.execute("echo agent > both; echo agent > written; touch touched; echo new > both-new")
-        assert [each.path for each in folder.apply([c for c in await folder.changes(slot) if c.path == "written"])] == []
+        assert [
+            each.path for each in folder.apply([c for c in await folder.changes(slot) if c.path == "written"])
+        ] == []
         for name in ("both", "mine", "written", "both-new", "new/x", "of-folder/x"):
             if name == "of-folder/x":
                 (tmp_path / "of-folder").unlink()
@@ -217,7 +229,9 @@ def test_what_a_person_changes_reaches_the_sandbox_unless_the_agent_changed_it(t
         (tmp_path / "link").symlink_to("mine")
         (tmp_path / "x.pyc").write_text("generated")
         found = await folder.refresh(slot)
-        assert found == Refreshed(["gone", "link", "mine", "new/x", "of-folder", "of-folder/x", "written"], ["both", "both-new"], [], [])
+        assert found == Refreshed(
+            ["gone", "link", "mine", "new/x", "of-folder", "of-folder/x", "written"], ["both", "both-new"], [], []
+        )
         assert await in_sandbox() == {
             "./both:agent", "./both-new:new", "./mine:person", "./written:person", "./new/x:person", "link=mine",
             "./of-folder/x:person", "./touched:old",

@@ -180,7 +180,12 @@ def test_commits_of_a_person_reach_the_sandbox_unless_the_agent_has_commits(tmp_
         git(root, "gc", "-q")
         assert await folder.refresh(slot) == Refreshed(["more"], [], [".git"], [])
         assert await agent("git status --porcelain") == ""
-        assert (await agent("git log --format=%s; git branch --show-current")).split() == ["More", "Mine", "First", "topic"]
+        assert (await agent("git log --format=%s; git branch --show-current")).split() == [
+            "More",
+            "Mine",
+            "First",
+            "topic",
+        ]
         await agent("git fsck --strict; GIT commit -q --allow-empty -m Theirs")
         changes = await folder.changes(slot)
         assert [edit.name for edit in edits(changes)] == ["1 commit in .git"]

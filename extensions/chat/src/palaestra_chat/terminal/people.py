@@ -224,10 +224,15 @@ class FolderChanges:
 
     def write(self, talk: Conversation, changes: Sequence[FolderChange]) -> Sequence[FolderChange]:
         """Write these changes to the shared folder. Returns what was left out."""
+        from palaestra_chat.one_shot import names
+
         folder = talk.slots.folder
         assert folder is not None
         left = folder.apply(changes)
-        self._screen.line(f"{GREEN}wrote {plural(len(changes) - len(left), 'file')} to {folder.root}{PLAIN}")
+        paths = {change.path for change in left}
+        written = [change for change in changes if change.path not in paths]
+        what = f": {names(written, _SHOWN)}" if written else ""
+        self._screen.line(f"{GREEN}wrote {plural(len(written), 'file')} to {folder.root}{printable(what)}{PLAIN}")
         self._reported.clear()
         self.report_left(left)
         return left
