@@ -226,9 +226,7 @@ class Rollout:
             TaskError, lambda: hooks.project(self, self.score), f"making the row of {self.rollout_id}"
         )
 
-    async def regrade(
-        self, result: AgentResult, sealed: Snapshot | None, state: JSON = None, lost: str = ""
-    ) -> Score:
+    async def regrade(self, result: AgentResult, sealed: Snapshot | None, state: JSON = None, lost: str = "") -> Score:
         """Score recorded work: the agent's conversation, its sealed workspace and its state. The agent does not run,
         but the environment's set-up does, in a workspace that is discarded. `lost` is as in `RolloutWorkspace.restore`.
         Raises the errors of set-up and grading."""

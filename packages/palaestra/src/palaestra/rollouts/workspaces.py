@@ -27,7 +27,6 @@ from palaestra_slots.core.clock import uncharged
 from palaestra_slots.core.errors import (
     AcquireTimeout,
     ConfigError,
-    GraderError,
     ImageError,
     SandboxError,
     SlotLost,
@@ -260,9 +259,9 @@ class RolloutWorkspace:
 
     async def lease_slot(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
         """Lease a slot for this rollout or its grading. Raises `CutShort` if the rollout may not start, and
-        `GraderError` if the work that is graded was lost."""
+        `SandboxError` if the work that is graded was lost."""
         if self._lost:
-            raise GraderError(self._lost)
+            raise SandboxError(self._lost)
         with image_of(self.task):
             if self.lender is not None:
                 slot = await self.run.lease_within(self.lender, name, spec, snapshot, self.stages)
@@ -282,7 +281,7 @@ class RolloutWorkspace:
 
     def restore(self, sealed: Snapshot | None, lost: str = "") -> None:
         """Let the next `seal` return this recorded work. If the work was not kept, `lost` says why, and a check that
-        asks for a slot gets a `GraderError`: an untouched workspace would look like work that was not done."""
+        asks for a slot gets a `SandboxError`: an untouched workspace would look like work that was not done."""
         self._restored, self._lost = sealed, lost
 
     def continue_from(self, snapshot: Snapshot, seat: Seat) -> None:
