@@ -174,7 +174,7 @@ class RunStatus:
         if self.official is None:
             for name in ("official", "official_interval", "official_name"):
                 del plain[name]
-        del plain["paused_s"]  # for rates of the table; the format of the file stays
+        del plain["paused_s"], plain["unscored"]  # for the lines and the table; the format of the file stays
         if not self.graded:
             del plain["graded"], plain["recorded_mean"]
         for name in ("labels", "metrics", "nodes", "tokens_unknown"):
