@@ -38,6 +38,7 @@ def command() -> None:
       palaestra env list
       palaestra env show NAME
       palaestra env check NAME
+      palaestra env publish FILE.py
       palaestra env import DIR
       palaestra run NAME --policy oracle
     """
@@ -87,6 +88,42 @@ def new(as_class: bool, as_json: bool, name: str) -> None:
     path = write_environment(name, Path(FOLDER) if Path(FOLDER).is_dir() else Path(), as_class=as_class)
     click.echo(json.dumps({"path": str(path), "form": "class" if as_class else "function"}) if as_json else path)
     click.echo(f"next: palaestra run {path} --policy oracle; palaestra env check {path}", err=True)
+
+
+@command.command("publish")
+@click.option("--out", default="dist", metavar="DIR", help="The folder for the wheel.  [default: dist]")
+@click.option("--version", default="0.1.0", help="The version of the package.  [default: 0.1.0]")
+@click.option(
+    "--data", multiple=True, type=click.Path(path_type=Path), help="A file that the environment reads beside its own."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("environment", metavar="FILE.py[:NAME]")
+def publish_command(out: str, version: str, data: tuple[Path, ...], as_json: bool, environment: str) -> None:
+    """Make a wheel of an environment, so that others can install it and run it by name.
+
+    \b
+      palaestra env check flights_env.py
+      palaestra env publish flights_env.py --data flights.json
+      pip install dist/flights_env-0.1.0-py3-none-any.whl     # next to Palaestra, on another machine
+      palaestra run flights --policy oracle
+
+    The environment is one file; Path(__file__).with_name("flights.json") finds its data. Packages that it imports are
+    declared with their versions here. Palaestra is not declared, because a package index may have another package of
+    this name.
+    """
+    from palaestra.envs.publish import publish
+
+    made = publish(environment, Path(out), version=version, data=data)
+    if as_json:
+        facts: dict[str, JSON] = {"path": str(made.path), "name": made.name, "requires": [*made.requires]}
+        click.echo(json.dumps({**facts, "palaestra": [*made.ours]}))
+        return
+    click.echo(made.path)
+    click.echo(
+        f"next, where {' and '.join(made.ours)} {'are' if len(made.ours) > 1 else 'is'} installed: pip install "
+        f"{made.path.name}; palaestra run {made.name}",
+        err=True,
+    )
 
 
 @command.command("show")
