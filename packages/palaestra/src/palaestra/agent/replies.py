@@ -108,6 +108,7 @@ def text_of(content: JSON) -> str:
 
 def _reasoning(message: object) -> str | None:
     """Return the reasoning text. Servers use three names for it; the first that contains text counts."""
+    # Some servers send both, with the same text, so they are not joined.
     for name in ("reasoning_content", "reasoning"):
         value = part(message, name)
         if isinstance(value, str) and value:

@@ -159,6 +159,7 @@ class Subagents:
         """Return the parent agent's tools that the assignment requests. Raises `ToolMistake`."""
         own = self.tools.registry
         names = [name for name in own.list_tools() if name not in NOT_FOR_SUBAGENTS]
+        # The deepest sub-agents cannot delegate, so a chain of delegations ends.
         if self.depth + 1 >= MAX_DEPTH:
             names = [name for name in names if name != _NAME]
         tools = [tool for name in names if (tool := own.get(name)) is not None]

@@ -84,8 +84,16 @@ def _runs_of_sets(names: Sequence[str]) -> list[tuple[str, ...]] | None:
     for folder in folders:
         metas = [(path, Recording(journal_of(path)).meta) for path in runs_of(folder)]
         runs.append({(meta.env, meta.model): str(path) for path, meta in metas})
+    if not (found := _partners(names, runs)):
+        raise ConfigError(f"{' and '.join(names)} have no runs of the same environment")
+    return found
+
+
+def _partners(names: Sequence[str], runs: Sequence[Mapping[tuple[str, str], str]]) -> list[tuple[str, ...]]:
+    """Return each run of the first set with those of the others that it is compared with, and name those without."""
     found = []
     for env, model in runs[0]:
+        # With one model in each set, the models are what is compared, so they need not be the same.
         alone = all(sum(name == env for name, _ in each) == 1 for each in runs)
         partners = [_partner(each, env, None if alone else model) for each in runs]
         missing = [name for name, partner in zip(names, partners, strict=True) if partner is None]
@@ -93,8 +101,6 @@ def _runs_of_sets(names: Sequence[str]) -> list[tuple[str, ...]] | None:
             click.echo(f"not compared: {env} with {model}, of which {' and '.join(missing)} has no run", err=True)
         else:
             found.append(tuple(str(each) for each in partners))
-    if not found:
-        raise ConfigError(f"{' and '.join(names)} have no runs of the same environment")
     return found
 
 

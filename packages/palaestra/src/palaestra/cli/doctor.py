@@ -220,6 +220,7 @@ def _read_settings(words: Sequence[str]) -> dict[str, JSON]:
             what = f"unknown setting {name!r}" if equals else "the value is missing"
             raise ConfigError(f"--set {word}: {what}; write --set FIELD=VALUE")
         read = read_words(fields[name].annotation, [f"{key}={value}" if key else value])
+        # A dot in a name means an entry of a mapping, and most settings have none.
         if key and not isinstance(read, dict):
             raise ConfigError(f"--set {word}: {name} is not a nested setting; write --set FIELD=VALUE")
         given[name] = {**given.get(name, {}), **read} if key else read

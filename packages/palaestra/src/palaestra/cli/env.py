@@ -186,6 +186,7 @@ def _about(reference: str) -> dict[str, JSON]:
     with exported(read_keys(Path.cwd())):
         form = load_environment(reference, Path.cwd())
         config, _ = form.defaults()
+    # A setting that every environment has is shown only if this one changes its default.
     common = {**BaseEnvConfig.model_fields, **HermesAgentEnvConfig.model_fields}
     changed = set_fields(config) if config is not None else {}
     fields = form.config_type().model_fields

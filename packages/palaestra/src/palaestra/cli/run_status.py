@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,6 @@ def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
     from palaestra.rollouts.journal.reader import find_run, journal_of
     from palaestra.rollouts.observe.status import RUNNING, RunReader, RunStatus
     from palaestra_slots.core.errors import ConfigError
-    from palaestra_slots.core.printable import printable
 
     folder = find_run(run)
     whole, readers, found = is_set(folder), dict[Path, RunReader](), list[RunStatus]()
@@ -69,14 +68,20 @@ def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
             plain = [each.to_dict() for each in found]
             click.echo(json.dumps({"runs": plain, "not_run": waiting} if whole else plain[0]))
         else:
-            if watch and sys.stdout.isatty():
-                click.clear()
-            click.echo("\n\n".join("\n".join(_lines(each, time.time())) for each in found))
-            for name, reason in waiting.items():
-                click.echo(printable(f"\nnot run    {name}{reason and ': '}{reason}"))
+            _print(found, waiting, clear=watch and sys.stdout.isatty())
         if not watch or all(each.state != RUNNING for each in found):
             return
         time.sleep(every)
+
+
+def _print(found: Sequence[RunStatus], waiting: Mapping[str, str], *, clear: bool) -> None:
+    from palaestra_slots.core.printable import printable
+
+    if clear:
+        click.clear()
+    click.echo("\n\n".join("\n".join(_lines(each, time.time())) for each in found))
+    for name, reason in waiting.items():
+        click.echo(printable(f"\nnot run    {name}{reason and ': '}{reason}"))
 
 
 @click.command(

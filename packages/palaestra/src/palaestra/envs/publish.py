@@ -51,7 +51,8 @@ def publish(reference: str, folder: Path, *, version: str = "0.1.0", data: Seque
     if not package.isidentifier() or package in sys.stdlib_module_names or package.startswith("palaestra"):
         raise ConfigError(f"{path.name} cannot be the name of a package: rename the file, for example to {name}_env.py")
     source = path.read_bytes()
-    roots = _checked(path, ast.parse(source))
+    roots = _imported(path, tree := ast.parse(source))
+    _refuse_paths(path, tree)
     ours = ["palaestra", *sorted({each.replace("_", "-") for each in roots if each.startswith("palaestra_")})]
     if form.kind != "function" and "palaestra-contract" not in ours:
         ours.append("palaestra-contract")  # the classes can also be imported from `palaestra`
@@ -60,6 +61,7 @@ def publish(reference: str, folder: Path, *, version: str = "0.1.0", data: Seque
         if not each.is_file() or each.name == "__init__.py":
             raise ConfigError(f"{each} is no file that can be beside {path.name} in a package")
         files[f"{package}/{each.name}"] = each.read_bytes()
+    # The versions with which the author has tried it; later ones most likely work too.
     requires = [f"{each}>={metadata.version(each)}" for each in _distributions(roots)]
     files |= _about(package, version, name, form.about, requires)
     wheel = folder / f"{package}-{version}-py3-none-any.whl"
@@ -70,21 +72,27 @@ def publish(reference: str, folder: Path, *, version: str = "0.1.0", data: Seque
     return Published(wheel, name, ours, requires)
 
 
-def _checked(path: Path, tree: ast.Module) -> set[str]:
-    """Return the top-level packages that a file imports. Raises `ConfigError` if it imports a file beside it, or names
-    a path that only this machine has."""
-    roots, home = set[str](), (Path.home().resolve(), path.resolve().parent)
+def _refuse_paths(path: Path, tree: ast.Module) -> None:
+    """Raise `ConfigError` if a text in a file is a path that only this machine has."""
+    own = {Path.home().resolve(), path.resolve().parent} - {Path("/")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("/"):
+            named = Path(node.value.partition("\n")[0])
+            if not own.isdisjoint([named, *named.parents]):
+                raise ConfigError(
+                    f"{path}, line {node.lineno} names {named}, which only this machine has: make it a parameter"
+                )
+
+
+def _imported(path: Path, tree: ast.Module) -> set[str]:
+    """Return the top-level packages that a file imports. Raises `ConfigError` if it imports a file beside it."""
+    roots = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             roots |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             roots.add(node.module.partition(".")[0])
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("/"):
-            named = Path(node.value.partition("\n")[0])
-            if any(named == each or each in named.parents for each in home if each != Path("/")):
-                raise ConfigError(
-                    f"{path}, line {node.lineno} names {named}, which only this machine has: make it a parameter"
-                )
+    # A run by path finds such a file because its folder is on the import path. An installed package would not.
     beside = [each for each in sorted(roots) if (path.parent / f"{each}.py").is_file() and each != path.stem]
     if beside:
         raise ConfigError(

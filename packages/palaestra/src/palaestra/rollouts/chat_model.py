@@ -102,6 +102,8 @@ class ChatModel:
             with self._named_in_errors():
                 async with self.server() as server:
                     return str((await self._reply(server, asked))["text"])
+        # The connection and the recording belong to the loop of the rollout, and a call from another loop would wait
+        # forever.
         if not rollout.stages.in_own_loop:
             raise TaskError(
                 f"a hook of {rollout.rollout_id} asked the model {self.model} in an event loop of its own, for example "

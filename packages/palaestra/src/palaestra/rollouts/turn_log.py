@@ -284,8 +284,10 @@ class TurnLog:
         if turn.number and not taken.known and not taken.recalled:
             self._events.announce(TokensSpent(self._seat.name, turn.prompt_tokens, turn.completion_tokens))
         elif taken.known and recorded is not None and recorded.caught_up and recorded.continues:
-            if not recorded.turns and not recorded.replies:
-                return
+            self._tell_resumed(recorded)
+
+    def _tell_resumed(self, recorded: RecordedTurns) -> None:
+        if recorded.turns or recorded.replies:
             resumed = RolloutResumed(
                 at=time.time(), rollout_id=self._seat.name, turns=recorded.turns, replies=recorded.replies
             )

@@ -243,6 +243,7 @@ def check_images(text: str) -> None:
 def _check_heredocs(text: str, checked: Collection[tuple[int, str]]) -> None:
     """Raise `TaskError` if a line of a here-document would name such an image as an instruction. `checked` are the line
     and arguments of the real instructions."""
+    # Builders without here-documents would read these lines as instructions, and fetch the images that they name.
     for each in _instructions(text, heredocs=False):
         if (each.line, each.arguments) not in checked:
             words = list(map(_unquoted, each.arguments.split()))

@@ -88,6 +88,7 @@ def value(function: str, reply: bytes, *, exit_code: int, output: str, error: st
         return fields["value"]
     if isinstance(fields, dict) and "error" in fields:
         raise WorkError(f"{function} failed: {without_middle(str(fields['error']).strip(), _MOST_CHARS)}")
+    # Without a reply, the exit code is the only sign that the shell did not find the program.
     if exit_code == _NO_PROGRAM and not reply:
         raise FileNotFoundError(f"python3 is missing in the sandbox; a call of {function} needs it")
     reason = error or "its process ended without an answer"

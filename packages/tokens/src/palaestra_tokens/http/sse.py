@@ -112,16 +112,21 @@ def _merge(whole: dict[str, JSON], piece: dict[str, JSON], *, block: bool = Fals
         if isinstance(before, dict) and isinstance(value, dict):
             _merge(before, value, block=True)
         elif isinstance(value, list) and isinstance(before or [], list):
-            blocks = whole[name] = before or []
-            for each in value:
-                if (begun := _continued(blocks, each)) is None:
-                    blocks.append(deepcopy(each))
-                else:
-                    _merge(begun, each, block=True)
+            whole[name] = _with_blocks(before or [], value)
         elif isinstance(before, str) and isinstance(value, str) and (name in _FRAGMENTS if block else value != before):
             whole[name] = before + value
         elif value is not None or name not in whole:
             whole[name] = deepcopy(value)
+
+
+def _with_blocks(blocks: list[JSON], pieces: list[JSON]) -> list[JSON]:
+    """Return the blocks after these pieces: each continues a block or begins one."""
+    for piece in pieces:
+        if (begun := _continued(blocks, piece)) is None:
+            blocks.append(deepcopy(piece))
+        else:
+            _merge(begun, piece, block=True)
+    return blocks
 
 
 def _continued(blocks: list[JSON], piece: JSON) -> dict[str, JSON] | None:

@@ -139,16 +139,20 @@ class RecordedConversation:
                 len(calls),
             )
         )
-        # Clients send calls back with other spellings of the arguments, so the originals are kept by their ids.
         for choice in completion.choices:
-            for call in choice.message.tool_calls or ():
-                self._functions[call.id] = call.function
-                if call.extra:
-                    self._carried[f"call {call.id}"] = dict(call.extra)
-            if carried := _carried(choice.message):
-                self._carried[_key(choice.message.model_dump())] = carried
+            self._keep(choice.message)
         if any(not call.function.name for call in calls):
             self._malformed[client_form(message).content or ""] = said
+
+    def _keep(self, message: AssistantMessage) -> None:
+        """Keep what a client changes or leaves out when it sends the message back."""
+        # Clients send calls back with other spellings of the arguments, so the originals are kept by their ids.
+        for call in message.tool_calls or ():
+            self._functions[call.id] = call.function
+            if call.extra:
+                self._carried[f"call {call.id}"] = dict(call.extra)
+        if carried := _carried(message):
+            self._carried[_key(message.model_dump())] = carried
 
     def restore(self, messages: Sequence[Message]) -> None:
         """Replace each call's arguments with the text that was sampled if both have the same value, and any other
@@ -161,19 +165,22 @@ class RecordedConversation:
             if self._carried and message["role"] == "assistant":
                 message.update(deepcopy(self._carried.get(_key(message), {})))
             for call in message.get("tool_calls") or ():
-                function, known = call["function"], self._functions.get(call["id"])
-                call.update(deepcopy(self._carried.get(f"call {call['id']}", {})))
-                if known is not None and known.extra:
-                    function.update(deepcopy(known.extra))
-                arguments = function["arguments"]
-                if known is not None and arguments == known.arguments:
-                    continue
-                # Clients parse arguments and write them again, with other spaces or another order of keys. The next
-                # prompt must have the tokens that were sampled.
-                if known is not None and known.name == function["name"] and _equal(arguments, known):
-                    function["arguments"] = known.arguments
-                elif not isinstance(arguments, str):
-                    function["arguments"] = msgspec.json.encode({} if arguments is None else arguments).decode()
+                self._restore_call(call)
+
+    def _restore_call(self, call: dict[str, JSON]) -> None:
+        function, known = call["function"], self._functions.get(call["id"])
+        call.update(deepcopy(self._carried.get(f"call {call['id']}", {})))
+        if known is not None and known.extra:
+            function.update(deepcopy(known.extra))
+        arguments = function["arguments"]
+        if known is not None and arguments == known.arguments:
+            return
+        # Clients parse arguments and write them again, with other spaces or another order of keys. The next prompt must
+        # have the tokens that were sampled.
+        if known is not None and known.name == function["name"] and _equal(arguments, known):
+            function["arguments"] = known.arguments
+        elif not isinstance(arguments, str):
+            function["arguments"] = msgspec.json.encode({} if arguments is None else arguments).decode()
 
 
 def _carried(message: AssistantMessage) -> Message:

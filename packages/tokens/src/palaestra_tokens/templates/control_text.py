@@ -132,6 +132,7 @@ def _texts(value: JSON) -> Iterator[str]:
 
 def _control_texts(tokenizer: Tokenizer) -> tuple[set[str], set[str]]:
     """Return the texts of all control tokens, and the texts of the special tokens."""
+    # Ours and those of transformers name these attributes differently.
     special = set(getattr(tokenizer, "special_ids", None) or getattr(tokenizer, "all_special_ids", None) or ())
     vocabulary = getattr(tokenizer, "get_added_vocab", None)
     added = getattr(tokenizer, "added_ids", None) or (vocabulary().values() if vocabulary is not None else ())

@@ -353,6 +353,7 @@ class BaseEnvConfig(Settings):
         if self.strict_labels and self.reward != "strict":
             raise ConfigError(f"strict_labels has no effect with reward {self.reward}; set reward strict too")
         given = self._given_for_this_run(sources or {})
+        # A setting that cannot have an effect is often a misspelled wish, so it is refused and not ignored.
         for name, base, values in _MODIFIERS:
             value = getattr(self, base)
             if name in given and (value not in values if values else value is None):

@@ -134,6 +134,7 @@ def _of_variables(parsed: RunLine, hidden: Collection[str]) -> Iterator[str]:
     """Yield a flag for each setting that a variable gives, so that a resumed set has it too; none for secrets."""
     for setting, source in by_flag(parsed.sources).items():
         group, _, name = setting.partition(".")
+        # Flags and files are recorded as they were written; only variables of the shell would be gone.
         if source != ENVIRONMENT or f"{group}.{name}" in hidden or is_secret(name):
             continue
         values = (parsed.env_config if group == "env" else parsed.server_configs[0]).recorded()
@@ -224,13 +225,12 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
     is not 0."""
     lines = [_parsed(each, settings) for each in members]
     _check_keys(lines, settings)
+    left = [each for each in lines if settings or not _is_finished(folder / each.member.folder)]
     if lines[0].parsed.dry_run:
-        places = [(each, folder / each.member.folder) for each in lines]
-        return _plan([_resumed(*each) for each in places if settings or not _is_finished(each[1])])
+        return _plan([_resumed(each, folder / each.member.folder) for each in left])
     # Before the first run starts: a person who has to give a key again is here now, and may not be later.
-    for line in lines:
-        if settings or not _is_finished(folder / line.member.folder):
-            _check_given_again(line)
+    for line in left:
+        _check_given_again(line)
     finished = False
     sys.stderr.write(f"evaluation set {folder}: {plural(len(lines), 'run')}\n")
     try:

@@ -95,10 +95,7 @@ async def regrade(
     recording = Recording(run.recording.path, as_recorded=True)
     groups = located(recording, run.path)
     recorded = [trajectory for group in groups for trajectory in group.trajectories]
-    # Without `save_workspaces`, only the work of rollouts without a score was kept. An earlier part of a resumed run
-    # may have had the setting; then rollouts with a score have kept work too.
-    saved = bool((recording.meta.config.get("env") or {}).get("save_workspaces"))
-    saved = saved or any(each.reward is not None and _kept_folder(each) is not None for each in recorded)
+    saved = _keeps_workspaces(recording, recorded)
     every = saved or not any(map(_is_kept_unscored, recorded))
     form = recorded_form(recording, env)
     found: list[Regraded] = []
@@ -106,21 +103,25 @@ async def regrade(
         async with reopened(recording, form, network=network, changed=settings, asks_models=True) as again:
             grader = _Grader(again, recording)
             wanted = [[each for each in group.trajectories if grader.is_wanted(each, every)] for group in groups]
-            obstacles = {each.rollout_id: await grader.obstacle(each) for group in wanted for each in group}
-            if obstacles and all(obstacles.values()):
-                raise ConfigError(next(iter(obstacles.values())))
-            for group in wanted:
-                tried = (grader.try_grade(each, obstacles[each.rollout_id]) for each in group)
-                for trajectory, (score, error) in zip(group, await asyncio.gather(*tried), strict=True):
-                    found.append(Regraded(with_grade(trajectory, run.recording.grades), score, error))
-                    on_rollout(found[-1])
+            async for trajectory, score, error in grader.grades(wanted):
+                found.append(Regraded(with_grade(trajectory, run.recording.grades), score, error))
+                on_rollout(found[-1])
             before = {each.rollout_id: each.reward for group in wanted for each in group}
             write_grades(run.path, [_grade(each, before[each.trajectory.rollout_id]) for each in found])
             await _renew_files(run.path, again)
-    for each in found:
-        if not saved and each.score is not None and (kept := _kept_folder(each.trajectory)) is not None:
+    if not saved:
+        scored = (_kept_folder(each.trajectory) for each in found if each.score is not None)
+        for kept in filter(None, scored):
             await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
     return found
+
+
+def _keeps_workspaces(recording: Recording, recorded: Sequence[Trajectory]) -> bool:
+    """Return whether the run kept the work of rollouts with a score."""
+    if (recording.meta.config.get("env") or {}).get("save_workspaces"):
+        return True
+    # An earlier part of a resumed run may have had the setting.
+    return any(each.reward is not None and _kept_folder(each) is not None for each in recorded)
 
 
 def _grade(regraded: Regraded, before: float | None) -> Grade:
@@ -211,6 +212,19 @@ class _Grader:
         if trajectory.task_id not in await self._tasks():
             return f"{self._run.environment.name} no longer has the task {trajectory.task_id!r}"
         return ""
+
+    async def grades(
+        self, groups: Sequence[Sequence[Trajectory]]
+    ) -> AsyncIterator[tuple[Trajectory, Score | None, str]]:
+        """Grade rollouts, those of a group concurrently. Yields each with its score, or the reason why it has none.
+        Raises `ConfigError` if none of them can be graded."""
+        obstacles = {each.rollout_id: await self.obstacle(each) for group in groups for each in group}
+        if obstacles and all(obstacles.values()):
+            raise ConfigError(next(iter(obstacles.values())))
+        for group in groups:
+            tried = (self.try_grade(each, obstacles[each.rollout_id]) for each in group)
+            for trajectory, (score, error) in zip(group, await asyncio.gather(*tried), strict=True):
+                yield trajectory, score, error
 
     async def try_grade(self, trajectory: Trajectory, obstacle: str) -> tuple[Score | None, str]:
         """Grade one rollout. Returns its score, or the reason why it has none."""

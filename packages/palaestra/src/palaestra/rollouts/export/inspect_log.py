@@ -218,6 +218,7 @@ def _content(message: ChatMessage, remarks: set[str]) -> JSON:
             parts.append({"type": "image", "image": str(link.get("url"))})
         else:
             remarks.add(f"without a message part of the kind {part_kind(part)!r}")
+            # A reader of the log should see that something was there.
             parts.append({"type": "text", "text": f"[{part_kind(part)}]"})
     return parts
 

@@ -126,6 +126,7 @@ def how_to_see(paths: Collection[str]) -> str:
     if not kept:
         return "they were lost, because the agent ended its sandbox, filled its disk or replaced programs"
     outside = [path for path in kept if not _SEEN.match(path)]
+    # The folder and not the file, because a check often needs what lies beside it.
     folders = dict.fromkeys(path if dirname(path) == "/" else dirname(path) for path in outside)
     named = (basename(path) for path in kept if path not in outside or basename(dirname(path)) in ("bin", "sbin"))
     settings = {"graded_paths": [*folders][:3], "graded_programs": [*dict.fromkeys(named)][:3]}

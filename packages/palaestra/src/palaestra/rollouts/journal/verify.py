@@ -350,24 +350,33 @@ def _lines(
                 raise ConfigError(f"{groups}: line {number} is damaged: {error}") from None
             place = f"{groups.name}, line {number}"
             listed = [each.rollout_id for each in line.rollouts]
-            for each in line.rollouts:
-                if each.rollout_id not in ends or each.rollout_id in seen:
-                    what = "listed twice" if each.rollout_id in seen else "not in the journal"
-                    yield f"{place}: T3: rollout {each.rollout_id} is {what}"
+            for each in listed:
+                if each not in ends or each in seen:
+                    yield f"{place}: T3: rollout {each} is {'listed twice' if each in seen else 'not in the journal'}"
                     return
-                seen.add(each.rollout_id)
+                seen.add(each)
             verdict.lines += 1
             found = msgspec.json.decode(raw)
             verdict.rows += len(found["tokens"]) if isinstance(found.get("tokens"), list) else 0
-            recorded = [ends[each] for each in listed]
-            problems = _line_problems(found, recorded, written)
-            # A line that was written after `palaestra grade` has the new scores.
-            if problems and not grades.keys().isdisjoint(listed):
-                regraded = [with_grade(each, grades) for each in recorded]
-                problems = _line_problems(found, regraded, written) and problems
+            problems = _problems(found, [ends[each] for each in listed], written, grades)
             yield from (f"{place}: T3: {problem}" for problem in problems)
     if lost := sorted(due - seen):
         yield f"{groups.name}: T3: rollout {lost[0]} has a score but no line; {len(lost)} lines are missing"
+
+
+def _problems(
+    found: Mapping[str, JSON],
+    recorded: list[Trajectory],
+    written: Mapping[str, _Written],
+    grades: Mapping[str, Grade],
+) -> list[str]:
+    """Return how a line differs from the journal. A line that was written after `palaestra grade` has the new
+    scores."""
+    problems = _line_problems(found, recorded, written)
+    if problems and any(each.rollout_id in grades for each in recorded):
+        regraded = [with_grade(each, grades) for each in recorded]
+        return _line_problems(found, regraded, written) and problems
+    return problems
 
 
 def _line_problems(found: Mapping[str, JSON], rollouts: list[Trajectory], written: Mapping[str, _Written]) -> list[str]:

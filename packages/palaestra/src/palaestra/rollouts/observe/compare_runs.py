@@ -249,6 +249,7 @@ def _settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
         for number, server in enumerate(servers)
         for name, value in server.items()
     }
+    # Another version of Palaestra or of the environment can change scores as much as a setting.
     facts = config.get("provenance") or {}
     made = {name: facts.get(name) for name in ("palaestra", "environment_sha256", "git_commit")}
     return {"environment": config.get("environment"), **env, **openai, **made}

@@ -13,7 +13,7 @@ import os
 import sys
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -441,10 +441,8 @@ class RunReader:
         by_task, grades = self._by_task(), read_grades(self.folder)
         recorded = [[item for name in groups for item in self._groups[name].items()] for groups in by_task.values()]
         tasks = [[each.graded(grades.get(name)) for name, each in task] for task in recorded]
-        rollouts = list(itertools.chain.from_iterable(tasks))
         status.groups_begun, status.groups_ended = len(self._groups), len(self._group_ends)
         status.groups_failed = sum(self._group_ends.values())
-        status.rollouts = len(rollouts)
         # A group that is being played will have all its rollouts; one that ended well may have had fewer.
         status.planned = sum(
             max(len(group), self._group_size if self._group_ends.get(name, True) else 0)
@@ -454,16 +452,10 @@ class RunReader:
         status.planned += sum(refused)
         lacking = [*(self._lacking(groups) for groups in by_task.values()), *refused]
         self._average(status, [*tasks, *([] for _ in refused)], lacking)
-        before = [each.reward for task in recorded for _, each in task if each.reward is not None]
-        status.graded = sum(name in grades and grades[name].reward is not None for task in recorded for name, _ in task)
-        status.recorded_mean = math.fsum(before) / len(before) if before and status.graded else None
+        self._count_graded(status, itertools.chain.from_iterable(recorded), grades)
         self._judge(status, tasks)
         status.stages = {stage: Latency.of(self._seconds[stage]) for stage in sorted(self._seconds)}
-        status.outcomes = dict(Counter(each.outcome for each in rollouts).most_common())
-        blamed = Counter(each.blame for each in rollouts if each.blame)
-        status.blame = {
-            name: Rate.of([[each.blame == name for each in task] for task in tasks]) for name, _ in blamed.most_common()
-        }
+        self._count_ends(status, tasks)
         status.disk_bytes = sum(_size(path) for path in self.folder.rglob("*"))
         # f_bavail and not f_bfree, part of which only root may use.
         disk = os.statvfs(self.folder)
@@ -472,6 +464,25 @@ class RunReader:
         self._in_flight(status)
         self._place(status)
         return status
+
+    @staticmethod
+    def _count_ends(status: RunStatus, tasks: Sequence[Sequence[_Ended]]) -> None:
+        rollouts = list(itertools.chain.from_iterable(tasks))
+        status.rollouts = len(rollouts)
+        status.outcomes = dict(Counter(each.outcome for each in rollouts).most_common())
+        blamed = Counter(each.blame for each in rollouts if each.blame)
+        status.blame = {
+            name: Rate.of([[each.blame == name for each in task] for task in tasks]) for name, _ in blamed.most_common()
+        }
+
+    @staticmethod
+    def _count_graded(status: RunStatus, recorded: Iterable[tuple[str, _Ended]], grades: Mapping[str, Grade]) -> None:
+        """Count the rollouts with a new score, and average the recorded rewards if there are any."""
+        # Grades of rollouts that were discarded since do not count.
+        ended = dict(recorded)
+        before = [each.reward for each in ended.values() if each.reward is not None]
+        status.graded = sum(name in ended and grade.reward is not None for name, grade in grades.items())
+        status.recorded_mean = math.fsum(before) / len(before) if before and status.graded else None
 
     @staticmethod
     def _average(status: RunStatus, tasks: Sequence[Sequence[_Ended]], lacking: Sequence[int]) -> None:

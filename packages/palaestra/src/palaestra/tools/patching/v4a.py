@@ -94,6 +94,7 @@ def parse_patch(patch: str) -> list[FileChange]:
 def _take_line(changes: list[FileChange], line: str) -> None:
     if line.startswith("*** ") and line.strip() != END_OF_FILE:
         _take_header(changes, line)
+    # Models often begin a patch with an empty line.
     elif not changes:
         if line.strip():
             raise PatchError(f"expected a '*** … File: ' line, got {line[:80]!r}")
