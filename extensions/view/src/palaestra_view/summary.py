@@ -18,6 +18,7 @@ from palaestra.rollouts.observe.status import ELSEWHERE, KILLED, RUNNING
 from palaestra.rollouts.observe.status_file import is_alive, read_stages
 from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.rollouts.observe.verdicts import official_name, official_words
+from palaestra.rollouts.regraded import read_grades
 from palaestra_slots.core.config import is_secret
 from palaestra_slots.core.types import JSON
 from palaestra_view.run_index import COMMAND, NODE, ROLLOUTS_ON, RunIndex
@@ -179,6 +180,7 @@ def _scores(index: RunIndex, name: str) -> RunScores:
         unfinished += 0 if ended else max(0, size - counts[group])
     made = RunScores(name, facts.get("env", ""), facts.get("model", ""), index.config(), tasks, unfinished)
     made.judged = judged
+    made.graded = sum(each.reward is not None for each in read_grades(index.path.parent).values())
     return made
 
 

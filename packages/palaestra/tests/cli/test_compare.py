@@ -80,6 +80,27 @@ def test_no_winner_is_named_where_the_coverage_differs() -> None:
     assert "20 of 20 against 19 of 20" in found.undecided
 
 
+@pytest.mark.parametrize(
+    ("graded", "code", "winner"),
+    [
+        ((0, 0), "aa", 1),
+        ((10, 10), "ab", 1),
+        ((10, 0), "aa", 0),
+        ((0, 10), "aa", 0),
+        ((10, 4), "aa", 0),
+        ((0, 0), "ab", 0),
+    ],
+)
+def test_no_winner_is_named_where_other_versions_of_the_score_may_have_judged(
+    graded: tuple[int, int], code: str, winner: int
+) -> None:
+    runs = [RunScores.of([group(n, f"t{n}", reward) for n in range(10)], env="e") for reward in (1.0, 0.0)]
+    for run, number, letter in zip(runs, graded, code, strict=True):
+        run.graded, run.config = number, {"provenance": {"environment_sha256": letter}}
+    found = compare(*runs)
+    assert (found.winner, bool(found.undecided)) == (winner, not winner)
+
+
 def test_two_runs_in_words_and_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, other = write_run(tmp_path / "first", *FIRST), write_run(tmp_path / "other", *OTHER)
 

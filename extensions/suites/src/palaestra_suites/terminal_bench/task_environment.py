@@ -235,11 +235,15 @@ class TaskEnvironment(ListedEnvironment):
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         work: ResolvedTask = task.data
-        found = await prepared_for(sandbox, work.tools, work.user, own=task.grading == SEALED)
+        found = await self._look_up(task, sandbox)
         await start_in(sandbox, work.workdir, AGENT_LOGS, VERIFIER_LOGS)
         if work.plan is not None:
             await set_up(sandbox, work.plan, MAIN)
         self._prepared[task.id] = found
+
+    async def _look_up(self, task: Task, sandbox: Slot) -> PreparedSlot:
+        work: ResolvedTask = task.data
+        return await prepared_for(sandbox, work.tools, work.user, own=task.grading == SEALED)
 
     async def begin(self, rollout: Rollout) -> None:
         work: ResolvedTask = rollout.task.data
@@ -294,13 +298,16 @@ class TaskEnvironment(ListedEnvironment):
         return slot if is_root(work.user) else UserSlot(slot, work.user, self._prepared[rollout.task.id].home)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
-        work: ResolvedTask = rollout.task.data
+        work, task = rollout.task.data, rollout.task
         if work.task.steps:
             if "steps" not in rollout.meta:
                 raise SandboxError(
                     "recorded work of several steps cannot be graded again, because only its end was kept"
                 )
             return combine_scores(work.task, rollout.meta["steps"])
+        if task.id not in self._prepared:  # recorded work is graded over a stored workspace, without a preparation
+            async with grading.prepared() as slot:
+                self._prepared[task.id] = await self._look_up(task, slot)
         return await self.verification(rollout, grading, work.parts[0]).score()
 
     def verification(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Verification:

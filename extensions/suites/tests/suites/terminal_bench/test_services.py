@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import socket
@@ -27,7 +28,7 @@ from programs import killed_after, until
 from sandbox.backends.test_local_lifetime import assert_gone
 from sandbox.processes import descendants
 from suites.terminal_bench.conftest import Try, played_all
-from suites.terminal_bench.mini import LEGACY, copied, written
+from suites.terminal_bench.mini import HARBOR, LEGACY, copied, written
 from suites.terminal_bench.shop import COMPOSE, TOML, make_shop
 
 pytestmark = pytest.mark.slots
@@ -269,7 +270,21 @@ def test_recorded_work_is_not_graded_without_its_services(tmp_path: Path) -> Non
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
     assert "mean reward 1.000" in done.stdout + done.stderr
     graded = subprocess.run([*palaestra, "grade", "last"], cwd=tmp_path, capture_output=True, text=True)
-    assert "1 -> ServicesEnded" in graded.stdout, graded.stderr
+    assert "not graded: ServicesEnded" in graded.stdout, graded.stderr
+
+
+def test_recorded_work_is_graded_again(tmp_path: Path) -> None:
+    """Without the preparation of the run, which looked up how the verifier starts."""
+    for name in ("greeting", "word-counts"):
+        copied(HARBOR / name, tmp_path / "tasks")
+    palaestra = [sys.executable, "-m", "palaestra"]
+    settings = ["--env.dataset_name", "tasks", "--env.base_image", "host", "--env.cache_dir", str(tmp_path / "cache")]
+    run = [*palaestra, "run", "terminalbench_2", "evaluate", *settings, "--policy", "oracle", "--keep-workspaces"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    assert "mean reward 1.000" in done.stdout + done.stderr
+    graded = subprocess.run([*palaestra, "grade", "last", "--json"], cwd=tmp_path, capture_output=True, text=True)
+    rewards = [json.loads(line)["reward"] for line in graded.stdout.splitlines()]
+    assert (graded.returncode, rewards) == (0, [1.0, 1.0]), graded.stderr
 
 
 ASKS = "for i in 1 2 3 4 5 6 7 8 9; do python3 /srv/ask.py > answer.txt && break; sleep 0.5; done\n"

@@ -155,7 +155,9 @@ def _scores(run: str) -> RunScores:
 
     recording = open_recording(run)
     meta = recording.meta
-    return RunScores.of(recording, run, meta.env, meta.model, meta.config, recording.unfinished)
+    scores = RunScores.of(recording, run, meta.env, meta.model, meta.config, recording.unfinished)
+    scores.graded = sum(each.reward is not None for each in recording.grades.values())
+    return scores
 
 
 def _as_json(

@@ -181,7 +181,9 @@ class TurnLog:
             try:
                 completion = await ask(call)
             except ReplyWithheld as error:
-                self._events.announce(TokensSpent(self._seat.name, *error.tokens))
+                # Without counts, it is the error of a filter, which says nothing about the replies of the server.
+                if any(error.tokens):
+                    self._events.announce(TokensSpent(self._seat.name, *error.tokens))
                 raise
         known = known or (recorded is not None and not recorded.caught_up)
         reply = _Reply(call.messages, count, completion, known)

@@ -15,6 +15,7 @@ import pytest
 
 import palaestra
 from palaestra import ConfigError, Group, Run, Slot, Task, environment
+from palaestra_tokens.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 
 
 @environment(toolsets=["terminal"])
@@ -218,3 +219,19 @@ def test_runs_are_found_by_short_names(tmp_path: Path) -> None:
         palaestra.open_run("nothing")
     with pytest.raises(ConfigError, match="'last:3' does not name a run"):
         palaestra.open_run("last:3")
+
+
+@pytest.mark.parametrize("usage", [{}, {"usage": {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}}])
+def test_an_error_of_a_filter_does_not_pause_a_run_with_a_cost_limit(usage: dict[str, object]) -> None:
+    """It often has no token counts, which says nothing about the replies of the server."""
+    withheld = FakeAnswer({"error": {"code": "content_filter", "message": "filtered"}, **usage}, status=400)
+
+    async def main() -> Run:
+        async with LoopbackServer(withheld, FakeAnswer(completion("It will not."))) as server:
+            prices = {"prompt_price": 1.0, "completion_price": 1.0, "max_cost": 100.0, "max_infra_rate": 1.0}
+            return await palaestra.run(
+                squares(n=3), base_url=server.url, model="m", max_num_workers=1, infra_retries=0, **prices
+            )
+
+    found = asyncio.run(main())
+    assert sorted(each.outcome for each in found.trajectories) == ["api_error", "natural", "natural"]

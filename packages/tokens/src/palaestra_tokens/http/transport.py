@@ -392,7 +392,8 @@ def window_tokens(said: str) -> int | None:
 
 
 _WAYS_OUT = {
-    401: "Set the variable OPENAI_API_KEY (or PALAESTRA_OPENAI_API_KEY) or --openai.api_key to the key.",
+    401: "Set the variable OPENAI_API_KEY (or PALAESTRA_OPENAI_API_KEY, or the one that --openai.api_key_variable "
+    "names) or --openai.api_key to the key.",
     402: "The account is out of credit.",
     403: "The key may not use this model; check OPENAI_API_KEY (or --openai.api_key) and the model name.",
     404: "Check --openai.model_name, and that --openai.base_url is the address before /chat/completions.",

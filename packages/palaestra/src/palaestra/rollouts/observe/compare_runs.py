@@ -61,6 +61,8 @@ class RunScores:
     """Whether some rollouts have an official verdict."""
     scores: str = "reward"
     """The name of what `tasks` has as rewards."""
+    graded: int = 0
+    """Rollouts whose score is from `palaestra grade`."""
 
     @classmethod
     def of(
@@ -122,7 +124,8 @@ class RunScores:
         """Return a one-line summary of the run: its model, its mean reward, and the numbers of rollouts and tasks."""
         mean = "no reward" if self.mean is None else f"mean {self.scores} {self.mean:.3f}{in_words(self.interval)}"
         covered = f"{self.scored} of {plural(self.planned, 'rollout')} scored, {plural(len(self.tasks), 'task')}"
-        return f"{self.name}: {self.env} with {self.model}: {mean}, {covered}"
+        graded = f", {self.graded} graded again" if self.graded else ""
+        return f"{self.name}: {self.env} with {self.model}: {mean}, {covered}{graded}"
 
     def to_json(self) -> dict[str, JSON]:
         """Return the scores as JSON data."""
@@ -227,9 +230,25 @@ def _undecided(
         return f"the runs differ in the share of scored rollouts, {shares}"
     if asked_otherwise:
         return f"{plural(len(asked_otherwise), 'task')} with different prompts in the two runs"
+    if other_scores := _scored_otherwise(first, other):
+        return other_scores
     if low is None or high is None:
         return "no interval is known"
     return "the interval contains 0" if low <= 0 <= high else ""
+
+
+def _scored_otherwise(first: RunScores, other: RunScores) -> str:
+    """Return why different versions of the score function may have judged the two runs; empty if they have not."""
+    both = "palaestra grade gives both the scores of the present code"
+    for run in (first, other):
+        if 0 < run.graded < run.scored:
+            return f"only {run.graded} of {plural(run.scored, 'rollout')} of {run.name} were graded again; {both}"
+    if bool(first.graded) != bool(other.graded):
+        return f"only {(first if first.graded else other).name} was graded again; {both}"
+    code = {(run.config.get("provenance") or {}).get("environment_sha256") for run in (first, other)}
+    if len(code) > 1 and None not in code and first.env == other.env and not first.graded:
+        return f"the file of the environment has changed between the runs; {both}"
+    return ""
 
 
 def differing_settings(runs: Sequence[RunScores]) -> dict[str, list[JSON]]:
