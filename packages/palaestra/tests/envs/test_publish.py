@@ -64,8 +64,15 @@ def test_a_published_environment_runs_by_name_elsewhere(source: Path, tmp_path: 
     assert '"mean_reward": 1.0' in played.stdout
 
 
+def test_a_file_that_is_missing_in_the_wheel_is_noticed(source: Path) -> None:
+    with pytest.raises(ConfigError, match=r"words\.json"):
+        publish("words_env.py", Path("dist"))
+    assert not Path("dist").exists()
+
+
 def test_the_same_environment_gives_the_same_wheel(source: Path) -> None:
-    first, second = (publish("words_env.py", Path(folder)).path.read_bytes() for folder in ("one", "two"))
+    data = [Path("words.json")]
+    first, second = (publish("words_env.py", Path(folder), data=data).path.read_bytes() for folder in ("one", "two"))
     assert first == second
 
 

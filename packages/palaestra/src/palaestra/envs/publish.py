@@ -10,8 +10,11 @@ import base64
 import csv
 import hashlib
 import io
+import os
 import re
+import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,10 +68,12 @@ def publish(reference: str, folder: Path, *, version: str = "0.1.0", data: Seque
     requires = [f"{each}>={metadata.version(each)}" for each in _distributions(roots)]
     files |= _about(package, version, name, form.about, requires)
     wheel = folder / f"{package}-{version}-py3-none-any.whl"
+    content = _zipped(files, f"{package}-{version}.dist-info/RECORD")
+    _check_import(content, package)
     with writing(wheel):
         folder.mkdir(parents=True, exist_ok=True)
         with replaced(wheel) as file:
-            file.write(_zipped(files, f"{package}-{version}.dist-info/RECORD"))
+            file.write(content)
     return Published(wheel, name, ours, requires)
 
 
@@ -118,6 +123,21 @@ def _about(package: str, version: str, name: str, about: str, requires: Sequence
     yield f"{folder}/METADATA", "\n".join([*lines, ""]).encode()
     yield f"{folder}/WHEEL", b"Wheel-Version: 1.0\nGenerator: palaestra\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     yield f"{folder}/entry_points.txt", f"[palaestra.environments]\n{name} = {package}:{name}\n".encode()
+
+
+def _check_import(wheel: bytes, package: str) -> None:
+    """Raise `ConfigError` if the package cannot be imported where only the wheel is."""
+    with tempfile.TemporaryDirectory(prefix="palaestra-") as folder:
+        zipfile.ZipFile(io.BytesIO(wheel)).extractall(folder)
+        environ = {**os.environ, "PYTHONPATH": folder}
+        command = [sys.executable, "-P", "-c", f"import {package}"]
+        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+        raise ConfigError(
+            f"the installed environment could not be imported: {reason}. If it reads a file, name the file with "
+            "--data, and find it with Path(__file__)"
+        )
 
 
 def _zipped(files: Mapping[str, bytes], record: str) -> bytes:
