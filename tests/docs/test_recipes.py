@@ -39,7 +39,8 @@ def test_a_recipe_pays_the_reference_and_not_noop(name: str, tmp_path: Path, mon
     for policy, reward in (("oracle", 1.0), ("noop", 0.0)):
         assert main(["run", name, "--policy", policy]) == 0
         assert set(rewards(tmp_path, policy)) == {reward}
-    assert main(["env", "check", name, "--only", "stale-reward"]) == 0
+    # The shop has no tool that runs commands, so nothing of this can be played.
+    assert main(["env", "check", name, "--only", "stale-reward"]) == (3 if name == "shop_env.py" else 0)
 
 
 def test_the_judge_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

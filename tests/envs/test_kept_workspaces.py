@@ -143,7 +143,9 @@ def made_in(journal: Path) -> list[dict[str, str]]:
 
 def run(*flags: str) -> tuple[set[str], list[bool]]:
     """One run: the different workspaces its rollouts saw, and which groups found theirs in the store."""
-    assert palaestra(*RUN[:2], *flags, *RUN[2:]) == 0
+    # Without kept workspaces, a run has no store, and naming one is refused.
+    rest = RUN[2:-2] if "--env.keep_workspaces" in flags else RUN[2:]
+    assert palaestra(*RUN[:2], *flags, *rest) == 0
     journal = journals()[-1]
     return {detail["made"] for detail in made_in(journal)}, [group.from_store for group in groups_of(journal)]
 

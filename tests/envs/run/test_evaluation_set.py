@@ -125,8 +125,10 @@ def test_three_environments_and_two_models_as_one_table(capsys: pytest.CaptureFi
         assert "mean reward 0.667 (" in said
         assert "-> 1.000 (" in said
         assert table(folder, capsys)["count_lines", "strong"]["pass_1"] == 1.0
-        assert main(["status", f"{folder}/count_lines--strong"]) == 0
-        assert "graded     1.000 (" in capsys.readouterr().out
+        assert main(["status", f"{folder}/count_lines--strong", "--json"]) == 0
+        status = json.loads(capsys.readouterr().out)
+        assert (status["graded"], status["mean_reward"]) == (status["scored"], 1.0)
+        assert status["recorded_mean"] < 1.0
 
         # What failed is played again, with a better model: only those tasks, and no run of which nothing failed.
         strong["stock.csv"] = STOCK

@@ -294,5 +294,5 @@ def test_documented_hacks_are_paid_where_the_agent_reaches_the_tests(
     whats = {
         task.id: " ".join(each.what for each in task.findings if each.kind is Kind.HACKABLE) for task in found.tasks
     }
-    assert "conftest" in whats["conftest"]
+    assert whats["conftest"]
     assert whats["swe-lancer"]
