@@ -6,8 +6,9 @@ Environments that are written for Palaestra need none of it. No module below thi
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from palaestra_slots.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from palaestra.agent.result import AgentStep, SequenceData
@@ -214,17 +215,4 @@ __all__ = [
     "validate_distribution",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'palaestra_contract' has no attribute {name!r}")
-    module, _, attribute = _MODULES[name].partition(":")
-    value: object = getattr(
-        import_module(module if module.startswith("palaestra") else f"palaestra_contract.{module}"), attribute or name
-    )
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

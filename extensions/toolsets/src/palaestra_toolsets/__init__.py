@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from palaestra_slots.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from palaestra_toolsets.tools.session_search import Sessions
@@ -16,17 +17,4 @@ __all__ = [
     "Sessions",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'palaestra_toolsets' has no attribute {name!r}")
-    module, _, attribute = _MODULES[name].partition(":")
-    value: object = getattr(
-        import_module(module if module.startswith("palaestra") else f"palaestra_toolsets.{module}"), attribute or name
-    )
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -8,8 +8,9 @@ Each public name is loaded when it is used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from palaestra_slots.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from palaestra_slots.core.errors import (
@@ -146,14 +147,4 @@ __all__ = [
     "WorkError",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'palaestra_slots' has no attribute {name!r}")
-    value: object = getattr(import_module(f"palaestra_slots.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -10,8 +10,9 @@ Each public name is loaded when it is used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from palaestra_slots.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from palaestra_tokens.config import APIServerConfig, ServerBaseline
@@ -83,14 +84,4 @@ __all__ = [
     "verify_ledger",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'palaestra_tokens' has no attribute {name!r}")
-    value: object = getattr(import_module(f"palaestra_tokens.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)
