@@ -490,6 +490,7 @@ def test_errors_of_a_users_model_name_the_model_and_no_setting_of_the_run(status
                 assert str(URL(address).port) in error
                 assert "--openai" not in error
                 assert "OPENAI_API_KEY" not in error
+                assert error.count("api_key of ChatModel") == (status in (401, 403))
 
     asyncio.run(scenario())
 

@@ -174,8 +174,6 @@ class ChatModel:
 
 
 _SETTING = re.compile(r"--openai\.(\w+)")
-_OTHER_KEY = re.compile(
-    r"(the variable )?OPENAI_API_KEY \(or (PALAESTRA_OPENAI_API_KEY\) or --openai\.api_key|[^)]*\))"
-)
+_OTHER_KEY = re.compile(r"(the variable )?OPENAI_API_KEY \(or [^)]*\)( or --openai\.api_key)?")
 _FIELDS = {"model_name": "model"}
 _SCHEMA = ToolSchema(MODEL, "Ask a model.")

@@ -48,27 +48,27 @@ class TableRow:
     model: str
     run: str
     state: str
-    pass_1: float | None
-    pass_1_interval: tuple[float, float] | None
-    k: int
-    pass_k: float | None
-    pass_k_interval: tuple[float, float] | None
-    pass_k_tasks: int
-    mean_reward: float | None
-    official: float | None
-    tasks_scored: int
-    tasks: int
-    tasks_left_out: int
-    chosen: bool
-    tasks_total: int | None
-    rollouts_scored: int
-    rollouts: int
-    started_at: float
-    cost: float | None
-    seconds: float
-    tasks_known: bool
-    prompt_tokens: int
-    completion_tokens: int
+    pass_1: float | None = None
+    pass_1_interval: tuple[float, float] | None = None
+    k: int = 0
+    pass_k: float | None = None
+    pass_k_interval: tuple[float, float] | None = None
+    pass_k_tasks: int = 0
+    mean_reward: float | None = None
+    official: float | None = None
+    tasks_scored: int = 0
+    tasks: int = 0
+    tasks_left_out: int = 0
+    chosen: bool = False
+    tasks_total: int | None = None
+    rollouts_scored: int = 0
+    rollouts: int = 0
+    started_at: float = 0.0
+    cost: float | None = None
+    seconds: float = 0.0
+    tasks_known: bool = False
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     reason: str = ""
     """Why a member of an evaluation set has no run, if that is known."""
 
@@ -100,39 +100,9 @@ def set_rows(folder: Path) -> list[TableRow]:
             rows.append(replace(row, environment=given or row.environment))
         else:
             name, _, model = member.folder.partition("--")  # older sets have no names
-            row = _without_run(given or member.name or name, member.model or model, place)
-            rows.append(replace(row, reason=why.get(member.folder, "")))
+            environment, reason = given or member.name or name, why.get(member.folder, "")
+            rows.append(TableRow(environment, member.model or model, str(place), "not run", reason=reason))
     return rows
-
-
-def _without_run(environment: str, model: str, place: Path) -> TableRow:
-    return TableRow(
-        environment=environment,
-        model=model,
-        run=str(place),
-        state="not run",
-        pass_1=None,
-        pass_1_interval=None,
-        k=0,
-        pass_k=None,
-        pass_k_interval=None,
-        pass_k_tasks=0,
-        mean_reward=None,
-        official=None,
-        tasks_scored=0,
-        tasks=0,
-        tasks_left_out=0,
-        chosen=False,
-        tasks_total=None,
-        rollouts_scored=0,
-        rollouts=0,
-        started_at=0.0,
-        cost=None,
-        seconds=0.0,
-        tasks_known=False,
-        prompt_tokens=0,
-        completion_tokens=0,
-    )
 
 
 def _shown_name(reference: str) -> str:
