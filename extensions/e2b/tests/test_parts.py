@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from palaestra_e2b.api_keys import ApiKey, ApiKeys, own_key, read_keys
+from palaestra_e2b.connect_protocol import dumps, envelope
 from palaestra_e2b.endings import Endings
 from palaestra_e2b.requests import NewSandbox, read_body
 from palaestra_e2b.templates import absolute
@@ -110,3 +111,11 @@ def test_failures_have_the_codes_that_the_sdks_read() -> None:
 )  # fmt: skip
 def test_relative_paths_start_at_home(path: str, found: str) -> None:
     assert absolute(path, "/home/user") == found
+
+
+@pytest.mark.parametrize("name", ["a\udcff", "\udcff\udcfe", "half \ud83d", "whole \U0001f600", "caf\u00e9"])
+def test_every_name_is_json_that_every_client_reads(name: str) -> None:
+    for written in (dumps({"name": name}).encode(), envelope({"name": name})[5:]):
+        read = json.loads(written)["name"]
+        assert read.encode().decode() == read
+        assert len(read) == len(name)

@@ -14,6 +14,7 @@ import pytest
 from acp import schema
 
 from chat.chat_process import environment
+from palaestra_chat.acp.acp_agent import _content
 from palaestra_slots.core.types import JSON, Message
 from palaestra_tokens.testing.echo_chat_server import EchoChatServer, reply_to
 
@@ -261,3 +262,31 @@ def test_a_full_session_goes_on_and_its_commands_work(tmp_path: Path) -> None:
         assert [each.title.startswith("say answer 0") for each in listed.sessions] == [True]
 
     play(tmp_path, scene, served=EchoChatServer(window=10_000, reply=reply))
+
+
+@pytest.mark.parametrize(
+    ("address", "path"),
+    [
+        ("my%20file%20%C3%BC.txt", "my file ü.txt"),
+        ("src/a.py#L10:20", "src/a.py#L10:20"),
+        ("src", "src"),
+        ("../other%23.txt", "{parent}/other#.txt (not in the sandbox)"),
+    ],
+)
+def test_files_that_an_editor_mentions_have_the_paths_of_the_sandbox(tmp_path: Path, address: str, path: str) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    place = f"{tmp_path}/{address[3:]}" if address.startswith("../") else f"{work}/{address}"
+    said = _content([schema.ResourceContentBlock(type="resource_link", name="it", uri=f"file://{place}")], work)
+    assert said == f"[it]({path.format(parent=tmp_path)})"
+    text = schema.TextResourceContents(uri=f"file://{place}", text="x")
+    said = _content([schema.EmbeddedResourceContentBlock(type="resource", resource=text)], work)
+    assert said == f'<file name="{path.format(parent=tmp_path)}">\nx\n</file>'
+
+
+def test_other_addresses_stay_as_they_are() -> None:
+    for folder in (None, Path("/tmp")):
+        said = _content(
+            [schema.ResourceContentBlock(type="resource_link", name="it", uri="https://x.org/a%20b")], folder
+        )
+        assert said == "[it](https://x.org/a%20b)"

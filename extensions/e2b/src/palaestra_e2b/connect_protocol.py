@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import struct
 from collections.abc import AsyncIterator
 
@@ -21,11 +22,18 @@ MESSAGE_S = 60.0
 LONGEST_TIMEOUT_S = 24 * 3600.0
 _HEAD = struct.Struct("!BI")
 _COMPRESSED, _END = 1, 2
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def dumps(message: JSON) -> str:
+    """Return a message as JSON. Bytes of file names and outputs that are not UTF-8 become U+FFFD, as envd writes them;
+    JSON has no other form for them that all clients can read."""
+    return _LONE_SURROGATE.sub("\ufffd", json.dumps(message, separators=(",", ":"), ensure_ascii=False))
 
 
 def envelope(message: JSON, *, end: bool = False) -> bytes:
     """Return one message of a stream; `end` marks the last, which carries the error if there is one."""
-    data = json.dumps(message, separators=(",", ":")).encode()
+    data = dumps(message).encode()
     return _HEAD.pack(_END if end else 0, len(data)) + data
 
 

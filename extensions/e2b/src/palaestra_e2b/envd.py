@@ -15,7 +15,7 @@ from aiohttp import web
 
 from palaestra_e2b import filesystem_service, process_service
 from palaestra_e2b.call_limits import MOST_CALLS, OpenCalls
-from palaestra_e2b.connect_protocol import check_codec, envelope, read_stream, read_unary, timeout_of
+from palaestra_e2b.connect_protocol import check_codec, dumps, envelope, read_stream, read_unary, timeout_of
 from palaestra_e2b.file_transfer import FileTransfer, is_signed
 from palaestra_e2b.sandbox_users import SandboxUser, name_in_header, user_of
 from palaestra_e2b.sandboxes import HostedSandbox, Sandboxes, resumed
@@ -101,7 +101,7 @@ class Envd:
                 answer = await _UNARY[request.path](sandbox, slot, user, message)
         except (PalaestraError, OSError, ValueError, RpcError) as error:
             return _refusal(rpc_error(error, sandbox.sandbox_id))
-        return web.json_response(answer)
+        return web.json_response(answer, dumps=dumps)
 
     async def _input(self, request: web.Request, sandbox: HostedSandbox) -> web.StreamResponse:
         check_codec(request, stream=True)
@@ -158,7 +158,7 @@ def _keepalive_of(request: web.Request) -> float:
 def _refusal(error: RpcError | ApiError) -> web.Response:
     if isinstance(error, ApiError):
         raise error
-    return web.json_response(error.body, status=error.status)
+    return web.json_response(error.body, status=error.status, dumps=dumps)
 
 
 async def _send(
@@ -198,4 +198,4 @@ def error_body(error: ApiError) -> web.Response:
     """Return the answer for an error of the control API, of a file endpoint, or of a sandbox that does not run."""
     headers = {} if error.retry is None else {"Should-Retry": json.dumps(error.retry)}
     body = {"code": error.status, "message": str(error)}
-    return web.json_response(body, status=error.status, headers=headers)
+    return web.json_response(body, status=error.status, headers=headers, dumps=dumps)

@@ -26,6 +26,7 @@ from typing import IO
 from aiohttp import BodyPartReader, web
 
 from palaestra_e2b.call_limits import Lanes
+from palaestra_e2b.connect_protocol import dumps
 from palaestra_e2b.filesystem_service import path_of
 from palaestra_e2b.sandbox_users import SandboxUser
 from palaestra_e2b.wire_errors import ApiError
@@ -127,7 +128,7 @@ class FileTransfer:
             raise ApiError(400, "a file is sent as multipart/form-data or application/octet-stream")
         if not written:
             raise ApiError(400, "the request holds no file; its part must be named 'file'")
-        return web.json_response(written)
+        return web.json_response(written, dumps=dumps)
 
     async def _put(self, user: SandboxUser, given: str, more: Callable[[], Awaitable[bytes]]) -> dict[str, JSON]:
         if not given:

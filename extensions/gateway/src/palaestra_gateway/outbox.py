@@ -38,13 +38,14 @@ Start: TypeAlias = Callable[[Coroutine[None, None, None], str], None]
 
 @dataclass(slots=True)
 class AnswerParts:
-    """The texts and files of an answer, and what its turn used."""
+    """The texts and files of an answer, what its turn used, and how the turn ended."""
 
     texts: list[str]
     files: list[Attachment] = field(default_factory=list)
     cost: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    outcome: str = "natural"
 
 
 def answered_chat(message: Incoming, platforms: Mapping[str, Platform]) -> ChatAddress:
@@ -72,12 +73,12 @@ def outgoing_messages(message: Incoming, answer: AnswerParts, platforms: Mapping
     if not pieces and not small:
         pieces = ["(The model gave no answer.)"]
     found = [Outgoing("", address, text) for text in pieces] + [Outgoing("", address, file=file) for file in small]
-    tokens = answer.prompt_tokens, answer.completion_tokens
+    turn = answer.prompt_tokens, answer.completion_tokens, answer.outcome
     return [
         replace(
             each,
             key=f"{stem}-{number}",
-            answers=None if message.job else Answers(message.message_id, number == len(found) - 1, *tokens),
+            answers=None if message.job else Answers(message.message_id, number == len(found) - 1, *turn),
         )
         for number, each in enumerate(found)
     ]

@@ -97,13 +97,14 @@ def with_quote(text: str, quoted: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The incoming message that an outgoing message answers, whether this is the `last` part of the answer, and the
-    tokens of all model calls of the turn."""
+    """The incoming message that an outgoing message answers, whether this is the `last` part of the answer, the tokens
+    of all model calls of the turn, and how the turn ended, in the words of `TurnEnded.outcome`."""
 
     message_id: str
     last: bool = False
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    outcome: str = "natural"
 
 
 @dataclass(frozen=True, slots=True)

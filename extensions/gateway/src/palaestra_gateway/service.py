@@ -339,9 +339,9 @@ class Gateway:
         if isinstance(event, ToolBegun):
             session.doing = f"{event.name}: {event.preview}"
         elif isinstance(event, TextDelta):
-            session.doing = ""
+            after_tool, session.doing = bool(session.doing), ""
             if platform.limits.streams:
-                await platform.stream_text(message, event.text)
+                await platform.stream_text(message, f"\n\n{event.text}" if after_tool else event.text)
         elif isinstance(event, ReplyRestarted) and platform.limits.streams:  # a stream cannot take text back
             await platform.stream_text(message, f"\n\n{event.text}\n\n")
 
@@ -357,7 +357,7 @@ class Gateway:
             advice = _FULL if isinstance(conversation.failure, ContextExceeded) else "/retry runs it again."
             texts.append(f"(The turn ended early, {ended.outcome}: {ended.error.rstrip('.')}. {advice})")
         cost = 0.0 if ended.replayed else ended.cost or 0.0
-        return AnswerParts(texts, sent, cost, ended.prompt_tokens, ended.completion_tokens)
+        return AnswerParts(texts, sent, cost, ended.prompt_tokens, ended.completion_tokens, ended.outcome)
 
     @asynccontextmanager
     async def _typing(self, address: ChatAddress) -> AsyncIterator[None]:

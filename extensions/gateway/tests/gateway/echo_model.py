@@ -1,9 +1,9 @@
 """A chat completions server whose replies follow from the last message of the user, for tests of the gateway.
 
-`run CMD` calls the terminal, `start CMD` starts CMD in the background and `watch CMD` with a check every second;
-`call TOOL JSON` calls any tool; `ask QUESTION` asks, and `twice QUESTION` asks again after the answer.
-The answer to a tool's result is `done: RESULT`. `slowly TEXT` streams TEXT a word
-every 50 ms. Everything else is answered with `echo N: TEXT`, where N is the number of messages of the user.
+`run CMD` calls the terminal, `aloud run CMD` says so first; `start CMD` starts CMD in the background and `watch CMD`
+with a check every second; `call TOOL JSON` calls any tool; `ask QUESTION` asks, and `twice QUESTION` asks again after
+the answer. The answer to a tool's result is `done: RESULT`. `slowly TEXT` streams TEXT a word every 50 ms. Everything
+else is answered with `echo N: TEXT`, where N is the number of messages of the user.
 """
 
 from __future__ import annotations
@@ -84,11 +84,14 @@ def _reply(messages: list[Any]) -> tuple[str | None, list[Any], float]:
     text = said if isinstance(said, str) else next(part["text"] for part in said if part["type"] == "text")
     number = sum(message["role"] == "user" for message in messages)
     word, _, rest = text.split("]\n\n")[-1].partition(" ")
+    before = None
+    if word == "aloud":
+        before, (word, _, rest) = "I run it.", rest.partition(" ")
     options = {"run": {}, "start": {"background": True}, "watch": {"background": True, "check_interval": 30}}
     if word in options and rest:
         arguments = {"command": rest, **options[word]}
         function = {"name": "terminal", "arguments": json.dumps(arguments)}
-        return None, [{"id": f"call_{len(messages)}", "type": "function", "function": function}], 0.0
+        return before, [{"id": f"call_{len(messages)}", "type": "function", "function": function}], 0.0
     if word == "call":
         name, _, given = rest.partition(" ")
         function = {"name": name, "arguments": given}

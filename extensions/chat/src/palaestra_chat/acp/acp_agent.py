@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from palaestra import __version__
 from palaestra_chat.acp.config_options import MODE, config_options, known_models, set_option
@@ -191,7 +192,8 @@ class ChatAgent:
         session = self._session(session_id)
         conversation = session.conversation
         try:
-            content: JSON = _content(prompt)
+            folder = conversation.slots.folder
+            content: JSON = _content(prompt, None if folder is None else folder.root)
             if content in [f"/{name}" for name in COMMANDS]:
                 text = await (self._undo(conversation) if content == "/undo" else conversation.compact())
                 await session.answer(text)
@@ -281,9 +283,9 @@ def _modes(conversation: Conversation) -> schema.SessionModeState:
     return schema.SessionModeState(current_mode_id=conversation.permissions.mode.value, available_modes=modes)
 
 
-def _content(blocks: Sequence[Any]) -> JSON:
-    """Convert the protocol's content blocks to the content of a chat message. Raises `ConfigError` for data that is not
-    an image."""
+def _content(blocks: Sequence[Any], folder: Path | None) -> JSON:
+    """Convert the protocol's content blocks to the content of a chat message, with paths as the sandbox has them, where
+    the agent starts in the `folder`. Raises `ConfigError` for data that is not an image."""
     texts: list[str] = []
     images: list[JSON] = []
     for block in blocks:
@@ -292,14 +294,27 @@ def _content(blocks: Sequence[Any]) -> JSON:
         elif isinstance(block, schema.ImageContentBlock):
             images.append(checked_image(block.data))
         elif isinstance(block, schema.ResourceContentBlock):
-            texts.append(f"[{block.name}]({block.uri})")
+            texts.append(f"[{block.name}]({_path_of(block.uri, folder)})")
         elif isinstance(block, schema.EmbeddedResourceContentBlock):
             resource = block.resource
             if isinstance(resource, schema.TextResourceContents):
-                texts.append(f'<file name="{resource.uri}">\n{resource.text}\n</file>')
+                texts.append(f'<file name="{_path_of(resource.uri, folder)}">\n{resource.text}\n</file>')
             else:
                 images.append(checked_image(resource.blob))
         else:
             raise acp.RequestError.invalid_params({"details": f"content of type {block.type} cannot be sent"})
     text = "\n\n".join(texts)
     return [{"type": "text", "text": text}, *images] if images else text
+
+
+def _path_of(uri: str, folder: Path | None) -> str:
+    """Return the path of a `file:` address, relative to the folder if it is in it; other addresses as they are. Editors
+    append the lines that are meant, such as `#L10:20`."""
+    if not uri.startswith("file:"):
+        return uri
+    address, mark, lines = uri.partition("#")
+    path = Path(unquote(urlsplit(address).path))
+    for root in () if folder is None else (folder, folder.resolve()):
+        if path.is_relative_to(root):
+            return f"{path.relative_to(root)}{mark}{lines}"
+    return f"{path}{mark}{lines} (not in the sandbox)"

@@ -65,6 +65,10 @@ _LONGEST_HEAD = 1000
 _READ_S = 20.0
 """The time limit, in seconds, for reading one e-mail."""
 _MOST_PART_HEADERS = 100
+_OF_PROGRAMS = ("List-Id", "List-Unsubscribe", "X-Autoreply", "X-Autorespond")
+"""Headers that only programs write."""
+_PROGRAMS = frozenset({"mailerdaemon", "noreply", "donotreply", "bounce", "bounces"})
+"""The names of mailboxes, without hyphens, that no person reads."""
 _PART_HEADER = re.compile(rb"^content-(?:type|disposition)\b", re.MULTILINE | re.IGNORECASE)
 
 
@@ -202,9 +206,7 @@ class Email:
             raise ValueError("it has too many parts")
         mail = cast("EmailMessage", message_from_bytes(content, policy=_Policy()))
         name, user_id = _sender(mail)
-        automatic = str(mail.get("Auto-Submitted", "no")).lower() != "no" or mail.get("List-Id") is not None
-        bulk = str(mail.get("Precedence", "")).lower() in ("bulk", "junk", "list")
-        if automatic or bulk or user_id in (self._address.lower(), "mailer-daemon"):
+        if user_id == self._address.lower() or _is_automatic(mail, user_id):
             return None
         if not user_id:
             heads = "; ".join(map(str, mail.get_all("From") or ["no sender"]))
@@ -322,6 +324,27 @@ class Email:
             if isinstance(error, PlatformError):
                 raise
             raise PlatformUnavailable(f"{self.name}: {host}:{port} does not answer: {error!r:.200}") from error
+
+
+def _is_automatic(mail: EmailMessage, user_id: str) -> bool:
+    """Return whether an e-mail is bulk mail or was sent by a program: a bounce, an autoresponder, a list. An answer
+    could be answered by the program, and so on without end. RFC 3834, section 2, and the headers and addresses that
+    programs use which do not follow it."""
+    if re.split("[;(]", str(mail.get("Auto-Submitted", "no")))[0].strip().lower() != "no":
+        return True
+    if str(mail.get("Return-Path", "")).strip() == "<>":
+        return True
+    if str(mail.get("Precedence", "")).strip().lower() in ("bulk", "junk", "list", "auto_reply"):
+        return True
+    if any(mail.get(header) is not None for header in _OF_PROGRAMS) or _suppresses_answers(mail):
+        return True
+    return user_id.partition("@")[0].partition("+")[0].replace("-", "").replace("_", "") in _PROGRAMS
+
+
+def _suppresses_answers(mail: EmailMessage) -> bool:
+    """Return whether an Exchange server asks that this e-mail gets no automatic answer."""
+    asked = {word.strip().lower() for word in str(mail.get("X-Auto-Response-Suppress", "")).split(",")}
+    return not asked.isdisjoint({"all", "oof", "autoreply"})
 
 
 def _sender(mail: EmailMessage) -> tuple[str, str]:

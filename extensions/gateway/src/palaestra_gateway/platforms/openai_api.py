@@ -14,7 +14,8 @@ must have at least 16 characters, such as a UUID, so that no two programs send t
 With `stream: true`, the answer is sent as it is generated (server-sent events); other requests get the whole answer at
 the end. `usage` has the tokens of all model calls of the turn. The agent uses the gateway's tools; `tools`,
 `temperature` and other settings of a request have no effect. If the client disconnects, the turn continues, and its
-answer becomes part of the conversation.
+answer becomes part of the conversation. A turn that failed, for example because of the model server, is an error with
+status 502 or, in a stream, an event with `error`.
 
 The token is the platform's `token`. Any program that has it may use the agent, so there is no allow-list. Settings in
 `extra`: `host` (127.0.0.1), `port` (8643) and `model`, the name to offer (palaestra).
@@ -37,18 +38,22 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
+from palaestra_chat.turn_events import NATURAL
 from palaestra_gateway.config import PlatformConfig
 from palaestra_gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, PlatformLimits
 from palaestra_gateway.platforms.webhook import listen_address
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.http_server import Handler, guard, listening
-from palaestra_slots.core.types import JSON
+from palaestra_slots.core.types import JSON, Outcome
 
 MAX_BODY_BYTES = 64 << 20
 SESSION = "X-Session-Id"
 _REMEMBERED = 10_000
 _MIN_LONE_KEY = 16
 _KEEP_ALIVE_S = 15.0
+_FAILED: frozenset[str] = frozenset({Outcome.API_ERROR, Outcome.INFRA_ERROR})
+_FINISH_REASONS: dict[str, str] = dict.fromkeys((Outcome.LENGTH, Outcome.MAX_TURNS, Outcome.BUDGET), "length")
+"""The API's word for a turn that reached a limit; every other answer ends with `stop`."""
 
 
 @dataclass(slots=True)
@@ -60,6 +65,7 @@ class _Request:
     texts: list[str] = field(default_factory=list)
     streamed: str = ""
     answered: bool = False
+    outcome: str = NATURAL
     usage: dict[str, JSON] = field(default_factory=lambda: _usage(0, 0))
 
 
@@ -142,23 +148,29 @@ class OpenAIServer:
                 while await waiting.parts.get() is not None:
                     pass
                 answer = "\n\n".join(waiting.texts)
-                reply = self._whole(answer, session, waiting.usage)
+                reply = self._whole(answer, session, waiting)
         finally:
             del self._waiting[key]
-        if user:
+        if user and waiting.outcome not in _FAILED:
             self._remember(_digest(user, [*earlier, ("user", said), ("assistant", answer)]), session)
         return reply
 
-    def _whole(self, answer: str, session: str, usage: dict[str, JSON]) -> web.Response:
+    def _whole(self, answer: str, session: str, waiting: _Request) -> web.Response:
         if not answer:
             return _error(503, "the gateway stopped; send the message again", "server_error")
-        choice = {"index": 0, "message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}
-        body = {**self._head("chat.completion"), "choices": [choice], "usage": usage}
+        if waiting.outcome in _FAILED:
+            failed = _error(502, answer, "server_error", waiting.outcome)
+            failed.headers[SESSION] = session
+            return failed
+        message = {"role": "assistant", "content": answer}
+        choice = {"index": 0, "message": message, "finish_reason": _FINISH_REASONS.get(waiting.outcome, "stop")}
+        body = {**self._head("chat.completion"), "choices": [choice], "usage": waiting.usage}
         return web.json_response(body, headers={SESSION: session})
 
     async def _stream(
         self, request: web.Request, waiting: _Request, session: str, *, usage: bool
     ) -> tuple[str, web.StreamResponse]:
+        """Send the answer as it arrives. Returns the whole text that was sent, and the response."""
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream", SESSION: session})
         await reply.prepare(request)
         head = self._head("chat.completion.chunk")
@@ -177,9 +189,15 @@ class OpenAIServer:
                 continue
             if part is None:
                 break
-            await send({"content": part})
+            part = part if waiting.streamed else part.lstrip()
+            if part:
+                await send({"content": part})
             waiting.streamed += part
         answer = "\n\n".join(waiting.texts)
+        if waiting.outcome in _FAILED:
+            failed = {"error": _about(answer, "server_error", waiting.outcome)}
+            await reply.write(b"data: " + json.dumps(failed).encode() + b"\n\ndata: [DONE]\n\n")
+            return answer, reply
         streamed = waiting.streamed.rstrip()
         if streamed.endswith(answer):
             more = ""
@@ -189,12 +207,12 @@ class OpenAIServer:
             more = f"\n\n{answer}"
         if more.strip():
             await send({"content": more})
-        await send({}, "stop" if answer else "error")
+        await send({}, _FINISH_REASONS.get(waiting.outcome, "stop") if answer else "error")
         if usage:
             last = {**head, "choices": [], "usage": waiting.usage}
             await reply.write(b"data: " + json.dumps(last).encode() + b"\n\n")
         await reply.write(b"data: [DONE]\n\n")
-        return answer, reply
+        return f"{waiting.streamed}{more}" if more.strip() else waiting.streamed, reply
 
     def _head(self, kind: str) -> dict[str, JSON]:
         return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self._model}
@@ -210,6 +228,7 @@ class OpenAIServer:
                 waiting.answered = answers.last
                 if answers.last:
                     waiting.usage = _usage(answers.prompt_tokens, answers.completion_tokens)
+                    waiting.outcome = answers.outcome
                     waiting.parts.put_nowait(None)
             return key
         for (chat_id, _), waiting in self._waiting.items():
@@ -339,4 +358,8 @@ def _refused(status: int, reason: str) -> web.Response:
 
 
 def _error(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": code}}, status=status)
+    return web.json_response({"error": _about(message, kind, code)}, status=status)
+
+
+def _about(message: str, kind: str, code: str | None) -> dict[str, JSON]:
+    return {"message": message, "type": kind, "param": None, "code": code}

@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -42,6 +43,9 @@ _FOR_LATER = frozenset({1, 2, 4, 80007, 130429, 131000, 131016, 131048, 131056, 
 """Error codes of rate limits, and of services that are unavailable for some time."""
 _WITHDRAWN = 190
 _FILES = ("image", "document", "audio", "video", "sticker")
+_BUSINESS_SCOPED = re.compile(r"[A-Z]{2}\.[A-Za-z0-9.]+\Z")
+"""The id that a person has for one business, in place of a telephone number; it goes into the field `recipient`:
+https://developers.facebook.com/documentation/business-messaging/whatsapp/business-scoped-user-ids"""
 
 
 class _GraphApi(HttpApi):
@@ -126,31 +130,35 @@ class WhatsApp:
             for change in entry.get("changes") or ():
                 value = change.get("value") or {}
                 if change.get("field") == "messages" and str(value["metadata"]["phone_number_id"]) == self._number:
-                    names = {each["wa_id"]: each["profile"]["name"] for each in value.get("contacts") or ()}
+                    names = dict(map(_named, value.get("contacts") or ()))
                     for message in value.get("messages") or ():
                         await self._take(self._deliver, message, names)
         return web.Response()
 
     async def _take(self, deliver: Deliver, sent: dict[str, Any], names: Mapping[str, str]) -> None:
-        kind, user, group = str(sent.get("type")), str(sent["from"]), str(sent.get("group_id") or "")
+        # A person with a user name may hide the number; then there is an id of the person for this business.
+        kind, user = str(sent.get("type")), str(sent.get("from") or sent["from_user_id"])
+        group = str(sent.get("group_id") or "")
         if kind in ("reaction", "system", "request_welcome"):
             return
         address = ChatAddress(self.name, group or user, "group" if group else "dm")
         text, files, problem = "", list[Attachment](), ""
-        if kind == "text":
-            text = str(sent["text"]["body"])
-        elif kind == "button":  # of a template
-            text = str(sent["button"]["text"])
-        elif kind == "interactive" and (chosen := _chosen(sent["interactive"])):
-            text = chosen
-        elif kind in _FILES:
-            text = str(sent[kind].get("caption") or "")
-            try:
+        try:
+            if kind == "text":
+                text = str(sent["text"]["body"])
+            elif kind == "button":  # of a template
+                text = str(sent["button"]["text"])
+            elif kind == "interactive" and (chosen := _chosen(sent["interactive"])):
+                text = chosen
+            elif kind in _FILES:
+                text = str(sent[kind].get("caption") or "")
                 files.append(await self._download(kind, sent[kind]))
-            except PlatformRefused as error:
-                problem = f"The file could not be read: {error}"
-        else:
-            problem = "Messages of this kind are not supported. Send text, an image or a file."
+            else:
+                problem = "Messages of this kind are not supported. Send text, an image or a file."
+        except PlatformRefused as error:
+            problem = f"The file could not be read: {error}"
+        except (KeyError, TypeError, AttributeError):  # an error would lose the other messages of the request, too
+            problem = "The message could not be read. Send it as text, please."
         await deliver(Incoming(address, sent["id"], user, text, tuple(files), names.get(user, ""), problem))
 
     async def _download(self, kind: str, about: dict[str, Any]) -> Attachment:
@@ -181,8 +189,9 @@ class WhatsApp:
 
     async def _send(self, address: ChatAddress, kind: str, content: dict[str, JSON]) -> str:
         to = "group" if address.chat_type == "group" else "individual"
+        field = "recipient" if to == "individual" and _BUSINESS_SCOPED.match(address.chat_id) else "to"
         body = {
-            "messaging_product": "whatsapp", "recipient_type": to, "to": address.chat_id, "type": kind, kind: content,
+            "messaging_product": "whatsapp", "recipient_type": to, field: address.chat_id, "type": kind, kind: content,
         }  # fmt: skip
         sent = await self._api.json("POST", f"/{self._number}/messages", json=body)
         return str(sent["messages"][0]["id"])
@@ -195,6 +204,13 @@ class WhatsApp:
 
     async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         raise NotImplementedError("WhatsApp shows typing notices only for a message")
+
+
+def _named(contact: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the id and the name of a contact; each may be missing."""
+    return str(contact.get("wa_id") or contact.get("user_id") or ""), str(
+        (contact.get("profile") or {}).get("name") or ""
+    )
 
 
 def _chosen(reply: Mapping[str, Any]) -> str:

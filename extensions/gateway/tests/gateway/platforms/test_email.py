@@ -473,3 +473,31 @@ def test_no_stranger_keeps_the_gateway_busy_with_an_email(content: str) -> None:
     else:
         assert message is not None
         assert message.user_id == ANNA
+
+
+# RFC 3834, section 2, and what Exchange, qmail, vacation programs and newsletters write instead
+AUTOMATIC = [
+    "Auto-Submitted: auto-generated; owner-email=x@y.org",
+    "Return-Path: <>",
+    "Precedence: auto_reply",
+    "X-Autoreply: yes",
+    "X-Auto-Response-Suppress: DR, OOF, AutoReply",
+    "List-Unsubscribe: <mailto:off@y.org>",
+    *(f"From: {name}@y.org" for name in ("MAILER-DAEMON", "no-reply", "noreply+42", "do_not_reply", "bounces")),
+]
+OF_PERSONS = [
+    "Auto-Submitted: no (a person wrote it)",
+    "Return-Path: <anna@y.org>",
+    "Precedence: normal",
+    "X-Auto-Response-Suppress: DR, RN",
+    "From: reply@y.org",
+    "From: norepliev@y.org",
+]
+
+
+@pytest.mark.parametrize("header", [*AUTOMATIC, *OF_PERSONS])
+def test_what_a_program_sent_gets_no_answer(header: str) -> None:
+    sender = "" if header.startswith("From:") else "From: anna@y.org\n"
+    content = f"{sender}{header}\nSubject: s\n\nI am away.\n".encode()
+    message = Email("email", PlatformConfig(token="secret", extra=EXTRA))._incoming(content, "1")
+    assert (message is None) == (header in AUTOMATIC)

@@ -389,3 +389,39 @@ def test_headers_that_are_no_text_are_refused(tmp_path, header):
             writer.close()
 
     asyncio.run(main())
+
+
+def test_a_turn_that_failed_is_an_error_and_not_an_answer(tmp_path):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]) as scene, client(platform) as program:
+            scene.model.failing = True
+            with pytest.raises(openai.InternalServerError) as whole:
+                await program.chat.completions.create(model="m", messages=said("hi"), user="anna")
+            assert (whole.value.status_code, whole.value.code) == (502, "api_error")
+            stream = await program.chat.completions.create(model="m", messages=said("hi"), user="anna", stream=True)
+            with pytest.raises(openai.APIError) as streamed:
+                [chunk async for chunk in stream]
+            assert streamed.value.code == "api_error"
+            scene.model.failing = False
+            again = await program.chat.completions.create(model="m", messages=said("hi"), user="anna")
+            assert again.choices[0].finish_reason == "stop"
+
+    asyncio.run(main())
+
+
+@pytest.mark.slots
+def test_a_stream_around_a_tool_call_has_separate_texts_and_one_session(tmp_path):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]), client(platform) as program:
+            text, messages = "", said("aloud run echo kept > file.txt")
+            stream = await program.chat.completions.create(model="m", messages=messages, user="anna", stream=True)
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+            assert text.startswith("I run it.\n\ndone: ")
+            history = [*messages, {"role": "assistant", "content": text}, *said("run cat file.txt")]
+            read = await program.chat.completions.create(model="m", messages=history, user="anna")
+            assert '"output": "kept' in read.choices[0].message.content
+
+    asyncio.run(main())

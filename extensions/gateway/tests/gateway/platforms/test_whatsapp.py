@@ -208,3 +208,51 @@ def test_a_body_without_end_and_without_a_signature_ends(monkeypatch, caplog):
 
     asyncio.run(run())
     assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize(
+    ("contact", "sender", "name"),
+    [
+        ({"wa_id": ANNA}, {"from": ANNA}, ""),
+        ({"wa_id": ANNA, "profile": {}}, {"from": ANNA}, ""),
+        ({"wa_id": ANNA, "profile": None}, {"from": ANNA}, ""),
+        ({"user_id": "US.1349", "profile": {"name": "Anna", "username": "@anna"}}, {"from_user_id": "US.1349"}, "Anna"),
+        ({}, {"from": ANNA}, ""),
+    ],
+)
+def test_a_message_arrives_without_a_name_or_a_number(contact: dict[str, Any], sender: dict[str, str], name: str):
+    async def main():
+        api = WhatsAppAPI()
+        async with api.serving(), started(whatsapp(api)) as arrived:
+            api.notify(contacts=[contact], statuses=[{"id": "wamid.x", "status": "read", "recipient_id": ANNA}])
+            message = {**api.message(type="text", text={"body": "hello"}), "from": "", **sender}
+            api.notify(contacts=[contact], messages=[message])
+            await until(lambda: bool(arrived))
+        assert (arrived[0].text, arrived[0].user_id, arrived[0].user_name) == ("hello", *sender.values(), name)
+
+    asyncio.run(main())
+
+
+def test_a_message_of_another_shape_does_not_cost_the_others():
+    async def main():
+        api = WhatsAppAPI()
+        async with api.serving(), started(whatsapp(api)) as arrived:
+            shapes = [{"type": "text"}, {"type": "image", "image": None}, {"type": "button", "button": "b"}]
+            api.notify(
+                messages=[*(api.message(**each) for each in shapes), api.message(type="text", text={"body": "hi"})]
+            )
+            await until(lambda: len(arrived) == 4)
+        assert [(message.text, bool(message.problem)) for message in arrived] == [*3 * [("", True)], ("hi", False)]
+
+    asyncio.run(main())
+
+
+def test_a_person_who_hides_the_number_gets_the_answer():
+    async def main():
+        api = WhatsAppAPI()
+        async with api.serving(), started(platform := whatsapp(api)):
+            await platform.send_text(ChatAddress("whatsapp", "US.1349"), "hello", key="k")
+        [sent] = api.sent
+        assert (sent["recipient"], "to" in sent) == ("US.1349", False)
+
+    asyncio.run(main())
