@@ -118,29 +118,40 @@ async def answer_once(
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGINT, conversation.interrupt)
             try:
-                ended = await _turn(conversation, content, which.message_id, write)
+                ended = await _turn(conversation, content, which.message_id, write, as_json=as_json)
             finally:
                 loop.remove_signal_handler(signal.SIGINT)
+            if not as_json:
+                write(ended)
             if (folder := conversation.slots.folder) is not None and conversation.seat.slot is not None:
                 mode: str = options.config.write
                 if "write" not in options.flags:
                     mode = write_mode(store, conversation.history.record, options)
                 await _write_back(folder, conversation, mode, write)
-            return _exit_code(conversation, ended)
+        if as_json:  # nothing follows it, so that a program may stop reading there
+            write(ended)
+        return _exit_code(conversation, ended)
 
 
 async def _turn(
-    conversation: Conversation, content: object, message_id: str | None, write: Callable[[Event], None]
+    conversation: Conversation,
+    content: object,
+    message_id: str | None,
+    write: Callable[[Event], None],
+    *,
+    as_json: bool,
 ) -> TurnEnded:
+    """Play the turn, after one that a killed process left open, and return its end, which is not written."""
     ended = None
     if conversation.unfinished and message_id is None:
         async for event in conversation.resume():
-            write(event)
+            if not (as_json and isinstance(event, TurnEnded)):
+                write(event)
     async for event in conversation.send(content, message_id=message_id):
-        if not isinstance(event, Notice):  # `People.notice` already prints notices
-            write(event)
         if isinstance(event, TurnEnded):
             ended = event
+        elif not isinstance(event, Notice):  # `People.notice` already prints notices
+            write(event)
     assert ended is not None
     return ended
 

@@ -93,6 +93,21 @@ def test_one_answer_with_stdin_and_a_tool(tmp_path: Path) -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("write", ["yes", "no"])
+def test_nothing_follows_the_end_and_the_changes_are_written_before_it(tmp_path: Path, write: str) -> None:
+    async def scene(server: EchoChatServer) -> None:
+        folder = tmp_path / "work"
+        folder.mkdir()
+        (folder / "a.txt").write_text("one\n")
+        words = ("--base-url", server.url, "--model", "echo", "--workdir", str(folder), "--write", write)
+        ran = await chat(tmp_path, "-p", 'call terminal {"command": "echo new > b.txt"}', "--json", *words)
+        kinds = [event["type"] for event in ran.events]
+        assert (kinds.count("end"), kinds[-2:]) == (1, ["notice", "end"])
+        assert (folder / "b.txt").exists() == (write == "yes")
+
+    play(scene)
+
+
 def test_a_file_that_piped_text_names_is_not_read(tmp_path: Path) -> None:
     async def scene(server: EchoChatServer) -> None:
         words = ("--base-url", server.url, "--model", "echo")

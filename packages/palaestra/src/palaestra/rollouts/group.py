@@ -147,13 +147,11 @@ class GroupRun:
             raise
         ended = GroupEnded(at=time.time(), group_id=group.group_id, number=group.number)
         ended.error, ended.blame = group.error, group.blame
-        # The workspace ends while the event goes to the disk.
-        giving_back = asyncio.ensure_future(self._give_back())
-        try:
-            run.events.emit(ended)
-            await run.events.journal.commit()
-        finally:
-            await asyncio.shield(giving_back)
+        # Nothing waits for the ends of the slots and of the workspace: the next group begins meanwhile.
+        self._preparation.share()
+        run.workspaces.finish_later(self._give_back())
+        run.events.emit(ended)
+        await run.events.journal.commit()
         return group
 
     async def _give_back(self) -> None:
@@ -459,11 +457,15 @@ class Preparation:
             except (InfraError, TaskError) as error:
                 logger.warning("the lost workspace of task %s cannot be prepared again: %s", self._task.id, error)
 
+    def share(self) -> None:
+        """Leave the workspace to the groups that share it, if any do."""
+        if self.snapshot is not None and self._shared is not None:
+            self._shared[self._task.id], self.snapshot = self.snapshot, None
+
     async def aclose(self) -> None:
         """Leave the workspace to the groups that share it, or drop it."""
-        if self.snapshot is not None and self._shared is not None:
-            self._shared[self._task.id] = self.snapshot
-        elif self.snapshot is not None:
+        self.share()
+        if self.snapshot is not None:
             await self._run.workspaces.pool.snapshots.forget(self.snapshot)
 
     async def _prepared(self) -> Snapshot | None:

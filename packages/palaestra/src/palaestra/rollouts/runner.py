@@ -137,6 +137,7 @@ class Runner:
             # A task group raises a group of errors. Callers and the exit status are about a single one.
             raise first_failure(failures) from None
         finally:
+            await self.run_context.workspaces.finish()
             for number in sorted(self._finished_before):
                 if number not in handed_on:  # this part of the run lacks the task or did not reach it
                     self._hand_on_earlier(number)

@@ -13,11 +13,12 @@ import asyncio
 import logging
 import math
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from palaestra.agent.seat import Seat
@@ -74,6 +75,7 @@ class Workspaces:
         self._unshared = unshared
         self._unscored_bytes = 0
         self._shared: dict[str, asyncio.Future[Snapshot]] = {}
+        self._finishing: set[asyncio.Future[None]] = set()
 
     def keeping_nothing(self) -> Workspaces:
         """Return the same workspaces for rollouts whose work is not stored."""
@@ -191,8 +193,29 @@ class Workspaces:
         if snapshot is not None and not await self.pool.snapshots.holds(snapshot) and self._shared.get(key) is future:
             del self._shared[key]
 
+    def finish_later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let work that nobody waits for, such as the end of a group's slots, go on in the background. A slot keeps its
+        place in the pool until it has ended, which limits how much of this work there can be."""
+        task = asyncio.ensure_future(work)
+        self._finishing.add(task)
+        task.add_done_callback(self._drop_finished)
+
+    def _drop_finished(self, task: asyncio.Future[None]) -> None:
+        if task.cancelled() or task.exception() is None:
+            self._finishing.discard(task)
+
+    async def finish(self) -> None:
+        """Wait for the work in the background. Raises the first error in it."""
+        while work := list(self._finishing):
+            try:
+                await asyncio.shield(asyncio.gather(*work))
+            finally:
+                self._finishing.difference_update(each for each in work if each.done())
+
     async def aclose(self) -> None:
-        """Drop every shared snapshot. The groups that started from them have ended."""
+        """Finish the work in the background, and drop every shared snapshot. The groups that started from them have
+        ended."""
+        await self.finish()
         for future in self._shared.values():
             if (snapshot := _result(future)) is not None:
                 await self.pool.snapshots.forget(snapshot)
