@@ -14,6 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Self
 
 from palaestra_slots.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
@@ -397,14 +398,17 @@ def host_path() -> str:
     return SYSTEM_PATH if own in SYSTEM_PATH.split(":") else f"{own}:{SYSTEM_PATH}"
 
 
-def environment(spec: SlotSpec, path: str = SYSTEM_PATH) -> dict[str, JSON]:
-    """Return the environment variables for every command of a slot. Programs of declared packages come first, as in a
-    virtual environment."""
+def environment(
+    spec: SlotSpec, path: str = SYSTEM_PATH, of_image: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, JSON]:
+    """Return the environment variables for every command of a slot: the spec's own come before those of its image.
+    Programs of declared packages come first, as in a virtual environment."""
     own = dict(spec.env)
-    path = own.get("PATH", path)
+    path = own.get("PATH") or of_image.get("PATH") or path
     if any(mount.target == PACKAGES_DIR for mount in spec.mounts):
         path = f"{PACKAGES_DIR}/bin:{path}"
-    return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **own} | {"PATH": path}
+    usual = {"HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
+    return {**usual, **of_image, **_proxies(spec), **own, "PATH": path}
 
 
 def _proxies(spec: SlotSpec) -> dict[str, str]:

@@ -21,6 +21,8 @@ import pytest
 
 from palaestra_slots.core.errors import ImageError
 from palaestra_slots.sandbox.images.image_store import ImageStore
+from palaestra_slots.sandbox.server_backend import environment
+from palaestra_slots.sandbox.slot import SlotSpec
 
 Entry = tuple[str, bytes | str | None]
 """A name, and its bytes; None for a directory, `-> x` for a link, `=> x` for a hard link."""
@@ -47,7 +49,7 @@ def tar(entries: Sequence[Entry], change: Callable[[tarfile.TarInfo], None] = la
     return buffer.getvalue()
 
 
-def layout(folder: Path, layers: Sequence[bytes]) -> Path:
+def layout(folder: Path, layers: Sequence[bytes], config: object = None) -> Path:
     """An OCI layout."""
     (folder / "blobs" / "sha256").mkdir(parents=True)
 
@@ -56,7 +58,9 @@ def layout(folder: Path, layers: Sequence[bytes]) -> Path:
         (folder / "blobs" / "sha256" / digest).write_bytes(data)
         return {"digest": f"sha256:{digest}", "size": len(data)}
 
-    manifest = put(json.dumps({"schemaVersion": 2, "layers": [put(layer) for layer in layers]}).encode())
+    about = {} if config is None else {"config": put(json.dumps({"config": config}).encode())}
+    content = {"schemaVersion": 2, "layers": [put(layer) for layer in layers], **about}
+    manifest = put(json.dumps(content).encode())
     (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
     (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [manifest]}))
     return folder
@@ -338,3 +342,45 @@ def test_a_made_root_file_system_has_its_name(name: str, made: Sequence[str], fo
     else:
         with pytest.raises(ImageError, match="not pulled"):
             asyncio.run(directory())
+
+
+@pytest.mark.parametrize(
+    ("config", "variables"),
+    [
+        ({"Env": ["PATH=/opt/go/bin:/usr/bin", "GOFLAGS=-mod=mod", "EMPTY="]},
+         {"PATH": "/opt/go/bin:/usr/bin", "GOFLAGS": "-mod=mod", "EMPTY": ""}),
+        ({"Env": ["NOTHING", "=x", "A=1\0B=2", "C=3"]}, {"C": "3"}),
+        ({"Env": None}, {}),
+        ({}, {}),
+        (["no object"], {}),
+        (None, {}),
+    ],
+)  # fmt: skip
+def test_an_image_states_variables_also_to_later_runs(
+    config: object, variables: dict[str, str], tmp_path: Path
+) -> None:
+    image = layout(tmp_path / "oci", [tar(ROOT)], config)
+
+    async def stated(record: Callable[[Path], None]) -> dict[str, str]:
+        images = ImageStore(str(tmp_path / "store"))
+        try:
+            found = dict(images.variables(await images.directory(str(image))))
+            record(next((tmp_path / "store").glob("*.json")))
+            return found
+        finally:
+            await images.aclose()
+
+    def as_earlier_versions_wrote_it(path: Path) -> None:
+        path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "env"}))
+
+    for record in (lambda _: None, as_earlier_versions_wrote_it, lambda _: None):
+        assert asyncio.run(stated(record)) == variables
+
+
+def test_the_variables_of_an_image_stand_below_those_of_the_slot() -> None:
+    spec = SlotSpec(image="x", env=(("HOME", "/work"), ("PATH", "/own")))
+    of_image = {"PATH": "/image", "HOME": "/image", "LANG": "C", "JAVA_HOME": "/opt/java"}
+    made = environment(spec, "/usual", of_image)
+    assert (made["PATH"], made["HOME"], made["LANG"], made["JAVA_HOME"]) == ("/own", "/work", "C", "/opt/java")
+    assert environment(SlotSpec(image="x"), "/usual", of_image)["PATH"] == "/image"
+    assert environment(SlotSpec(), "/usual")["PATH"] == "/usual"

@@ -162,7 +162,10 @@ class LocalBackend(ServerBackend):
 
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
         image = await self._image(spec)
-        env = environment(spec, host_path() if image is None else SYSTEM_PATH)
+        if image is None or self._images is None:
+            env = environment(spec, host_path())
+        else:
+            env = environment(spec, SYSTEM_PATH, self._images.variables(image))
         return {"image": image, "allow": _allowed(spec), "mounts": _mounts(spec), "env": env}
 
     def _about(self, trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:

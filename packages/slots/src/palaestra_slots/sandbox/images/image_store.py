@@ -1,6 +1,6 @@
 """Unpacks each image once for all runs on a machine, and stores it by its content.
 
-    DIGEST/          the root file system          DIGEST.json   its size and source; the file's time is the last use
+    DIGEST/          the root file system          DIGEST.json   size, source and variables; its time is the last use
     DIGEST.lock      locked: shared while the image is in use, exclusive while it is made or removed
     known/KEY        the digest of an image file; KEY is a hash of the file's path, inode, size and times
     partial/         unfinished or removed images
@@ -20,15 +20,17 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from palaestra_slots.core.errors import ImageError
+from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.images import unpack
 from palaestra_slots.sandbox.images.image_folders import default_folder, made_root
 from palaestra_slots.sandbox.images.pulled import pulled_layout
 from palaestra_slots.sandbox.images.reference import is_path
+from palaestra_slots.sandbox.slot import is_variable
 
 DEFAULT_IMAGE_BYTES = 32 << 30
 DEFAULT_STORE_BYTES = 100 << 30
@@ -53,6 +55,7 @@ class ImageStore:
         self._folder = folder or default_folder()
         self._max_image_bytes, self._max_bytes = max_image_bytes, max_bytes
         self._held: dict[str, int] = {}  # the locks by digest
+        self._variables: dict[str, dict[str, str]] = {}
         self._stop = threading.Event()
         self._threads: ThreadPoolExecutor | None = None
         self._pulled, self._made, self._named = pulled, made, dict[str, str]()
@@ -82,6 +85,11 @@ class ImageStore:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, self._unpacked, path)
             except OSError as error:
                 raise ImageError(f"the image {image!r} cannot be unpacked to {self._folder}: {error}") from error
+
+    def variables(self, directory: str) -> Mapping[str, str]:
+        """Return the environment variables that the image in a directory of `directory` states; a root directory states
+        none."""
+        return self._variables.get(directory, {})
 
     def _layout(self, name: str) -> str:
         """Return the layout of an image that was pulled, or a root file system that was made: the same one as long as
@@ -116,11 +124,19 @@ class ImageStore:
         os.makedirs(f"{self._folder}/partial", mode=0o700, exist_ok=True)
         os.chmod(self._folder, 0o700)
         digest = self._digest(path)
+        directory = f"{self._folder}/{digest}"
         if digest not in self._held:
             self._held[digest] = self._take(digest, path)
+            self._variables[directory] = self._stated(digest, path)
             # The new image is locked by now, so it is not the one that is removed.
             self._evict()
-        return f"{self._folder}/{digest}"
+        return directory
+
+    def _stated(self, digest: str, path: str) -> dict[str, str]:
+        """Return the image's variables from its record. Records of earlier versions lack them."""
+        with contextlib.suppress(OSError, ValueError, KeyError), open(f"{self._folder}/{digest}.json") as file:
+            return _variables(json.load(file)["env"])
+        return _stated(path)
 
     def _digest(self, path: str) -> str:
         if os.path.isdir(path):
@@ -159,7 +175,8 @@ class ImageStore:
         os.mkdir(partial, 0o755)
         try:
             size = unpack.unpack(unpack.layers(path), partial, path, self._max_image_bytes, self._stop)
-            record = {"schema": "palaestra.image", "version": 1, "bytes": size, "source": path}
+            stated = [f"{name}={value}" for name, value in _stated(path).items()]
+            record = {"schema": "palaestra.image", "version": 1, "bytes": size, "source": path, "env": stated}
             # Before the image has its name: an image without a record would never be evicted.
             _write(f"{final}.json", json.dumps(record))
             os.rename(partial, final)
@@ -220,3 +237,18 @@ def _write(path: str, text: str) -> None:
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
     os.replace(temporary, path)
+
+
+def _stated(path: str) -> dict[str, str]:
+    """Return the variables that the image at a path states. An image need not have a configuration."""
+    try:
+        return _variables((unpack.stated_config(path) or {}).get("Env"))
+    except (ImageError, AttributeError):
+        return {}
+
+
+def _variables(stated: JSON) -> dict[str, str]:
+    """Return the variables in the words `NAME=VALUE` of an image's configuration; words of another form are left
+    out."""
+    pairs = (str(word).partition("=") for word in (stated if isinstance(stated, list) else ()))
+    return {name: value for name, mark, value in pairs if mark and is_variable(name, value)}
