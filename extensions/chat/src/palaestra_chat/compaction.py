@@ -154,7 +154,8 @@ async def summary_in_pieces(
         before = f"The summary of the conversation so far:\n\n{summary}\n\n" if summary else ""
         request = f"{before}The next part of the conversation:\n\n{piece}\n\n{SUMMARIZE}"
         try:
-            answer = await ask([{"role": "user", "content": request}])
+            asked: list[Message] = [{"role": "user", "content": request}]
+            answer = await ask(asked) or await ask(asked)  # a reply without text may be chance
         except ContextExceeded:
             most //= 2
             if most < _SMALLEST_PIECE_CHARS:

@@ -36,6 +36,8 @@ from palaestra_tokens.ledger import SegmentReason
 
 _TRIES = 3
 """The maximum number of compactions in a row that do not lead to a reply."""
+_NO_SUMMARY = "(There is no summary."
+"""How the summary begins that stands for messages of which the model has written none."""
 _SHORT_TOKENS = 1000
 """The size below which a single turn is too short to compact."""
 
@@ -96,10 +98,7 @@ class ContextWindow:
             raise ConfigError("the conversation is too short to compact")
         if (cut := self._history.open_turn()) is not None:
             self._history.finish(cut, "interrupted", "the program ended during the turn")
-        summary = await self._compacted(Plan([], self._store.turns.entries(self._id)), Usage(), None)
-        if not summary:
-            raise EngineReplyError("the model wrote an empty summary; the conversation was not changed")
-        return summary
+        return await self._compacted(Plan([], self._store.turns.entries(self._id)), Usage(), None)
 
     async def run(self, loop: AgentLoop, turn: StoredTurn) -> AgentResult:
         """Run the loop. Compact the history when the window is nearly full, before the loop and between its turns, and
@@ -142,13 +141,13 @@ class ContextWindow:
             return False
         before = self.prompt_tokens()
         try:
-            await self._compacted(made, usage, turn)
+            summary = await self._compacted(made, usage, turn, must=overflow is not None)
         except EngineError as error:
             if overflow is not None:
                 raise
             logger.warning("conversation %s was not compacted: %s", self._id, error)
             return False
-        self._report_compaction(made, before)
+        self._report_compaction(made, before, summary)
         return True
 
     def _limit_tokens(self) -> int | None:
@@ -196,14 +195,14 @@ class ContextWindow:
         error.window_tokens = window
         return error
 
-    async def _compacted(self, made: Plan, usage: Usage, running: StoredTurn | None) -> str:
-        """Carry out a plan: let the model write the summary, then change the history. Returns the summary. If it is
-        empty, changes nothing, unless a turn is `running`. Raises `EngineError`."""
+    async def _compacted(self, made: Plan, usage: Usage, running: StoredTurn | None, *, must: bool = False) -> str:
+        """Carry out a plan: let the model write the summary, then change the history. Returns the summary. Raises
+        `EngineError`, also for an empty summary, unless the history `must` become smaller."""
         summary = await self._summary(made, usage) if made.summarized else ""
         if made.summarized and not summary:
-            if running is None:
-                return ""
-            summary = f"(There is no summary. {plural(len(made.summarized), 'earlier message')} were left out.)"
+            if not must:
+                raise EngineReplyError("the model wrote an empty summary; the conversation was not changed")
+            summary = f"{_NO_SUMMARY} {plural(len(made.summarized), 'earlier message')} were left out.)"
         messages: list[Message] = [
             {"role": "user", "content": f"Our conversation so far, as you summarized it:\n\n{summary}"},
             {"role": "assistant", "content": "I continue from this summary."},
@@ -246,14 +245,18 @@ class ContextWindow:
         whole = [*self._fixed()[:1], *messages, {"role": "user", "content": SUMMARIZE}]
         if made.whole and (window is None or self._count.of(whole) < window * FULL_SHARE):
             with suppress(ContextExceeded):
-                return await ask(whole)
+                if summary := await ask(whole):
+                    return summary
+                # The model called a tool, or only thought; the pieces are asked without tools and conversation.
         return await summary_in_pieces(messages, ask, lambda: self.size, self._count)
 
-    def _report_compaction(self, made: Plan, before: int) -> None:
+    def _report_compaction(self, made: Plan, before: int, summary: str) -> None:
         """Say what was summarized and shortened."""
         done = []
         if made.summarized:
-            done.append(f"{plural(len(made.summarized), 'message')} were replaced with a summary")
+            lost = summary.startswith(_NO_SUMMARY)
+            how = "left out, because the model wrote no summary" if lost else "replaced with a summary"
+            done.append(f"{plural(len(made.summarized), 'message')} were {how}")
         if made.newly_cut:
             done.append(f"{plural(made.newly_cut, 'long tool result')} were shortened")
         window = "" if self.size is None else f" of {self.size}"

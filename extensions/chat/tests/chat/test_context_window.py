@@ -280,6 +280,56 @@ def test_an_overflow_whose_compaction_fails_ends_the_turn_and_keeps_the_history(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    "empty", [{"content": ""}, {"content": " \n"}, {"content": "", "reasoning_content": "Well."}, "call"]
+)
+def test_one_empty_summary_costs_no_history(tmp_path: Path, empty: JSON) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "terminal", "arguments": "{}"}}
+    wrong = {"content": None, "tool_calls": [call]} if empty == "call" else empty
+    summaries = 0
+
+    def reply(messages: Sequence[Message]) -> dict[str, JSON]:
+        nonlocal summaries
+        if "Summarize this conversation" not in str(messages[-1].get("content")):
+            return reply_to(messages)
+        summaries += 1
+        return wrong if summaries == 1 else {"content": "SUMMARY"}
+
+    async def main() -> None:
+        server = EchoChatServer(window=WINDOW, reply=reply)
+        async with server, chat(tmp_path, server, context_tokens=WINDOW) as service:
+            conversation = Conversation.begin(service)
+            for number in range(10):
+                assert (await said(conversation, words(number))).outcome == "natural"
+            assert summaries > 1
+            assert "SUMMARY" in str(conversation.history.messages[1]["content"])
+
+    asyncio.run(main())
+
+
+def test_without_any_summary_the_history_stays_as_long_as_it_fits_and_the_notice_says_what_is_lost(
+    tmp_path: Path,
+) -> None:
+    def reply(messages: Sequence[Message]) -> dict[str, JSON]:
+        asked = "Summarize this conversation" in str(messages[-1].get("content"))
+        return {"content": ""} if asked else reply_to(messages)
+
+    async def main() -> None:
+        server, notices = EchoChatServer(window=WINDOW, reply=reply), list[Notice]()
+        async with server, chat(tmp_path, server, context_tokens=WINDOW) as service:
+            conversation = Conversation.begin(service, People(notice=notices.append))
+            number, tokens = 0, 0
+            while not notices:
+                tokens = conversation.context.tokens
+                assert (await said(conversation, words(number))).outcome == "natural"
+                number += 1
+            assert tokens > 0.8 * WINDOW  # the limit at which a conversation is compacted
+            assert "replaced with a summary" not in notices[0].text
+            assert "left out" in notices[0].text
+
+    asyncio.run(main())
+
+
 @pytest.mark.slots
 def test_a_turn_that_was_compacted_and_then_killed_is_resumed(tmp_path: Path) -> None:
     call = f"call terminal {json.dumps({'command': COMMAND})}"
