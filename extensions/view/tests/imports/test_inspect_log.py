@@ -95,6 +95,22 @@ def log(folder: Path, *samples: Mapping[str, JSON], header: Mapping[str, JSON] |
     return path
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), "caf\ud83d", None])
+@pytest.mark.parametrize("place", ["sample", "metric"])
+def test_both_forms_of_a_log_are_read_alike_with_values_that_are_no_json(
+    value: JSON, place: str, tmp_path: Path
+) -> None:
+    metrics = {"accuracy": {"value": value if place == "metric" else 1.0}}
+    header = {"version": 2, "eval": {"task": "t", "model": "m"}, "status": "success"}
+    header["results"] = {"scores": [{"name": "s", "metrics": metrics}]}
+    samples = [{"scores": {"s": {"value": 1.0}}}, {"scores": {"s": {"value": value if place == "sample" else 0.0}}}]
+    archive = log(tmp_path, *samples, header=header)
+    other = as_json(archive, tmp_path / "other.json")
+    assert read(other) == read(archive)
+    assert open_source(other).facts() == open_source(archive).facts()
+    assert [each.trajectory.reward for each in sound(other)] == [1.0, None if place == "sample" else 0.0]
+
+
 @pytest.mark.parametrize(
     ("fields", "outcome", "reward", "error"),
     [

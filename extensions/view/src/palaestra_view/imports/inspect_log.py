@@ -128,18 +128,26 @@ class InspectArchive:
 
 def facts(data: bytes, path: Path) -> LogFacts:
     """Return the facts about a log in one JSON object."""
-    return _facts(decoded(data, _heads), path)
+    return _facts(_read(data)[0], path)
+
+
+def _read(data: bytes) -> tuple[_Head, Sequence[bytes | msgspec.Raw]]:
+    """Return the head and the samples of a log in one JSON object. Inspect writes NaN for a sample without a score."""
+    try:
+        head: _Head = msgspec.json.decode(data, type=_Head)
+        return head, head.samples or []
+    except (msgspec.MsgspecError, UnicodeError):  # NaN, or bytes that are not UTF-8
+        loose = decoded(data, _anything)
+    try:
+        head = msgspec.convert({**loose, "samples": None}, _Head, strict=False)
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise ConfigError(f"it is not what was expected: {error}") from None
+    return head, [json.dumps(each).encode() for each in objects_of(loose.get("samples"))]
 
 
 def read(data: bytes) -> Iterator[Imported | str]:
     """Yield each sample of a log in one JSON object."""
-    try:
-        head: _Head = msgspec.json.decode(data, type=_Head)
-        samples: Sequence[bytes | msgspec.Raw] = head.samples or []
-    except (msgspec.MsgspecError, UnicodeError):  # NaN, or bytes that are not UTF-8
-        loose = decoded(data, _anything)
-        head = msgspec.convert({**loose, "samples": None}, _Head, strict=False)
-        samples = [json.dumps(each).encode() for each in objects_of(loose.get("samples"))]
+    head, samples = _read(data)
     headline = _headline(head)
     for number, sample in enumerate(samples, 1):
         try:
