@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -32,6 +33,7 @@ from aiogram.exceptions import (
     TelegramServerError,
     TelegramUnauthorizedError,
 )
+from aiogram.methods import TelegramMethod
 from aiogram.types import BufferedInputFile, Message, Update
 from aiogram.utils.token import TokenValidationError
 
@@ -60,7 +62,21 @@ _UNREADABLE = frozenset(
     {"sticker", "story", "contact", "dice", "game", "poll", "venue", "location", "paid_media", "checklist", "unknown"}
 )
 """Contents of a person's message that the gateway cannot read. Other contents are service messages."""
+_PLAIN = ("message_id", "message_thread_id", "is_topic_message", "date", "chat", "from", "text", "caption")
+"""The fields of a message that is read without the others."""
+_ADDRESSED = re.compile(r"/\w+@(\w+)")
 _CHATS: dict[str, ChatType] = {"private": "dm", "group": "group", "supergroup": "group", "channel": "channel"}
+
+
+class _RawUpdates(TelegramMethod[list[dict[str, Any]]]):
+    """`getUpdates`, whose reply is not parsed. The library has this method only with a reply that is parsed whole."""
+
+    __returning__ = list[dict[str, Any]]
+    __api_method__ = "getUpdates"
+
+    offset: int
+    timeout: int
+    allowed_updates: list[str]
 
 
 class Telegram:
@@ -75,6 +91,7 @@ class Telegram:
         url = config.extra.get("api_url")
         self._api = TelegramAPIServer.from_base(str(url)) if url else None
         self._bot: Bot | None = None
+        self._username = ""
         self._polling: asyncio.Task[None] | None = None
 
     async def start(self, deliver: Deliver) -> None:
@@ -88,7 +105,7 @@ class Telegram:
             raise ConfigError(problem) from None
         try:
             async with self._failures():
-                await bot.get_me(request_timeout=20)
+                self._username = (await bot.get_me(request_timeout=20)).username or ""
         except BaseException:
             await self.stop()
             raise
@@ -111,7 +128,7 @@ class Telegram:
                     await asyncio.sleep(_ALBUM_S)  # the same updates come again, because the offset is not past them
                     updates = await self._updates(bot, offset, 0)
                 for last, together in _albums(updates):
-                    parts = [part for each in together if (part := await self._incoming(bot, each)) is not None]
+                    parts = [part for each in together if (part := await self._read(bot, each)) is not None]
                     if parts:
                         await deliver(_joined(parts))
                     offset = last + 1
@@ -126,14 +143,39 @@ class Telegram:
                 wait_s = min(60.0, wait_s * 2)
 
     async def _updates(self, bot: Bot, offset: int, wait_s: int) -> list[Update]:
+        """Return the updates from this one on. Each is parsed alone: one of a form that the library does not know must
+        not block the others."""
+        asked = _RawUpdates(offset=offset, timeout=wait_s, allowed_updates=["message"])
         async with self._failures():
-            return await bot.get_updates(
-                offset=offset, timeout=wait_s, allowed_updates=["message"], request_timeout=wait_s + 20
-            )
+            sent = await bot(asked, request_timeout=wait_s + 20)
+        return [self._parsed(bot, each) for each in sent]
+
+    def _parsed(self, bot: Bot, sent: dict[str, Any]) -> Update:
+        """Return an update. If the library cannot parse its message, only the text and the sender are taken."""
+        context = {"bot": bot}
+        try:
+            return Update.model_validate(sent, context=context)
+        except ValueError as error:
+            logger.warning("%s: update %s has an unknown form: %.500s", self.name, sent["update_id"], error)
+        message = {name: value for name, value in (sent.get("message") or {}).items() if name in _PLAIN}
+        try:
+            return Update.model_validate({"update_id": sent["update_id"], "message": message}, context=context)
+        except ValueError:
+            return Update(update_id=sent["update_id"])
+
+    async def _read(self, bot: Bot, message: Message) -> Incoming | None:
+        """Do what `_incoming` does. A message that cannot be read is left out, so that it does not block the others."""
+        try:
+            return await self._incoming(bot, message)
+        except PlatformError:
+            raise
+        except Exception:
+            logger.exception("%s: message %s of chat %s is left out", self.name, message.message_id, message.chat.id)
+            return None
 
     async def _incoming(self, bot: Bot, message: Message) -> Incoming | None:
-        """Return the message; None if no person wrote it."""
-        if message.from_user is None or message.from_user.is_bot:
+        """Return the message; None if no person wrote it, or if it is a command for another bot."""
+        if message.from_user is None or message.from_user.is_bot or self._is_for_another(_text(message)):
             return None
         thread = str(message.message_thread_id) if message.is_topic_message else ""
         address = ChatAddress(self.name, str(message.chat.id), _CHATS[message.chat.type], thread)
@@ -168,6 +210,11 @@ class Telegram:
         text = with_quote(text, _text(answered))
         user = message.from_user
         return Incoming(address, str(message.message_id), str(user.id), text, tuple(files), user.full_name, problem)
+
+    def _is_for_another(self, text: str) -> bool:
+        """Return whether a text is a command with the name of another bot: `/stop@other_bot`."""
+        named = _ADDRESSED.match(text)
+        return named is not None and named[1].lower() != self._username.lower()
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         bot, thread = self._running(), _thread(address)

@@ -11,6 +11,7 @@ from palaestra_gateway.config import PlatformConfig
 from palaestra_gateway.platform import Attachment, ChatAddress, Platform
 from palaestra_gateway.platforms.telegram import Telegram
 from palaestra_slots.core.errors import ConfigError
+from palaestra_slots.core.types import JSON
 
 
 def telegram(url: str, token: str = TOKEN) -> Telegram:
@@ -71,6 +72,40 @@ def test_a_file_that_cannot_be_read_keeps_no_message_waiting():
         assert "a.txt" in arrived[0].problem
         assert not arrived[0].attachments
         assert arrived[1].text == "after it"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("unknown", "text"),
+    [
+        ({"forward_origin": {"type": "hidden_user", "date": 1}, "text": "forwarded"}, "forwarded"),
+        ({"poll": {"id": "1"}}, ""),  # it is said that it cannot be read
+        ({"photo": [{"file_id": "x"}], "caption": "look"}, "look"),
+        ({"chat": {"id": 5, "type": "a new kind"}, "text": "from there"}, None),
+        ({"date": "yesterday", "text": "no time"}, None),
+    ],
+)
+def test_a_message_of_an_unknown_form_blocks_no_other(unknown: dict[str, JSON], text: str | None):
+    async def main():
+        api = TelegramAPI()
+        async with api.serving(), started(telegram(api.url)) as arrived:
+            api.write(**unknown)
+            api.write(text="after it")
+            await until(lambda: any(each.text == "after it" for each in arrived))
+        assert [each.text for each in arrived] == ([] if text is None else [text]) + ["after it"]
+
+    asyncio.run(main())
+
+
+def test_a_command_for_another_bot_is_not_for_this_one():
+    async def main():
+        api = TelegramAPI()
+        async with api.serving(), started(telegram(api.url)) as arrived:
+            for text in ("/new@other_bot", "/undo@a_bot2 please", "/new@a_bot", "/stop@A_Bot", "mail me@other_bot"):
+                api.write(text=text)
+            await until(lambda: len(arrived) > 2)
+        assert [each.text for each in arrived] == ["/new@a_bot", "/stop@A_Bot", "mail me@other_bot"]
 
     asyncio.run(main())
 
