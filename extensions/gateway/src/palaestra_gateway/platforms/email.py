@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import html
+import json
 import logging
 import re
 from collections import OrderedDict
@@ -39,6 +40,7 @@ from palaestra_gateway.platform import (
     Deliver,
     Incoming,
     PlatformLimits,
+    PlatformNotes,
     without_quote,
 )
 from palaestra_slots.core.charsets import decoded
@@ -49,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 30.0
 _MOST_BYTES = 40 << 20
-_SUBJECTS = 1000
+_SUBJECTS, _SUBJECT_CHARS, _SUBJECTS_NOTE = 1000, 500, "subjects"
 _QUOTE_HEAD = re.compile(r"^(On\b.*\bwrote:|Am\b.*\bschrieb\b.*:|-{2,}\s*Original Message\s*-{2,})\s*$")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\((?:[^()\\]|\\.)*\)')
 _UNSEEN = re.compile(r"<(script|style|head)\b.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
@@ -117,6 +119,7 @@ class Email:
         self._smtp = (str(extra["smtp_host"]), _number(name, extra.get("smtp_port", 465)))
         self._poll_s = float(extra.get("poll_s", 15))
         self._authserv_id = str(extra.get("authserv_id", ""))
+        self.notes: PlatformNotes | None = None
         self._subjects: OrderedDict[str, str] = OrderedDict()
         self._reading: asyncio.Task[None] | None = None
 
@@ -124,6 +127,8 @@ class Email:
         await self.stop()
         async with self._sender():
             pass  # no error: the password is right
+        if self.notes is not None:
+            self._subjects.update(json.loads((await self.notes.read()).get(_SUBJECTS_NOTE, "{}")))
         client = await self._mailbox()
         self._reading = asyncio.create_task(self._read(client, deliver), name=f"read {self.name}")
         await asyncio.sleep(0)  # a task that is cancelled before it began would not close the connection
@@ -194,6 +199,8 @@ class Email:
                 logger.exception("%s: the e-mail with the uid %s cannot be read and is skipped", self.name, number)
                 message = None
             if message is not None:
+                if self.notes is not None:  # before the message, whose answer may come after a restart
+                    await self.notes.write(_SUBJECTS_NOTE, json.dumps(self._subjects))
                 await deliver(message)
             stored = await client.uid("store", number, "+FLAGS", "(\\Seen)")
             if stored.result != "OK":
@@ -218,13 +225,14 @@ class Email:
         message_id = str(mail.get("Message-ID") or f"<uid-{uid}@{self._address}>").strip()
         references = re.findall(r"<[^<>\s]+>", f"{mail.get('References', '')} {mail.get('In-Reply-To', '')}")
         root = references[0] if references else message_id
-        self._subjects[message_id] = str(mail.get("Subject", ""))
+        subject = str(mail.get("Subject", "")).strip()
+        self._subjects[message_id] = subject[:_SUBJECT_CHARS]
         while len(self._subjects) > _SUBJECTS:
             self._subjects.popitem(last=False)
         address = ChatAddress(self.name, user_id, "dm", root)
         if len(content) > _MOST_BYTES:
             return Incoming(address, message_id, user_id, user_name=name, problem="The e-mail is too large.")
-        subject, files = self._subjects[message_id].strip(), tuple(_attachments(mail))
+        files = tuple(_attachments(mail))
         text = _text(mail) or ("" if files else subject)
         # An answer in a thread has the subject of the message that it answers.
         about = "" if references or text == subject else subject

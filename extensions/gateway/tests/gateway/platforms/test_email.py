@@ -221,6 +221,22 @@ class TestEmail(AnsweredOnce):
 
         asyncio.run(main())
 
+    def test_what_is_sent_after_a_restart_has_the_subject_of_its_thread(self, tmp_path: Path) -> None:
+        async def main() -> None:
+            config = {"platforms": {"email": {"allowed_users": [ANNA]}}}
+            async with self.server():
+                self.subject = "A question"
+                async with a_gateway(tmp_path, config, others=[self._platform()]):
+                    await self.person_sends("first")
+                    await until(lambda: len(self.outbox.mails) == 1)
+                platform = self._platform()
+                async with a_gateway(tmp_path, config, others=[platform]):
+                    await platform.send_text(ChatAddress("email", ANNA, "dm", "<m1@example.org>"), "later", key="k")
+                    await until(lambda: len(self.outbox.mails) == 2)
+                assert {mail["Subject"] for mail in self.outbox.mails} == {"Re: A question"}
+
+        asyncio.run(main())
+
     def test_a_gateway_that_is_killed_again_and_again_answers_every_message_once(self, tmp_path: Path) -> None:
         async def play() -> None:
             settings = {
