@@ -9,11 +9,13 @@ The program sends `POST /messages` with the bearer token and a JSON object:
 counts only once. The gateway posts answers to `reply_url`, with the header `Idempotency-Key` and, if `api_key` is set,
 with `api_key` as the bearer token:
 
-    {"key": "…", "chat_id": "room", "thread_id": "", "text": "echo", "file": null, "answers": "42", "last": true}
+    {"key": "…", "chat_id": "room", "thread_id": "", "text": "echo", "file": null, "answers": "42", "last": true,
+     "outcome": "natural"}
 
 `answers` is the id of the message that is answered (null for a notice), and `last` is true for the last part of the
-answer. Every status below 300 means that the answer arrived; after 408, 409, 425, 429 and 5xx, the gateway tries again;
-all other statuses count as refusals.
+answer. `outcome` says how the turn ended: `natural`, or why its text is not a whole answer (`length`, `max_turns`,
+`budget`, `interrupted`, `api_error`, `infra_error`). Every status below 300 means that the answer arrived; after 408,
+409, 425, 429 and 5xx, the gateway tries again; all other statuses count as refusals.
 
 Settings in `extra`: `reply_url` (required), `host` (127.0.0.1) and `port` (8642).
 """
@@ -28,6 +30,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from palaestra_chat.turn_events import NATURAL
 from palaestra_gateway.config import PlatformConfig
 from palaestra_gateway.platform import (
     Answers,
@@ -145,6 +148,7 @@ class Webhook:
     async def _post(self, address: ChatAddress, key: str, answers: Answers | None, content: dict[str, JSON]) -> str:
         body = {"key": key, "chat_id": address.chat_id, "thread_id": address.thread_id, **content}
         body |= {"answers": answers.message_id if answers else None, "last": answers.last if answers else True}
+        body["outcome"] = answers.outcome if answers else NATURAL
         headers = {"Idempotency-Key": key, **({"Authorization": f"Bearer {self._key}"} if self._key else {})}
         try:
             async with self._client.post(self._reply_url, json=body, headers=headers, allow_redirects=False) as reply:

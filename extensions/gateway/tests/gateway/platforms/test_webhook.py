@@ -8,8 +8,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from gateway.conftest import started
 from palaestra_gateway.config import PlatformConfig
-from palaestra_gateway.platform import Attachment, ChatAddress, Platform
+from palaestra_gateway.platform import Answers, Attachment, ChatAddress, Platform
 from palaestra_gateway.platform_conformance import PlatformConformance
 from palaestra_gateway.platforms.webhook import Webhook
 from palaestra_slots.core.errors import ConfigError, PlatformUnavailable
@@ -92,6 +93,20 @@ class TestWebhook(PlatformConformance):
 
     def unknown_chat(self, address: ChatAddress) -> ChatAddress:
         return ChatAddress(address.platform, "unknown")
+
+
+@pytest.mark.parametrize("outcome", ["natural", "length", "api_error"])
+def test_an_answer_says_how_its_turn_ended(outcome: str):
+    async def main():
+        program = Program()
+        async with program.serving(), started(platform := Webhook("webhook", config(program.url))):
+            await platform.send_text(
+                ChatAddress("webhook", "c"), "a", key="k", answers=Answers("1", True, outcome=outcome)
+            )
+            await platform.send_text(ChatAddress("webhook", "c"), "a notice", key="n")
+        assert [each["outcome"] for each in program.got.values()] == [outcome, "natural"]
+
+    asyncio.run(main())
 
 
 def test_a_busy_program_says_when_to_try_again():
