@@ -26,8 +26,9 @@ import msgspec
 from palaestra.rollouts.events import AttemptDiscarded, GroupStarted, RolloutEnded, RunStarted, TurnTaken
 from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.rollouts.journal.journal import check_config, check_schema
-from palaestra.rollouts.journal.views import GroupView, LineView, RolloutView
-from palaestra.rollouts.records import CUT_OFF, Trajectory
+from palaestra.rollouts.journal.views import GroupView, RolloutView
+from palaestra.rollouts.observe.usage import RunUsage, UsageLine
+from palaestra.rollouts.records import CUT_OFF, Trajectory, whole_cost
 from palaestra.rollouts.regraded import GRADES_NAME, Grade, read_grades, with_grade
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of, open_regular
@@ -41,7 +42,7 @@ IMPORTS = "imports"
 COMMAND = "import"
 """The command in the settings of such a journal."""
 
-_FORMAT = "8"
+_FORMAT = "9"
 _TAIL_BYTES = 4096
 _EXIT = re.compile(rb'\\?"exit_code\\?":\s*-?[1-9]')
 _PREVIEW_CHARS = 240
@@ -76,7 +77,8 @@ CREATE VIEW IF NOT EXISTS graded AS SELECT
     COALESCE(grades.labels, rollouts.labels) AS labels, COALESCE(grades.certain, rollouts.certain) AS certain,
     COALESCE(grades.metrics, rollouts.metrics) AS metrics
     FROM rollouts LEFT JOIN grades ON grades.id = rollouts.id;
-CREATE TABLE IF NOT EXISTS attempts (rollout TEXT, outcome TEXT, error TEXT, place INTEGER);
+CREATE TABLE IF NOT EXISTS attempts (rollout TEXT, outcome TEXT, error TEXT, place INTEGER, started REAL);
+CREATE INDEX IF NOT EXISTS attempts_rollout ON attempts (rollout);
 CREATE TABLE IF NOT EXISTS turns (rollout TEXT, turn INTEGER, at REAL, tokens INTEGER, place INTEGER);
 CREATE INDEX IF NOT EXISTS turns_rollout ON turns (rollout);
 CREATE TABLE IF NOT EXISTS placed (group_id TEXT PRIMARY KEY, node TEXT) WITHOUT ROWID;
@@ -154,11 +156,10 @@ class _Rollout(RolloutView):
     parent: _Parent | None = None
 
 
-class _Line(LineView):
+class _Line(UsageLine):
     trajectory: _Rollout | None = None
     seed: int = 0
     config: dict[str, JSON] = msgspec.field(default_factory=dict)
-    turn: int = 0
 
 
 _lines = msgspec.json.Decoder(_Line)
@@ -315,7 +316,7 @@ class RunIndex:
             ).fetchall()
 
     def totals(self) -> dict[str, float | None]:
-        """Return sums over all rollouts, and the number of rollouts in flight."""
+        """Return sums over all rollouts, and the number of rollouts in flight. Discarded attempts are in `usage`."""
         names = ("rollouts", "prompt_tokens", "completion_tokens", "cost", "seconds", "model_s", "tool_s", "exact",
                  "turns", "calls", "errors")  # fmt: skip
         sums = ", ".join(f"SUM({name})" for name in names[1:])
@@ -324,6 +325,10 @@ class RunIndex:
             (flying,) = self._db.execute("SELECT COUNT(DISTINCT rollout) FROM turns").fetchone()
             (discarded,) = self._db.execute("SELECT COUNT(*) FROM attempts").fetchone()
         return {**dict(zip(names, found, strict=True)), "flying": flying, "discarded": discarded}
+
+    def usage(self) -> RunUsage:
+        """Return the usage of the whole run, as `palaestra status` counts it."""
+        return _usage_of(self.facts())
 
     def all_groups(self) -> list[tuple[str, str, str, str, int]]:
         """Return id, task, checksum of the prompt, error and whether it has ended, for every group."""
@@ -470,6 +475,7 @@ class RunIndex:
         if part.place == offset:
             return
         part.keep_turns()
+        part.note(usage=msgspec.json.encode(part.usage).decode())
         file.seek(max(0, part.place - _TAIL_BYTES))
         tail = hashlib.blake2b(file.read(min(part.place, _TAIL_BYTES))).hexdigest()
         (before,) = self._db.execute("SELECT value FROM facts WHERE name = 'damaged'").fetchone() or ("0",)
@@ -484,9 +490,12 @@ class _Slice:
         self.damaged = 0
         self._db = db
         self._turns: dict[str, list[tuple[str, int, float, int, int]]] = {}
+        self.usage = _usage_of(dict(db.execute("SELECT name, value FROM facts WHERE name = 'usage'")))
 
     def take(self, line: _Line, size: int) -> None:
         """Add one event, whose line has `size` bytes."""
+        if line.trajectory is None or self._is_new(line.trajectory):
+            self.usage.take(line)
         match line.event:
             case "messages":
                 turn = (line.rollout_id, line.turn, line.at, sum(line.tokens), self.place)
@@ -496,8 +505,8 @@ class _Slice:
             case "discarded" if line.trajectory is not None:
                 one = line.trajectory
                 self._forget_turns(one.rollout_id)
-                attempt = (one.rollout_id, one.outcome, one.error[:_PREVIEW_CHARS], self.place)
-                self._db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?)", attempt)
+                attempt = (one.rollout_id, one.outcome, one.error[:_PREVIEW_CHARS], self.place, one.beside.started_at)
+                self._db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?)", attempt)
             case "taken_up":
                 self._db.execute("INSERT INTO facts VALUES (?, '1') ON CONFLICT (name) DO UPDATE SET value = value + 1",
                                  [f"{RESUMED}{line.anew[:_PREVIEW_CHARS]}"])  # fmt: skip
@@ -556,6 +565,15 @@ class _Slice:
             [group.group_id, group.number, group.task_id, group.asked, group.blame, self.place, group.prepare_s],
         )
 
+    def _is_new(self, one: _Rollout) -> bool:
+        """Return whether this is the first record of an attempt: a journal may have it twice."""
+        key = (one.rollout_id, one.beside.started_at)
+        kept = self._db.execute("SELECT 1 FROM rollouts WHERE id = ? AND started = ?", key).fetchone()
+        return (
+            not kept
+            and not self._db.execute("SELECT 1 FROM attempts WHERE rollout = ? AND started = ?", key).fetchone()
+        )
+
     def _forget_turns(self, rollout_id: str) -> None:
         self._turns.pop(rollout_id, None)
         self._db.execute("DELETE FROM turns WHERE rollout = ?", [rollout_id])
@@ -574,7 +592,8 @@ class _Slice:
             one.rollout_id, one.group_id, number, one.task_id, one.index, one.outcome, one.reward, one.official,
             one.blame, one.error[:_PREVIEW_CHARS], json.dumps([label.name for label in one.labels]),
             any(label.certain for label in one.labels), json.dumps(one.metrics), _text(one.detail.category),
-            one.prompt_tokens + one.completion_tokens, one.prompt_tokens, one.completion_tokens, one.cost,
+            one.prompt_tokens + one.completion_tokens, one.prompt_tokens, one.completion_tokens,
+            whole_cost(one.cost, one.metrics),
             len(one.turns), one.tool_calls_attempted, len(one.tool_errors),
             sum(len(segment.tokens) * 3 // 16 for segment in segments), len(segments), beside.duration_s or None,
             sum(model for model, _ in timed) if timed else None, sum(tool for _, tool in timed) if timed else None,
@@ -589,6 +608,10 @@ class _Slice:
             "ON CONFLICT (name) DO UPDATE SET value = value + 1",
             [one.group_id],
         )
+
+
+def _usage_of(facts: Mapping[str, str]) -> RunUsage:
+    return msgspec.json.decode(facts["usage"], type=RunUsage) if "usage" in facts else RunUsage()
 
 
 _EventT = TypeVar("_EventT")

@@ -56,6 +56,9 @@ def run_summary(index: RunIndex, name: str, own: Mapping[str, float] | None = No
         max(len(by_group[group]), planned_of if error or not ended else 0) for group, _, _, error, ended in groups
     )
     own = last_metrics(folder / "metrics.jsonl") if own is None and folder.is_dir() else own or {}
+    usage = index.usage()
+    used, cost = usage.total(), usage.cost(own)
+    totals |= {"prompt_tokens": used.prompt_tokens, "completion_tokens": used.completion_tokens, "cost": cost}
     refused = int(own.get("tasks_left_out", 0)) if config.get("command") == "evaluate" else 0
     dull = sum(
         bool(scored := [each for each in by_group[group] if each is not None]) and len(set(scored)) == 1

@@ -207,12 +207,12 @@ def _lines(status: RunStatus, now: float) -> list[str]:
     from palaestra.rollouts.observe.status import score_name
 
     # A killed run has no end in its journal, so its time counts until its last line.
-    until = now if status.state == "running" else status.last_at
+    since = max(0.0, now - status.last_at) if status.state == "running" else 0.0
     failed = f", {status.groups_failed} failed" if status.groups_failed else ""
     flying = ", ".join(f"{stage} {count}" for stage, count in sorted(status.in_flight.items())) or "nothing"
     lines = [
         f"{status.kind:<10} {status.run_id}: {status.env} with {status.model}",
-        f"state      {status.state} after {duration(max(0.0, until - status.started_at - status.paused_s))}",
+        f"state      {status.state} after {duration(status.seconds + since)}",
         f"groups     {status.groups_ended} ended of {status.groups_begun} begun{failed}",
         *([f"prepared   {_prepared(status)}"] if status.prepared else []),
         f"rollouts   {status.rollouts} ended: {_counts(status.outcomes)}; {status.discarded} attempts discarded",
@@ -237,6 +237,8 @@ def _lines(status: RunStatus, now: float) -> list[str]:
     if status.tokens_unknown:
         lines.append("tokens     unknown, and so is the cost: the model server reports no usage")
     else:
+        if status.uncounted:
+            cost += f"; without {plural(status.uncounted, 'turn')} for which the model server reported no usage"
         lines.append(f"tokens     {status.prompt_tokens:,} read, {status.completion_tokens:,} written{cost}")
     lines.append(f"disk       {_megabytes(status.disk_bytes)} used, {_megabytes(status.disk_free_bytes)} free")
     return lines

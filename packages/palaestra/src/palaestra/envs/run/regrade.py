@@ -29,7 +29,7 @@ from palaestra.rollouts.grading.grader import FILES, LIVE
 from palaestra.rollouts.journal.journal import encoded
 from palaestra.rollouts.journal.reader import Recording, open_recording
 from palaestra.rollouts.observe.last_metrics import last_metrics
-from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.records import OF_MODELS, Group, Trajectory
 from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, with_grade, write_grades
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase, RolloutSpec, RunContext, Seeded
@@ -126,6 +126,9 @@ def _keeps_workspaces(recording: Recording, recorded: Sequence[Trajectory]) -> b
 
 def _grade(regraded: Regraded, before: float | None) -> Grade:
     score = regraded.score or Score(0.0)
+    # What the rollout has cost stays as it was; the cost of grading is not its own.
+    own = {name: value for name, value in regraded.trajectory.metrics.items() if name in OF_MODELS}
+    metrics = {name: value for name, value in score.metrics.items() if name not in OF_MODELS}
     return Grade(
         schema=GRADE_SCHEMA,
         at=time.time(),
@@ -134,7 +137,7 @@ def _grade(regraded: Regraded, before: float | None) -> Grade:
         reward=None if regraded.score is None else score.reward,
         official=score.official,
         labels=list(score.labels),
-        metrics=dict(score.metrics),
+        metrics=metrics | own,
         error=regraded.error,
     )
 

@@ -430,7 +430,8 @@ def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
     spent, counted = 0.0, set()
     if output.status is not None:
         output.status.read()
-        spent = output.status.settled.spent(prices(config))  # the cost of rollouts in flight counts when they continue
+        # The cost of rollouts in flight counts when they continue.
+        spent = output.status.usage.settled.spent(prices(config))
         counted = set(output.status.paid)
     return RunLimits(
         max_infra_rate=config.max_infra_rate,
@@ -693,14 +694,16 @@ class CommandRun:
             await context.workspaces.aclose()
 
     def _slot_usage(self) -> dict[str, float]:
-        """Return the metrics of the slots' containers and sandboxes; none for slots on this machine."""
-        pool, config = self.context.workspaces.pool, self.parsed.env_config
+        """Return the metrics of the slots' containers and sandboxes, with those of earlier parts of the run; none for
+        slots on this machine."""
+        pool, config, before = self.context.workspaces.pool, self.parsed.env_config, self.output.slots_before
         if not isinstance(pool, SlotPool) or pool.backend.name == "local":
-            return {}
+            return before
         from palaestra_slots.sandbox.slot_usage import slot_usage  # local runs do not need it
 
         prices = config.slot_prices if isinstance(config, HermesAgentEnvConfig) else {}
-        return slot_usage(pool.backend.stats(), prices)
+        now = slot_usage(pool.backend.stats(), prices)
+        return {name: before.get(name, 0.0) + now.get(name, 0.0) for name in {**before, **now}}
 
     async def _run_groups(self, limit: int | None, on_group: OnGroup, gate: Gate | None = None) -> Totals:
         self.begun = True

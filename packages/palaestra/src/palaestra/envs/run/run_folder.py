@@ -45,6 +45,7 @@ from palaestra.rollouts.journal.journal import Journal, without_secrets
 from palaestra.rollouts.journal.origin import mark_origin
 from palaestra.rollouts.journal.reader import find_run
 from palaestra.rollouts.observe.failures import Failures
+from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import Figures, group_size
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.verdicts import OFFICIAL, VerdictCounts
@@ -202,6 +203,9 @@ class RunOutput:
         self.groups = groups
         self.copy = copy
         self.own: dict[str, float] = {}
+        earlier_metrics = last_metrics(folder.metrics) if earlier is not None else {}
+        self.slots_before = {name: each for name, each in earlier_metrics.items() if name.startswith("slots/")}
+        """The metrics of the slots in earlier parts of the run."""
         self.failures = Failures()
         self.verdicts: VerdictCounts | None = None  # made when a group has something to say about verdicts
         self.resumes = earlier is not None
@@ -307,7 +311,8 @@ class RunOutput:
             self._figures.refused = int(self.own.get("tasks_left_out", 0))
         copy = self.copy.path.with_suffix(".html") if self.copy is not None and self.copy.path.is_file() else None
         write_report(self.folder.path, report, self.own, copy)
-        return self._figures.numbers() | self.own
+        usage = RunReader(self.folder.journal, self.own).read().usage_metrics
+        return self._figures.numbers() | self.own | usage
 
 
 def write_report(folder: Path, path: Path, own: Mapping[str, float], copy: Path | None = None) -> None:

@@ -42,7 +42,8 @@ class TableRow:
     (`tasks_left_out`) or not played, once their number is known (`tasks_known`). `pass_k_tasks` have at least k scored
     rollouts, so that pass@k covers them. `rollouts_scored` of `rollouts` have a score, where each task counts with k
     rollouts. If the tasks are only some of the environment's (`chosen`), `tasks_total` is the number of all, or None if
-    it is unknown. A member of an evaluation set without a run has no figures."""
+    it is unknown. `cost` leaves out `unpriced_tokens`; tokens and cost leave out `uncounted` turns, for which the model
+    server reported no tokens. A member of an evaluation set without a run has no figures."""
 
     environment: str
     model: str
@@ -69,6 +70,8 @@ class TableRow:
     tasks_known: bool = False
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    unpriced_tokens: int = 0
+    uncounted: int = 0
     reason: str = ""
     """Why a member of an evaluation set has no run, if that is known."""
 
@@ -130,8 +133,6 @@ def table_row(folder: Path) -> TableRow:
     tasks = max(played, planned)
     total = own.get(f"eval/{TASKS_TOTAL}")
     chosen = chooses(run.recording.meta.config, tasks) and (total is None or total > tasks + left_out)
-    slots = own.get("slots/cost")
-    tokens_cost = None if status.tokens_unknown else status.cost
     return TableRow(
         environment=_name_of(status.env, run.recording.meta.config),
         model=status.model,
@@ -153,11 +154,13 @@ def table_row(folder: Path) -> TableRow:
         rollouts_scored=int(found.get("scored", 0)),
         rollouts=max((tasks + left_out) * attempts, status.planned),
         started_at=status.started_at,
-        cost=tokens_cost if slots is None else (tokens_cost or 0.0) + slots,
-        seconds=max(0.0, status.last_at - status.started_at - status.paused_s),
+        cost=status.cost,
+        unpriced_tokens=status.unpriced_tokens,
+        seconds=status.seconds,
         tasks_known=status.state == "done" or planned > 0,
         prompt_tokens=status.prompt_tokens,
         completion_tokens=status.completion_tokens,
+        uncounted=status.uncounted,
     )
 
 
@@ -181,8 +184,7 @@ def _result(trajectory: Trajectory) -> Trajectory:
 
 def spent(folder: Path) -> float:
     """Return what the run in this folder has cost; 0 without prices."""
-    slots = last_metrics(folder / "metrics.jsonl").get("slots/cost", 0.0)
-    return (RunReader(folder / JOURNAL_NAME).read().cost or 0.0) + slots
+    return RunReader(folder / JOURNAL_NAME).read().cost or 0.0
 
 
 _COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
@@ -194,13 +196,26 @@ _COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
     "official": lambda row: _figure(row.official),
     "tasks scored": lambda row: _of_tasks(row),
     "rollouts scored": lambda row: f"{row.rollouts_scored} of {row.rollouts}",
-    "cost": lambda row: "-" if row.cost is None else f"{row.cost:.4f}",
+    "cost": lambda row: _cost(row),
     "time": lambda row: duration(row.seconds),
-    "tokens": lambda row: f"{row.prompt_tokens + row.completion_tokens:,}",
+    "tokens": lambda row: _tokens(row),
     "state": lambda row: row.state + (f": {one_line(row.reason, 100)}" if row.reason else ""),
     "date": lambda row: _day(row) if row.started_at else "-",
     "run": lambda row: Path(row.run).name,
 }
+
+
+def _cost(row: TableRow) -> str:
+    if row.cost is None:
+        return "-"
+    return f"{'at least ' if row.unpriced_tokens or row.uncounted else ''}{row.cost:.4f}"
+
+
+def _tokens(row: TableRow) -> str:
+    tokens = row.prompt_tokens + row.completion_tokens
+    if row.uncounted:
+        return f"at least {tokens:,}" if tokens else "unknown"
+    return f"{tokens:,}"
 
 
 def _pass_k(row: TableRow) -> str:
