@@ -8,6 +8,7 @@ not grow with the conversations. Damaged lines are counted and left out.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,12 +28,13 @@ from palaestra.rollouts.events import AttemptDiscarded, GroupStarted, RolloutEnd
 from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.rollouts.journal.journal import check_config, check_schema
 from palaestra.rollouts.journal.views import GroupView, RolloutView
+from palaestra.rollouts.observe.score_versions import code_of, version
 from palaestra.rollouts.observe.usage import RunUsage, UsageLine
 from palaestra.rollouts.records import CUT_OFF, Trajectory, whole_cost
 from palaestra.rollouts.regraded import GRADES_NAME, Grade, read_grades, with_grade
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of, open_regular
-from palaestra_slots.core.types import JSON
+from palaestra_slots.core.types import JSON, Blame, Outcome
 from palaestra_view.check_evidence import breaks, exit_code
 from palaestra_view.search_texts import Wanted
 
@@ -106,6 +108,9 @@ RESUMED = "resumed:"
 NODE, ROLLOUTS_ON = "node:", "rollouts on:"
 """The beginnings of the facts about a node of a cluster, which is named after them: what the journal says (JSON), and
 the number of rollouts that ended there."""
+
+CODE = "code:"
+"""The beginning of the facts with the hash of the environment's file for the lines from a place on."""
 
 _MARKS = ("tag", "verdict", "note")
 NUMBERS = tuple(_NUMBERS)
@@ -326,6 +331,22 @@ class RunIndex:
             (discarded,) = self._db.execute("SELECT COUNT(*) FROM attempts").fetchone()
         return {**dict(zip(names, found, strict=True)), "flying": flying, "discarded": discarded}
 
+    def score_versions(self) -> dict[str, int]:
+        """Return the number of scored rollouts by version of the score."""
+        codes = sorted((int(name[len(CODE) :]), code) for name, code in self.facts().items() if name.startswith(CODE))
+        starts = [start for start, _ in codes]
+        with self._lock:
+            found = self._db.execute("SELECT id, place FROM graded WHERE reward IS NOT NULL").fetchall()
+        parts = ((name, bisect.bisect(starts, place)) for name, place in found)
+        return dict(Counter(version(codes[at - 1][1] if at else "", self.grades.get(name)) for name, at in parts))
+
+    def asked_again(self) -> int:
+        """Return the number of rollouts of which an earlier attempt failed at the model server or its filter."""
+        query = "SELECT COUNT(*) FROM rollouts WHERE id IN (SELECT rollout FROM attempts WHERE outcome = ?)"
+        with self._lock:
+            (found,) = self._db.execute(query, [Outcome.API_ERROR.value]).fetchone()
+        return int(found)
+
     def usage(self) -> RunUsage:
         """Return the usage of the whole run, as `palaestra status` counts it."""
         return _usage_of(self.facts())
@@ -519,8 +540,10 @@ class _Slice:
                 )
             case "run":
                 facts = {"run_id": line.run_id, "env": line.env, "model": line.model, "seed": line.seed}
+                self._part(line)
                 self.note(**facts, started_at=line.at, config=json.dumps(line.config), ended="")
             case "resume":
+                self._part(line)
                 self.note(ended="", **({"config": json.dumps(line.config)} if line.config else {}))
                 self._turns.clear()
                 self._db.execute("DELETE FROM turns")
@@ -544,6 +567,11 @@ class _Slice:
         rows = [(name, str(value)) for name, value in facts.items()]
         self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows)
 
+    def _part(self, line: _Line) -> None:
+        """Note which version of the environment's file scores the rollouts from this line on."""
+        if code := code_of(line.config):
+            self.note(**{f"{CODE}{self.place}": code})
+
     def _node(self, line: _Line) -> None:
         name = f"{NODE}{line.node}"
         known = self._db.execute("SELECT value FROM facts WHERE name = ?", [name]).fetchone()
@@ -555,6 +583,11 @@ class _Slice:
     def _group(self, group: GroupView) -> None:
         """Begin a group, or begin it again: then the rollouts that were cut off do not count."""
         marks = ", ".join("?" * len(CUT_OFF))
+        self._db.execute(
+            "INSERT INTO attempts SELECT id, outcome, error, place, started FROM rollouts "
+            "WHERE group_id = ? AND outcome = ? AND blame = ?",
+            [group.group_id, Outcome.API_ERROR.value, Blame.ENGINE.value],
+        )
         self._db.execute(
             f"DELETE FROM rollouts WHERE group_id = ? AND blame IN ({marks})",  # noqa: S608
             [group.group_id, *(blame.value for blame in CUT_OFF)],

@@ -152,11 +152,14 @@ def _compared(run: RunScores, other: RunScores) -> tuple[RunComparison, RunCompa
 def _scores(run: str) -> RunScores:
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.observe.compare_runs import RunScores
+    from palaestra.rollouts.observe.status import RunReader
 
     recording = open_recording(run)
     meta = recording.meta
     scores = RunScores.of(recording, run, meta.env, meta.model, meta.config, recording.unfinished)
-    scores.graded = sum(each.reward is not None for each in recording.grades.values())
+    status = RunReader(recording.path).read()
+    scores.versions = status.score_versions
+    scores.filtered, scores.asked_again = status.filtered, status.asked_again
     return scores
 
 

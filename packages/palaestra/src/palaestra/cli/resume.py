@@ -12,6 +12,7 @@ import click
 from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import Blame
 
 if TYPE_CHECKING:
     from palaestra.envs.form import Form
@@ -149,11 +150,14 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
     if (folder / "training").is_dir():
         raise ConfigError(f"{folder} is a training run: continue it with `palaestra train --resume {run}`")
     status = RunReader(recording.path).read()
+    again = status.blame[Blame.ENGINE].count if Blame.ENGINE in status.blame else 0
     click.echo(
-        f"{folder}: kept {plural(status.groups_ended, 'group')} with {plural(status.rollouts, 'rollout')}, "
+        f"{folder}: kept {plural(status.groups_ended, 'group')} with {plural(status.rollouts - again, 'rollout')}, "
         f"{plural(status.groups_begun - status.groups_ended, 'group')} in progress",
         err=True,
     )
+    if again:
+        click.echo(f"{plural(again, 'rollout')} that failed at the model server will be asked again", err=True)
     verb = recording.meta.config.get("command") or "process"
     if verb not in COMMANDS:  # it becomes a word of a command line
         raise ConfigError(f"{folder} was recorded with the command {verb!r}, which cannot be continued")

@@ -161,7 +161,7 @@ def _run_line(status: RunStatus) -> str:
 
 
 def _print_table(runs: tuple[str, ...], root: Path | None, form: str, out: Path | None, as_json: bool) -> None:
-    from palaestra.envs.run.run_table import ABOUT, FORMATS, table_row, table_rows
+    from palaestra.envs.run.run_table import FORMATS, about, table_row, table_rows
     from palaestra.envs.run.run_table import as_json as row_as_json
     from palaestra.rollouts.journal.reader import RUNS, list_runs
     from palaestra_slots.core.errors import ConfigError
@@ -177,7 +177,7 @@ def _print_table(runs: tuple[str, ...], root: Path | None, form: str, out: Path 
     if out is None:
         click.echo(text, nl=False)
         if form == "text" and not as_json:
-            click.echo(ABOUT, err=True)
+            click.echo(about(rows), err=True)
         return
     with writing(out.parent), replaced(out) as file:
         file.write(text.encode())
@@ -217,6 +217,7 @@ def _lines(status: RunStatus, now: float) -> list[str]:
         *([f"prepared   {_prepared(status)}"] if status.prepared else []),
         f"rollouts   {status.rollouts} ended: {_counts(status.outcomes)}; {status.discarded} attempts discarded",
         *([f"resumed    {status.resumed}"] if status.resumed else []),
+        *([f"asked      {status.asked_again} again after a failure at the model server"] if status.asked_again else []),
         f"{score_name(status.kind):<10} {_reward(status)}",
         *_graded(status),
         *_verdicts(status),
@@ -265,11 +266,15 @@ def _reward(status: RunStatus) -> str:
 
 
 def _graded(status: RunStatus) -> Iterator[str]:
-    """Yield the line about the scores that `palaestra grade` gave, if there are any."""
+    """Yield the lines about scores that `palaestra grade` gave and about different versions of the score, if any."""
+    from palaestra.rollouts.observe.score_versions import REMEDY, mixed
+
     if status.graded:
         recorded = "none" if status.recorded_mean is None else f"{status.recorded_mean:.3f}"
         scores = f"the scores of {status.graded} of {plural(status.rollouts, 'rollout')}"
         yield f"graded     palaestra grade gave {scores}; the recorded mean is {recorded}"
+    if warning := mixed(status.score_versions):
+        yield f"WARNING    {warning}; {REMEDY}"
 
 
 def _verdicts(status: RunStatus) -> Iterator[str]:

@@ -28,7 +28,7 @@ from palaestra.envs.form import Form
 from palaestra.envs.run.command import command_line, take_variables
 from palaestra.envs.run.run import run
 from palaestra.envs.run.run_folder import RunLine, run_place
-from palaestra.envs.run.run_table import ABOUT, as_json, as_text, set_rows, spent
+from palaestra.envs.run.run_table import about, as_json, as_text, set_rows, spent
 from palaestra.envs.run.set_file import (
     SET_NAME,
     SET_SCHEMA,
@@ -240,7 +240,7 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
         # The table is printed after an interrupt, too: the finished runs have been paid for.
         rows = set_rows(folder)
         as_data = any(line.parsed.as_json for line in lines)
-        sys.stderr.write("" if as_data or not rows else f"\n{as_text(rows)}{ABOUT}\n")
+        sys.stderr.write("" if as_data or not rows else f"\n{as_text(rows)}{about(rows)}\n")
         if not finished:
             sys.stderr.write(f"the set is not finished; continue with palaestra resume {folder}\n")
     data = {"set": str(folder), "exit_code": code, "runs": [as_json(row) for row in rows]}

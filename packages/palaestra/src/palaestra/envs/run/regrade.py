@@ -20,6 +20,7 @@ from pathlib import Path
 from palaestra.agent.result import AgentResult, ToolError, Turn
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, HeldOutEnvironment, Logged, save_evaluation
 from palaestra.envs.run.library import environment_form
+from palaestra.envs.run.provenance import environment_hash
 from palaestra.envs.run.replay_run import ReopenedRun, recorded_form, reopened, where_it_ran
 from palaestra.envs.run.run_folder import REPORT_NAME, write_report
 from palaestra.rollouts.annotations import append_lines
@@ -107,7 +108,8 @@ async def regrade(
                 found.append(Regraded(with_grade(trajectory, run.recording.grades), score, error))
                 on_rollout(found[-1])
             before = {each.rollout_id: each.reward for group in wanted for each in group}
-            write_grades(run.path, [_grade(each, before[each.trajectory.rollout_id]) for each in found])
+            code = environment_hash(form.reference)
+            write_grades(run.path, [_grade(each, before[each.trajectory.rollout_id], code) for each in found])
             await _renew_files(run.path, again)
     if not saved:
         scored = (_kept_folder(each.trajectory) for each in found if each.score is not None)
@@ -124,7 +126,7 @@ def _keeps_workspaces(recording: Recording, recorded: Sequence[Trajectory]) -> b
     return any(each.reward is not None and _kept_folder(each) is not None for each in recorded)
 
 
-def _grade(regraded: Regraded, before: float | None) -> Grade:
+def _grade(regraded: Regraded, before: float | None, code: str) -> Grade:
     score = regraded.score or Score(0.0)
     # What the rollout has cost stays as it was; the cost of grading is not its own.
     own = {name: value for name, value in regraded.trajectory.metrics.items() if name in OF_MODELS}
@@ -138,6 +140,7 @@ def _grade(regraded: Regraded, before: float | None) -> Grade:
         official=score.official,
         labels=list(score.labels),
         metrics=metrics | own,
+        environment_sha256=code,
         error=regraded.error,
     )
 

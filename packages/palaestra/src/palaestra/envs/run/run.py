@@ -53,7 +53,8 @@ from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import INTERRUPTED_BY, RunLimits, RunStopped
 from palaestra.rollouts.observe.console import Console, duration, make_console
 from palaestra.rollouts.observe.intervals import in_words
-from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.observe.score_versions import REMEDY, mixed
+from palaestra.rollouts.observe.status import RunReader, filtered_words
 from palaestra.rollouts.observe.status_file import StatusFile
 from palaestra.rollouts.observe.tracing.span_export import traced
 from palaestra.rollouts.observe.verdicts import labels_line, official_words
@@ -428,11 +429,11 @@ def offered_tools(environment: Environment, seed: int) -> Sequence[Mapping[str, 
 def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
     """Return the limits of a run. The cost of its earlier parts counts; the outcomes of their rollouts do not."""
     spent, counted = 0.0, set()
-    if output.status is not None:
-        output.status.read()
+    if output.resumes:
+        output.reader.read()
         # The cost of rollouts in flight counts when they continue.
-        spent = output.status.usage.settled.spent(prices(config))
-        counted = set(output.status.paid)
+        spent = output.reader.usage.settled.spent(prices(config))
+        counted = set(output.reader.paid)
     return RunLimits(
         max_infra_rate=config.max_infra_rate,
         max_cost=config.max_cost,
@@ -838,9 +839,13 @@ def _print_verdict(
     lines += [in_short(evaluated), *(cause.line() for cause in causes[:_SHOWN_CAUSES])]
     if len(causes) > _SHOWN_CAUSES:
         lines.append(f"and {plural(len(causes) - _SHOWN_CAUSES, 'further cause')}")
+    if output.status.filtered:
+        lines.append(filtered_words(output.status.filtered, output.folder.path))
     lines += _suspects(totals)
-    if output.resumed:
-        lines.append(f"resumed {output.resumed}")
+    if output.status.resumed:
+        lines.append(f"resumed {output.status.resumed}")
+    if warning := mixed(output.status.score_versions):
+        lines.append(f"WARNING: {warning}; {REMEDY}")
     found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
     if found:
         lines.append(f"already prepared on this machine: {found} of {plural(prepared, 'workspace')}")

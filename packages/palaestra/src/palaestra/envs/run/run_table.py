@@ -11,7 +11,7 @@ import html
 import io
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -22,9 +22,10 @@ from palaestra.envs.run.set_file import is_set, read_set, reasons, runs_below
 from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.journal.reader import JOURNAL_NAME, find_run
 from palaestra.rollouts.observe.console import duration
-from palaestra.rollouts.observe.intervals import in_words
+from palaestra.rollouts.observe.intervals import in_words as interval_in_words
 from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import group_size
+from palaestra.rollouts.observe.score_versions import REMEDY, differ, in_words
 from palaestra.rollouts.observe.status import RUNNING, RunReader
 from palaestra.rollouts.observe.status_file import tasks_planned
 from palaestra.rollouts.records import Group, Trajectory
@@ -43,7 +44,9 @@ class TableRow:
     rollouts, so that pass@k covers them. `rollouts_scored` of `rollouts` have a score, where each task counts with k
     rollouts. If the tasks are only some of the environment's (`chosen`), `tasks_total` is the number of all, or None if
     it is unknown. `cost` leaves out `unpriced_tokens`; tokens and cost leave out `uncounted` turns, for which the model
-    server reported no tokens. A member of an evaluation set without a run has no figures."""
+    server reported no tokens. A content filter ended `filtered` rollouts, and `asked_again` count those of which an
+    earlier attempt failed at the model server or its filter. `score_versions` counts the scored rollouts by version of
+    the score. A member of an evaluation set without a run has no figures."""
 
     environment: str
     model: str
@@ -72,6 +75,9 @@ class TableRow:
     completion_tokens: int = 0
     unpriced_tokens: int = 0
     uncounted: int = 0
+    filtered: int = 0
+    asked_again: int = 0
+    score_versions: Mapping[str, int] = field(default_factory=dict)
     reason: str = ""
     """Why a member of an evaluation set has no run, if that is known."""
 
@@ -161,6 +167,9 @@ def table_row(folder: Path) -> TableRow:
         prompt_tokens=status.prompt_tokens,
         completion_tokens=status.completion_tokens,
         uncounted=status.uncounted,
+        filtered=status.filtered,
+        asked_again=status.asked_again,
+        score_versions=status.score_versions,
     )
 
 
@@ -190,12 +199,13 @@ def spent(folder: Path) -> float:
 _COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
     "environment": lambda row: row.environment,
     "model": lambda row: row.model,
-    "pass@1": lambda row: _figure(row.pass_1) + in_words(row.pass_1_interval),
+    "pass@1": lambda row: _figure(row.pass_1) + interval_in_words(row.pass_1_interval),
     "pass@k": lambda row: _pass_k(row),
     "mean reward": lambda row: _figure(row.mean_reward),
     "official": lambda row: _figure(row.official),
+    "score version": lambda row: in_words(row.score_versions) or "-",
     "tasks scored": lambda row: _of_tasks(row),
-    "rollouts scored": lambda row: f"{row.rollouts_scored} of {row.rollouts}",
+    "rollouts scored": lambda row: _of_rollouts(row),
     "cost": lambda row: _cost(row),
     "time": lambda row: duration(row.seconds),
     "tokens": lambda row: _tokens(row),
@@ -221,7 +231,7 @@ def _tokens(row: TableRow) -> str:
 def _pass_k(row: TableRow) -> str:
     if row.k < 2:
         return "-"
-    figure = f"{_figure(row.pass_k)}{in_words(row.pass_k_interval)} k={row.k}"
+    figure = f"{_figure(row.pass_k)}{interval_in_words(row.pass_k_interval)} k={row.k}"
     return figure + (f", only {row.pass_k_tasks} of {row.tasks} tasks" if row.pass_k_tasks < row.tasks_scored else "")
 
 
@@ -229,6 +239,12 @@ def _of_tasks(row: TableRow) -> str:
     # A run that is going on may not know how many tasks there are.
     more = " so far" if row.state == RUNNING and not row.tasks_known else ""
     return f"{row.tasks_scored} of {row.tasks}{chosen_of(row.chosen, row.tasks_total, row.tasks, '?')}{more}"
+
+
+def _of_rollouts(row: TableRow) -> str:
+    counts = {"filtered": row.filtered, "asked again": row.asked_again}
+    marks = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return f"{row.rollouts_scored} of {row.rollouts}{marks and f' ({marks})'}"
 
 
 def _day(row: TableRow) -> str:
@@ -246,12 +262,21 @@ def cells(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
         "run": one_each,
         "cost": all(row.cost is None for row in rows),
         "official": all(row.official is None for row in rows),
+        "score version": not _of_other_versions(rows),
         "date": len({_day(row) for row in rows if row.started_at}) < 2,
     }
     columns = {name: text for name, text in _COLUMNS.items() if not empty.get(name)}
     if len({Path(row.run).name for row in rows}) < len(rows) and "run" in columns:  # runs of several sets
         columns["run"] = lambda row: str(Path(*Path(row.run).parts[-2:]))
     return [*columns], [[text(row) for text in columns.values()] for row in rows]
+
+
+def _of_other_versions(rows: Sequence[TableRow]) -> list[str]:
+    """Return the environments of which different versions of the score judged the rollouts."""
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        found.setdefault(row.environment, set()).update(row.score_versions)
+    return [name for name, versions in found.items() if differ(versions)]
 
 
 def as_text(rows: Sequence[TableRow]) -> str:
@@ -325,14 +350,22 @@ def as_html(rows: Sequence[TableRow], links: Mapping[str, str] = {}) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Runs</title>'
         f"<style>{_STYLE}</style></head><body><h1>Runs</h1>\n<table><thead>{line('th', names)}</thead>\n"
-        f"<tbody>\n{body}\n</tbody></table>\n<p>{html.escape(ABOUT)}</p></body></html>\n"
+        f"<tbody>\n{body}\n</tbody></table>\n<p>{html.escape(about(rows))}</p></body></html>\n"
     )
 
 
-ABOUT = (
+def about(rows: Sequence[TableRow]) -> str:
+    """Return what a reader of the table needs to know, with a warning about rows that cannot be compared."""
+    others = _of_other_versions(rows)
+    warning = f" WARNING: different versions of the score judged the rollouts of {', '.join(others)}; {REMEDY}."
+    return _ABOUT + (warning if others else "")
+
+
+_ABOUT = (
     "In brackets: 95% intervals over the tasks. pass@1 and pass@k are means over the tasks, the mean reward over the "
     "scored rollouts. A task that was refused, or has fewer than k scored rollouts, is not in pass@k. Chosen tasks are "
-    "some of the environment's tasks, whose number may be unknown (?). Scores that palaestra grade gave replace the "
+    "some of the environment's tasks, whose number may be unknown (?). A content filter ended the filtered rollouts; "
+    "those asked again failed first at the model server or its filter. Scores that palaestra grade gave replace the "
     "recorded ones."
 )
 

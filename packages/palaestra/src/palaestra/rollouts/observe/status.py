@@ -25,6 +25,7 @@ from palaestra.rollouts.journal.views import GroupView, RolloutView
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval
 from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import quantile, stage_seconds
+from palaestra.rollouts.observe.score_versions import version
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
 from palaestra.rollouts.observe.usage import RunUsage, UsageLine
 from palaestra.rollouts.observe.verdicts import OFFICIAL
@@ -33,7 +34,7 @@ from palaestra.rollouts.regraded import Grade, read_grades
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of
-from palaestra_slots.core.types import JSON
+from palaestra_slots.core.types import JSON, Blame, Outcome
 
 RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"
 
@@ -99,7 +100,8 @@ class RunStatus:
     `blame` counts finished rollouts by failure attribution. `mean_reward` is over the scored rollouts; in
     `mean_with_unscored`, unscored rollouts count as 0; `full` is the share of scored rollouts with a reward of 1 or
     more. `graded` counts the rollouts whose score `palaestra grade` gave; if there are any, `recorded_mean` is the mean
-    of the rewards in the journal. `official` is the mean of the official verdicts, in place of the rewards of rollouts
+    of the rewards in the journal. `score_versions` counts the scored rollouts by version of the score
+    (`score_versions.py`). `official` is the mean of the official verdicts, in place of the rewards of rollouts
     that have one; None if no rollout has one. `labels` counts rollouts by label, and `metrics` are the means of the
     environment's own metrics of rollouts. `…_interval` is the 95% interval of a mean, or None if there are no rewards,
     or if some are outside 0 to 1 and no interval can be computed. `planned` counts the rollouts of the groups that
@@ -109,9 +111,10 @@ class RunStatus:
     Tokens and `cost` are those of `usage.py`: they include discarded attempts and rollouts in flight; `stages` include
     discarded attempts. `cost` is None if no prices are known; it leaves out the `unpriced_tokens` of parts of the run
     without prices. `uncounted` counts the turns for which the model server reported no tokens, and `tokens_unknown` is
-    set if it reported none at all. `taken_up` counts the rollouts that were cut off and continued; `begun_anew` counts
-    those that started again, by reason. `paused_s` are the seconds between the parts of a run. `nodes` are the nodes of
-    a cluster, those of the latest part of the run.
+    set if it reported none at all. `asked_again` counts the rollouts of which an earlier attempt failed at the model
+    server or was ended by its content filter. `taken_up` counts the rollouts that were cut off and continued;
+    `begun_anew` counts those that started again, by reason. `paused_s` are the seconds between the parts of a run.
+    `nodes` are the nodes of a cluster, those of the latest part of the run.
     """
 
     run_id: str = ""
@@ -132,6 +135,7 @@ class RunStatus:
     planned: int = 0
     unscored: int = 0
     discarded: int = 0
+    asked_again: int = 0
     taken_up: int = 0
     begun_anew: dict[str, int] = field(default_factory=dict)
     mean_reward: float | None = None
@@ -140,6 +144,7 @@ class RunStatus:
     mean_with_unscored_interval: tuple[float, float] | None = None
     graded: int = 0
     recorded_mean: float | None = None
+    score_versions: dict[str, int] = field(default_factory=dict)
     full: Rate | None = None
     official: float | None = None
     official_interval: tuple[float, float] | None = None
@@ -160,6 +165,11 @@ class RunStatus:
     disk_bytes: int = 0
     disk_free_bytes: int = 0
     nodes: list[NodeStatus] = field(default_factory=list)
+
+    @property
+    def filtered(self) -> int:
+        """The number of rollouts that a content filter ended, which have no score."""
+        return self.blame[Blame.FILTER].count if Blame.FILTER in self.blame else 0
 
     @property
     def seconds(self) -> float:
@@ -190,10 +200,18 @@ class RunStatus:
         del plain["paused_s"], plain["unscored"]  # for the lines and the table; the format of the file stays
         if not self.graded:
             del plain["graded"], plain["recorded_mean"]
-        for name in ("labels", "metrics", "nodes", "tokens_unknown", "uncounted"):
+        for name in ("labels", "metrics", "nodes", "tokens_unknown", "uncounted", "asked_again"):
             if not plain[name]:
                 del plain[name]
         return plain
+
+
+def filtered_words(count: int, run: Path | str) -> str:
+    """Return what happens to the rollouts that a content filter ended."""
+    return (
+        f"{plural(count, 'rollout')} ended by a content filter, which palaestra resume does not ask again; a new run "
+        f"with --failed-of {run} does"
+    )
 
 
 BATCH = "batch"
@@ -209,6 +227,10 @@ class _EnvSettings(msgspec.Struct):
     group_size: int = 0
 
 
+class _Provenance(msgspec.Struct):
+    environment_sha256: str = ""
+
+
 class _Settings(msgspec.Struct):
     """The settings of a run that the status needs."""
 
@@ -216,6 +238,7 @@ class _Settings(msgspec.Struct):
     command: str = ""
     environment: str = ""
     official_name: str = OFFICIAL
+    provenance: _Provenance = msgspec.field(default_factory=_Provenance)
 
     @property
     def kind(self) -> str:
@@ -231,6 +254,8 @@ class _Ended(NamedTuple):
     official: float | None = None
     labels: frozenset[str] = frozenset()
     metrics: Mapping[str, float] = {}
+    code: str = ""
+    """The hash of the environment's file."""
 
     def graded(self, grade: Grade | None) -> _Ended:
         if grade is None or grade.reward is None:
@@ -263,9 +288,11 @@ class RunReader:
         self._nodes: dict[str, NodeStatus] = {}
         self._placed: dict[str, NodeStatus] = {}
         self._group_size = 0
+        self._code = ""
         self._task_ids: dict[str, str] = {}
         self._signs: dict[str, float] = {}
         self.usage = RunUsage()
+        self._asked_before: set[str] = set()
         self.paid: set[tuple[str, float]] = set()
         """The rollout id and start time of every attempt that ended."""
 
@@ -293,9 +320,11 @@ class RunReader:
                 status.run_id, status.env, status.model, status.started_at = line.run_id, line.env, line.model, line.at
                 self._group_size, status.kind = line.config.env.group_size, line.config.kind
                 status.official_name = line.config.official_name
+                self._code = line.config.provenance.environment_sha256
             case "resume":
                 status.paused_s += max(0.0, line.at - last_at)
                 self._group_size = line.config.env.group_size or self._group_size
+                self._code = line.config.provenance.environment_sha256 or self._code
                 # What was in flight or on a node when the earlier part ended is not there any more.
                 self._ended = ""
                 self._signs.clear()
@@ -329,7 +358,8 @@ class RunReader:
         rollouts = self._groups.setdefault(group.group_id, {})
         # A resumed run plays rollouts again that were cut off.
         for rollout_id in [name for name, each in rollouts.items() if each.blame in CUT_OFF]:
-            del rollouts[rollout_id]
+            if rollouts.pop(rollout_id).outcome == Outcome.API_ERROR:
+                self._asked_before.add(rollout_id)
         if group.prepare_s:
             self._status.prepared += 1
             self._status.from_store += group.from_store
@@ -338,6 +368,8 @@ class RunReader:
 
     def _rollout(self, line: _Line, rollout: RolloutView, *, kept: bool) -> None:
         status = self._status
+        if not kept and rollout.outcome == Outcome.API_ERROR:
+            self._asked_before.add(rollout.rollout_id)
         self._signs.pop(rollout.rollout_id, None)
         key = rollout.rollout_id, rollout.beside.started_at
         if key not in self.paid:  # an attempt counts once, even if the journal has its record twice
@@ -357,6 +389,7 @@ class RunReader:
                 rollout.official,
                 frozenset(sys.intern(label.name) for label in rollout.labels),
                 {sys.intern(name): value for name, value in rollout.metrics.items()},
+                self._code,
             )
             self._groups.setdefault(rollout.group_id, {})[rollout.rollout_id] = ended
 
@@ -397,10 +430,10 @@ class RunReader:
         self._place(status)
         return status
 
-    @staticmethod
-    def _count_ends(status: RunStatus, tasks: Sequence[Sequence[_Ended]]) -> None:
+    def _count_ends(self, status: RunStatus, tasks: Sequence[Sequence[_Ended]]) -> None:
         rollouts = list(itertools.chain.from_iterable(tasks))
         status.rollouts = len(rollouts)
+        status.asked_again = sum(name in self._asked_before for group in self._groups.values() for name in group)
         status.outcomes = dict(Counter(each.outcome for each in rollouts).most_common())
         blamed = Counter(each.blame for each in rollouts if each.blame)
         status.blame = {
@@ -413,6 +446,13 @@ class RunReader:
         # Grades of rollouts that were discarded since do not count.
         ended = dict(recorded)
         before = [each.reward for each in ended.values() if each.reward is not None]
+        status.score_versions = dict(
+            Counter(
+                version(each.code, grades.get(name))
+                for name, each in ended.items()
+                if each.graded(grades.get(name)).reward is not None
+            )
+        )
         status.graded = sum(name in ended and grade.reward is not None for name, grade in grades.items())
         status.recorded_mean = math.fsum(before) / len(before) if before and status.graded else None
 
