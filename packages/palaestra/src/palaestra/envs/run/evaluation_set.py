@@ -30,20 +30,21 @@ from palaestra.envs.run.run import run
 from palaestra.envs.run.run_folder import RunLine, run_place
 from palaestra.envs.run.run_table import about, as_json, as_text, set_rows, spent
 from palaestra.envs.run.set_file import (
-    SET_NAME,
     SET_SCHEMA,
     SETS,
     EvaluationSet,
     Member,
     is_set,
     keep_reason,
+    not_one,
     read_set,
+    runs_by_model,
     write_set,
 )
 from palaestra.rollouts.finished_run import Run, open_run
 from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.rollouts.journal.origin import made_here, mark_origin
-from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, Recording
+from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, SET_NAME
 from palaestra.rollouts.limits import INTERRUPTED_BY
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.schedule import escaped
@@ -360,14 +361,16 @@ def _origin(address: str) -> str:
 def _those_failed(lines: Sequence[_Line], earlier: Path) -> Iterator[_Line]:
     """Yield the lines, each with the tasks that failed in the earlier run of the same environment and model, in place
     of those that it chose. If `earlier` is a set, this is one of its runs. Lines without such tasks are left out."""
-    runs = [path.parent for path in sorted(earlier.glob(f"*/{JOURNAL_NAME}"))] if is_set(earlier) else []
-    known = {(meta.env, meta.model): path for path in runs if (meta := Recording(path / JOURNAL_NAME).meta)}
+    known = runs_by_model(earlier) if is_set(earlier) else {}
     left = 0
     for line in lines:
         if is_set(earlier):
-            run = known.get((line.form.name, line.model))
-            if run is None:
+            runs = known.get((line.form.name, line.model), [])
+            if not runs:
                 raise ConfigError(f"{earlier} has no run of {line.form.name} with {line.model} ({_FAILED_OF})")
+            if len(runs) > 1:
+                raise not_one(earlier, line.form.name, line.model, runs)
+            run = runs[0]
             failed = Run(run).failed_tasks()
             if not failed:
                 sys.stderr.write(f"note: every rollout of {run} earned the full reward, so it is not played again\n")

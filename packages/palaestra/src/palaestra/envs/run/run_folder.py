@@ -43,7 +43,7 @@ from palaestra.rollouts.events import (
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.journal.journal import Journal, without_secrets
 from palaestra.rollouts.journal.origin import mark_origin
-from palaestra.rollouts.journal.reader import find_run
+from palaestra.rollouts.journal.reader import SET_NAME, find_run
 from palaestra.rollouts.observe.failures import Failures
 from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import Figures, group_size
@@ -144,7 +144,9 @@ def named_folder(path: Path) -> RunFolder:
         raise ConfigError(f"{path} exists: continue that run with --resume, or choose another name") from None
     except OSError as error:
         raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
-    return RunFolder(path, path.name)
+    # The runs of two evaluation sets may have the same name, and a tracker files runs by their ids.
+    in_set = (path.parent / SET_NAME).is_file()
+    return RunFolder(path, f"{path.parent.name}.{path.name}" if in_set else path.name)
 
 
 def _plain(name: str) -> str:

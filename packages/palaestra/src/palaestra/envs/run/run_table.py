@@ -18,9 +18,9 @@ import msgspec
 
 from palaestra.envs.run import pass_at_k
 from palaestra.envs.run.pass_at_k import TASKS_TOTAL, chooses, chosen_of
-from palaestra.envs.run.set_file import is_set, read_set, reasons, runs_below
+from palaestra.envs.run.set_file import RunPlace, run_places, set_places
 from palaestra.rollouts.finished_run import Run
-from palaestra.rollouts.journal.reader import JOURNAL_NAME, find_run
+from palaestra.rollouts.journal.reader import JOURNAL_NAME, run_name
 from palaestra.rollouts.observe.console import duration
 from palaestra.rollouts.observe.intervals import in_words as interval_in_words
 from palaestra.rollouts.observe.last_metrics import last_metrics
@@ -83,35 +83,24 @@ class TableRow:
 
 
 def table_rows(names: Sequence[str | Path]) -> list[TableRow]:
-    """Return the rows of what the names mean, each once, in the given order: a run, as in `find_run`, an evaluation set
-    with all its members, or a folder with runs below it, in the order of their paths. Raises `ConfigError`."""
-    found: dict[str, TableRow] = {}
-    for name in names:
-        path = find_run(name)
-        if is_set(path):
-            rows = set_rows(path)
-        elif path.is_dir() and not (path / JOURNAL_NAME).is_file():
-            rows = list(map(table_row, runs_below(path)))
-        else:
-            rows = [table_row(path.parent if path.is_file() else path)]
-        for row in rows:
-            found.setdefault(row.run, row)
-    return [*found.values()]
+    """Return the rows of what the names mean, as in `run_places`. Raises `ConfigError`."""
+    return list(map(_row_of, run_places(names)))
 
 
 def set_rows(folder: Path) -> list[TableRow]:
     """Return a row for each member of an evaluation set, in their order. Raises `ConfigError`."""
-    why, rows = reasons(folder), list[TableRow]()
-    for member in read_set(folder).members:
-        place, given = folder / member.folder, _shown_name(member.environment)
-        if (place / JOURNAL_NAME).is_file():
-            row = table_row(place)
-            rows.append(replace(row, environment=given or row.environment))
-        else:
-            name, _, model = member.folder.partition("--")  # older sets have no names
-            environment, reason = given or member.name or name, why.get(member.folder, "")
-            rows.append(TableRow(environment, member.model or model, str(place), "not run", reason=reason))
-    return rows
+    return list(map(_row_of, set_places(folder)))
+
+
+def _row_of(place: RunPlace) -> TableRow:
+    member = place.member
+    given = "" if member is None else _shown_name(member.environment)
+    if member is None or place.has_begun:
+        row = table_row(place.folder)
+        return replace(row, environment=given or row.environment)
+    name, _, model = member.folder.partition("--")  # older sets have no names
+    environment = given or member.name or name
+    return TableRow(environment, member.model or model, str(place.folder), "not run", reason=place.reason)
 
 
 def _shown_name(reference: str) -> str:
@@ -211,7 +200,7 @@ _COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
     "tokens": lambda row: _tokens(row),
     "state": lambda row: row.state + (f": {one_line(row.reason, 100)}" if row.reason else ""),
     "date": lambda row: _day(row) if row.started_at else "-",
-    "run": lambda row: Path(row.run).name,
+    "run": lambda row: run_name(Path(row.run)),
 }
 
 
@@ -266,8 +255,6 @@ def cells(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
         "date": len({_day(row) for row in rows if row.started_at}) < 2,
     }
     columns = {name: text for name, text in _COLUMNS.items() if not empty.get(name)}
-    if len({Path(row.run).name for row in rows}) < len(rows) and "run" in columns:  # runs of several sets
-        columns["run"] = lambda row: str(Path(*Path(row.run).parts[-2:]))
     return [*columns], [[text(row) for text in columns.values()] for row in rows]
 
 
