@@ -162,7 +162,7 @@ def _scores(run: str) -> RunScores:
     meta = recording.meta
     scores = RunScores.of(recording, run, meta.env, meta.model, meta.config, recording.unfinished)
     status = RunReader(recording.path).read()
-    scores.versions = status.score_versions
+    scores.versions, scores.graded = status.score_versions, status.graded
     scores.filtered, scores.asked_again = status.filtered, status.asked_again
     return scores
 

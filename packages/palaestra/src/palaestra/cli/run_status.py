@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,8 +141,9 @@ def runs_command(
     if as_json:
         click.echo(json.dumps([_fields(*each) for each in found], indent=2))
         return
+    width = max((len(run_name(folder)) for folder, _ in found), default=0)
     for folder, status in found:
-        click.echo(f"{run_name(folder):<21}  {_run_line(status)}")
+        click.echo(f"{run_name(folder):<{max(21, width)}}  {_run_line(status)}")
     if not folders:
         click.echo(f"there are no runs in {(root or RUNS).resolve()}", err=True)
     elif len(folders) > limit:

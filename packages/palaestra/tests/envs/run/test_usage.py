@@ -181,14 +181,15 @@ def test_scores_of_several_versions_are_named_everywhere(tmp_path: Path, capsys:
 
     assert versions() == ({"a" * 8: 1, "b" * 8: 1}, True, True, True)
     grades = [
-        Grade(schema=GRADE_SCHEMA, at=1.0, rollout_id=f"g/{index}", reward=1.0, environment_sha256="b" * 64)
-        for index in (0, 1)
+        Grade(schema=GRADE_SCHEMA, at=1.0, rollout_id=f"g/{index}", reward=1.0, version="b" * 64) for index in (0, 1)
     ]
-    write_grades(mixed, grades[:1])
-    assert versions()[1:] == (True, True, True), "one of two rollouts was graded"
+    write_grades(mixed, grades[1:])
+    assert versions()[1:] == (True, True, True), "the other of two rollouts was graded"
+    write_grades(mixed, [Grade(schema=GRADE_SCHEMA, at=1.0, rollout_id="g/0", reward=1.0)])
+    assert versions()[1:] == (True, True, True), "nobody knows which version graded it"
     write_grades(mixed, grades)
-    assert versions() == ({f"graded {'b' * 8}": 2}, False, False, True), "the other run is not graded"
+    assert versions() == ({"b" * 8: 2}, False, False, True), "the other run has the earlier score"
     write_grades(whole, grades[:1])
     assert versions()[3] is False
-    write_grades(whole, [Grade(schema=GRADE_SCHEMA, at=2.0, rollout_id="g/0", reward=1.0, environment_sha256="c" * 64)])
+    write_grades(whole, [Grade(schema=GRADE_SCHEMA, at=2.0, rollout_id="g/0", reward=1.0, version="c" * 64)])
     assert versions()[3] is True, "the score has changed between the two grades"

@@ -34,7 +34,7 @@ from palaestra.envs.run.set_file import (
     SETS,
     EvaluationSet,
     Member,
-    is_set,
+    find_set,
     keep_reason,
     not_one,
     read_set,
@@ -182,7 +182,7 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
         for model in models or [[]]:
             lines.append(_parsed(Member(name, ["evaluate", *words, *own, *model], "")))
     if failed_of is not None:
-        lines = [*_those_failed(lines, Path(failed_of))]
+        lines = [*_those_failed(lines, find_set(failed_of), failed_of)]
     taken: set[str] = set()
     members = []
     for line in lines:
@@ -358,13 +358,14 @@ def _origin(address: str) -> str:
     return f"{found.scheme}://{found.netloc.rpartition('@')[2]}"
 
 
-def _those_failed(lines: Sequence[_Line], earlier: Path) -> Iterator[_Line]:
+def _those_failed(lines: Sequence[_Line], earlier: Path | None, name: str) -> Iterator[_Line]:
     """Yield the lines, each with the tasks that failed in the earlier run of the same environment and model, in place
-    of those that it chose. If `earlier` is a set, this is one of its runs. Lines without such tasks are left out."""
-    known = runs_by_model(earlier) if is_set(earlier) else {}
+    of those that it chose. This is a run of the set `earlier`, or the run `name`. Lines without such tasks are left
+    out."""
+    known = {} if earlier is None else runs_by_model(earlier)
     left = 0
     for line in lines:
-        if is_set(earlier):
+        if earlier is not None:
             runs = known.get((line.form.name, line.model), [])
             if not runs:
                 raise ConfigError(f"{earlier} has no run of {line.form.name} with {line.model} ({_FAILED_OF})")
@@ -376,14 +377,14 @@ def _those_failed(lines: Sequence[_Line], earlier: Path) -> Iterator[_Line]:
                 sys.stderr.write(f"note: every rollout of {run} earned the full reward, so it is not played again\n")
                 continue
         else:
-            failed = open_run(earlier).failed_tasks()
+            failed = open_run(name).failed_tasks()
         left += bool(failed)
         others = [word for each in flags_of(line.member.words) if not _named(each, _TASK) for word in each]
         # Escaped, because an id with brackets or stars would be read as a pattern.
         chosen = json.dumps([escaped(each) for each in failed])
         yield _parsed(Member(line.member.environment, [*others, _TASK[1], chosen], ""))
     if not left:
-        raise ConfigError(f"every rollout of {earlier} earned the full reward, so no task of it has failed")
+        raise ConfigError(f"every rollout of {name} earned the full reward, so no task of it has failed")
 
 
 def _without(words: Sequence[str], flag: str) -> tuple[str | None, list[str]]:

@@ -10,6 +10,7 @@ last rollout was graded, so an interrupted command changes no score.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import shutil
 import time
@@ -108,7 +109,7 @@ async def regrade(
                 found.append(Regraded(with_grade(trajectory, run.recording.grades), score, error))
                 on_rollout(found[-1])
             before = {each.rollout_id: each.reward for group in wanted for each in group}
-            code = environment_hash(form.reference)
+            code = _version(environment_hash(form.reference), settings)
             write_grades(run.path, [_grade(each, before[each.trajectory.rollout_id], code) for each in found])
             await _renew_files(run.path, again)
     if not saved:
@@ -126,6 +127,11 @@ def _keeps_workspaces(recording: Recording, recorded: Sequence[Trajectory]) -> b
     return any(each.reward is not None and _kept_folder(each) is not None for each in recorded)
 
 
+def _version(code: str, settings: Mapping[str, JSON]) -> str:
+    """Return the version of the score that this code gives with these settings."""
+    return hashlib.sha256(code.encode() + encoded(settings)).hexdigest() if code and settings else code
+
+
 def _grade(regraded: Regraded, before: float | None, code: str) -> Grade:
     score = regraded.score or Score(0.0)
     # What the rollout has cost stays as it was; the cost of grading is not its own.
@@ -140,7 +146,7 @@ def _grade(regraded: Regraded, before: float | None, code: str) -> Grade:
         official=score.official,
         labels=list(score.labels),
         metrics=metrics | own,
-        environment_sha256=code,
+        version=code,
         error=regraded.error,
     )
 

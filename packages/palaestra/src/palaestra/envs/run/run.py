@@ -830,7 +830,8 @@ def _print_verdict(
     outcomes = ", ".join(f"{name} {count}" for name, count in output.outcomes.most_common())
     counts = f"{plural(groups, 'group')} ({failed} failed), {plural(rollouts, 'rollout')}"
     counts += f" ({outcomes})" if outcomes else ""
-    lines = [f"{reason} after {duration(console.elapsed_s)}: {counts}"]
+    # The time of the whole run, as `status` and the table show it.
+    lines = [f"{reason} after {duration(output.status.seconds or console.elapsed_s)}: {counts}"]
     if rollouts and console.score_name == "reward":  # runs with another kind of score report their own results
         lines.append(_mean_reward(figures, scored, planned))
         lines += _verdict_details(output, figures, console.official_name)

@@ -231,6 +231,9 @@ def journal_of(run: str | Path) -> Path:
     `ConfigError`."""
     folder = find_run(run)
     path = folder / JOURNAL_NAME if folder.is_dir() else folder
+    if (folder / SET_NAME).is_file():
+        runs = ", ".join(run_name(each) for each in reversed(list_runs(folder))) or "none has begun"
+        raise ConfigError(f"{folder} is an evaluation set: name one of its runs, {runs}")
     if not path.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no {JOURNAL_NAME}{_latest(folder)}")
     return path

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from palaestra.rollouts.observe.intervals import Cluster, Interval, clustered_interval, in_words, mean_interval
 from palaestra.rollouts.observe.metrics import group_size
-from palaestra.rollouts.observe.score_versions import GRADED, REMEDY, code_of, differ, mixed, version
+from palaestra.rollouts.observe.score_versions import REMEDY, code_of, differ, mixed, version
 from palaestra.rollouts.observe.score_versions import in_words as versions_in_words
 from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.rollouts.records import Group
@@ -67,6 +67,8 @@ class RunScores:
     """Rollouts that a content filter ended."""
     asked_again: int = 0
     """Rollouts of which an earlier attempt failed at the model server or its filter."""
+    graded: int = 0
+    """Rollouts whose score is from `palaestra grade`."""
     versions: dict[str, int] = field(default_factory=dict)
     """The number of scored rollouts by version of the score."""
 
@@ -131,7 +133,7 @@ class RunScores:
         """Return a one-line summary of the run: its model, its mean reward, and the numbers of rollouts and tasks."""
         mean = "no reward" if self.mean is None else f"mean {self.scores} {self.mean:.3f}{in_words(self.interval)}"
         covered = f"{self.scored} of {plural(self.planned, 'rollout')} scored, {plural(len(self.tasks), 'task')}"
-        graded = "".join(f", {count} {each}" for each, count in self.versions.items() if each.startswith(GRADED))
+        graded = f", {self.graded} graded again" if self.graded else ""
         counts = {"ended by a content filter": self.filtered, "asked again": self.asked_again}
         graded += "".join(f", {count} {what}" for what, count in counts.items() if count)
         return f"{self.name}: {self.env} with {self.model}: {mean}, {covered}{graded}"

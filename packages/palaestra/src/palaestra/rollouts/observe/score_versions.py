@@ -1,9 +1,10 @@
 """By which version of the score function the rollouts of a run were judged: the one rule for tables, summaries and
 comparisons.
 
-A version is named by the beginning of the hash of the environment's file, and by `graded` if `palaestra grade` gave the
-score. Scores of different versions are not compared: no winner is named, and `palaestra grade` brings them to one
-version. A score function that is not in the environment's file, or whose file is unknown, is taken for the same.
+A version is named by the beginning of the hash of the environment's file or, if `palaestra grade` gave the score with
+settings of its own, of both. Scores of different versions are not compared: no winner is named, and `palaestra grade`
+brings them to one version. Scores that were recorded without a file are taken for the same as any others; those that
+were `graded` without one are not.
 """
 
 from __future__ import annotations
@@ -32,15 +33,14 @@ def version(code: str, grade: Grade | None = None) -> str:
     `grade` the new score of the rollout, if it has one."""
     if grade is None or grade.reward is None:
         return code[:8] or UNKNOWN
-    return f"{GRADED} {grade.environment_sha256[:8]}".strip()
+    return grade.version[:8] or GRADED
 
 
 def differ(versions: Iterable[str], *, same_file: bool = True) -> bool:
     """Return whether scores of these versions cannot be compared. Without `same_file`, they are of environments in
     different files, whose hashes say nothing."""
     found = set(versions)
-    codes = {each.removeprefix(GRADED).strip() for each in found} - {"", UNKNOWN}
-    return len({each.startswith(GRADED) for each in found}) > 1 or (same_file and len(codes) > 1)
+    return (GRADED in found and len(found) > 1) or (same_file and len(found - {UNKNOWN}) > 1)
 
 
 def in_words(versions: Versions) -> str:
