@@ -143,7 +143,7 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
     from palaestra.envs.run.command import run_command
     from palaestra.envs.run.replay_run import recorded_form, where_it_ran
     from palaestra.rollouts.journal.reader import open_recording
-    from palaestra.rollouts.observe.status import RunReader
+    from palaestra.rollouts.observe.status import RunReader, filtered_words
 
     recording = open_recording(run)
     folder = recording.path.parent.resolve()
@@ -158,6 +158,8 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
     )
     if again:
         click.echo(f"{plural(again, 'rollout')} that failed at the model server will be asked again", err=True)
+    if status.filtered:
+        click.echo(filtered_words(status.filtered, folder), err=True)
     verb = recording.meta.config.get("command") or "process"
     if verb not in COMMANDS:  # it becomes a word of a command line
         raise ConfigError(f"{folder} was recorded with the command {verb!r}, which cannot be continued")

@@ -39,6 +39,7 @@ from palaestra.envs.run.set_file import (
     not_one,
     read_set,
     runs_by_model,
+    runs_of,
     write_set,
 )
 from palaestra.rollouts.finished_run import Run, open_run
@@ -46,7 +47,7 @@ from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.rollouts.journal.origin import made_here, mark_origin
 from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, SET_NAME
 from palaestra.rollouts.limits import INTERRUPTED_BY
-from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.observe.status import RunReader, filtered_words
 from palaestra.rollouts.schedule import escaped
 from palaestra_slots.core.config import is_secret
 from palaestra_slots.core.errors import ConfigError, PalaestraError
@@ -234,6 +235,8 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
         _check_given_again(line)
     finished = False
     sys.stderr.write(f"evaluation set {folder}: {plural(len(lines), 'run')}\n")
+    if filtered := sum(RunReader(each / JOURNAL_NAME).read().filtered for each in runs_of(folder)):
+        sys.stderr.write(f"{filtered_words(filtered, folder)}\n")
     try:
         code = _play_in_turn(folder, lines, again=bool(settings))
         finished = all(_is_finished(folder / each.folder) for each in members)

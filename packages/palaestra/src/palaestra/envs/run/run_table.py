@@ -283,7 +283,7 @@ def as_csv(rows: Sequence[TableRow]) -> str:
     writer = csv.DictWriter(text, [*fields, *bounds["pass_1"], *bounds["pass_k"]], lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        line = {name: getattr(row, name) for name in fields}
+        line = {name: getattr(row, name) for name in fields} | {"score_versions": in_words(row.score_versions)}
         for name, ends in bounds.items():
             line |= zip(ends, getattr(row, f"{name}_interval") or (None, None), strict=True)
         writer.writerow(line)
