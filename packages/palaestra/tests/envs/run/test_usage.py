@@ -28,8 +28,6 @@ from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.records import MODEL_COST, Beside, Group, Trajectory
 from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, write_grades
 from palaestra_slots.core.types import Blame, Outcome
-from palaestra_view.run_index import RunIndex
-from palaestra_view.summary import run_summary
 
 GROUP = Group(group_id="g", number=0, task_id="t")
 CODE = {"provenance": {"environment_sha256": "a" * 64}}
@@ -92,10 +90,11 @@ def played(folder: Path, *events: JournalEvent, reason: str = "done", **config: 
 
 
 def viewed(folder: Path) -> dict[str, object]:
-    index = RunIndex(folder / "journal.jsonl")
+    index = pytest.importorskip("palaestra_view.run_index").RunIndex(folder / "journal.jsonl")
     while index.update(0.0):  # one line at a time
         pass
-    return run_summary(index, folder.name)
+    found: dict[str, object] = pytest.importorskip("palaestra_view.summary").run_summary(index, folder.name)
+    return found
 
 
 @pytest.mark.parametrize("name", HISTORIES)
