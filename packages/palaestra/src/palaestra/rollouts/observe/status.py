@@ -200,6 +200,8 @@ class RunStatus:
         del plain["paused_s"], plain["unscored"]  # for the lines and the table; the format of the file stays
         if not self.graded:
             del plain["graded"], plain["recorded_mean"]
+        if len(self.score_versions) < 2:
+            del plain["score_versions"]
         for name in ("labels", "metrics", "nodes", "tokens_unknown", "uncounted", "asked_again"):
             if not plain[name]:
                 del plain[name]

@@ -152,4 +152,4 @@ class RunUsage:
         tokens = None if self.is_unknown else total.cost
         parts = [tokens, total.models or None, own.get(SLOTS_COST)]
         known = [each for each in parts if each is not None]
-        return round(sum(known), 9) if known else None
+        return sum(known) if known else None
