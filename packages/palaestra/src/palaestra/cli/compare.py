@@ -33,7 +33,8 @@ _SHOWN_SETTINGS = 15
 
     RUN is compared with each OTHER. Tasks are paired by their id, each with the mean reward of its rollouts; the
     difference is RUN minus OTHER, with the 95% interval of its mean over the tasks. No winner is named if the interval
-    contains 0, if the runs do not have the same tasks and prompts, or if different shares of their rollouts are scored.
+    contains 0, if the runs do not have the same tasks and prompts, if different shares of their rollouts are scored, or
+    if different versions of the environment's file scored them (`palaestra grade` gives all the present score).
     Unscored rollouts are left out; a second line counts them as 0 if that changes a task's reward. The models and the
     settings that differ are listed first. If a run has official verdicts, a further line compares these; with
     --by official, everything does.
