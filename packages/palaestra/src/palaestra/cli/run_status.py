@@ -104,7 +104,8 @@ def _print(found: Mapping[str, RunStatus], waiting: Mapping[str, str], *, clear:
     shows pass@1 and, for all rollouts per task, pass@k with their 95% intervals, the mean reward, how many tasks and
     rollouts have a score, cost, time and tokens. The row of a run of some of the environment's tasks gives the number
     of all, and pass@k that of the tasks which it covers. Rollouts that a content filter ended or that were asked again
-    after a failure of the model server are counted, and different versions of the score are named. Scores that `palaestra grade` gave replace the recorded ones.
+    after a failure of the model server are counted, and different versions of the score are named. Scores that
+    `palaestra grade` gave replace the recorded ones.
     """,
 )
 @click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_runs)
