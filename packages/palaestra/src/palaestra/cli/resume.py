@@ -37,10 +37,10 @@ if TYPE_CHECKING:
       palaestra resume last --dry-run              # only show what is kept and what would be run
 
     RUN is a run's folder, an id or the beginning of one, SET/RUN, or an evaluation set. `last` is the last run, or the
-    whole set if that run is in one. Settings come from the run's record; settings after RUN replace them. Keys and tokens are not
-    recorded: set them again in variables, `.env` or flags. Finished groups are kept, and rollouts continue after their
-    last finished turn. Those that failed at the model server are asked again; those that a content filter ended are
-    not.
+    whole set if that run is in one. Settings come from the run's record; settings after RUN replace them. Keys and
+    tokens are not recorded: set them again in variables, `.env` or flags. Finished groups are kept, and rollouts
+    continue after their last finished turn. Those that failed at the model server are asked again; those that a content
+    filter ended are not.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
