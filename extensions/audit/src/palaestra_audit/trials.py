@@ -60,7 +60,7 @@ _LOCALE_AT = "/opt/palaestra/locales"
 _ENDING = "Done."
 _MOST_SHOWN = 500
 """The number of characters of a reply that are printed."""
-_OURS = (Blame.SANDBOX, Blame.ENGINE, Blame.RUN)
+_OURS = (Blame.SANDBOX, Blame.ENGINE, Blame.FILTER, Blame.RUN)
 _TOO_LONG = "the reference solution leaves the agent no turn for more"
 
 

@@ -46,7 +46,7 @@ def rollout_record(index: RunIndex, rollout_id: str, long_chars: int = LONG_CHAR
     if trajectory is None:
         return _in_flight(index, rollout_id, long_chars)
     plain = _without_tokens(trajectory)
-    found = {name: plain[name] for name in _PARTS if name in plain}
+    found = {name: plain[name] for name in _PARTS if name in plain} | {"cost": trajectory.whole_cost}
     before, after = index.neighbours(rollout_id)
     group = index.group(trajectory.group_id)
     config = index.config()

@@ -8,6 +8,7 @@ not grow with the conversations. Damaged lines are counted and left out.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,12 +27,14 @@ import msgspec
 from palaestra.rollouts.events import AttemptDiscarded, GroupStarted, RolloutEnded, RunStarted, TurnTaken
 from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.rollouts.journal.journal import check_config, check_schema
-from palaestra.rollouts.journal.views import GroupView, LineView, RolloutView
-from palaestra.rollouts.records import CUT_OFF, Trajectory
+from palaestra.rollouts.journal.views import GroupView, RolloutView
+from palaestra.rollouts.observe.score_versions import code_of, version
+from palaestra.rollouts.observe.usage import RunUsage, UsageLine
+from palaestra.rollouts.records import CUT_OFF, Trajectory, whole_cost
 from palaestra.rollouts.regraded import GRADES_NAME, Grade, read_grades, with_grade
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of, open_regular
-from palaestra_slots.core.types import JSON
+from palaestra_slots.core.types import JSON, Blame, Outcome
 from palaestra_view.check_evidence import breaks, exit_code
 from palaestra_view.search_texts import Wanted
 
@@ -41,7 +44,7 @@ IMPORTS = "imports"
 COMMAND = "import"
 """The command in the settings of such a journal."""
 
-_FORMAT = "8"
+_FORMAT = "9"
 _TAIL_BYTES = 4096
 _EXIT = re.compile(rb'\\?"exit_code\\?":\s*-?[1-9]')
 _PREVIEW_CHARS = 240
@@ -76,7 +79,8 @@ CREATE VIEW IF NOT EXISTS graded AS SELECT
     COALESCE(grades.labels, rollouts.labels) AS labels, COALESCE(grades.certain, rollouts.certain) AS certain,
     COALESCE(grades.metrics, rollouts.metrics) AS metrics
     FROM rollouts LEFT JOIN grades ON grades.id = rollouts.id;
-CREATE TABLE IF NOT EXISTS attempts (rollout TEXT, outcome TEXT, error TEXT, place INTEGER);
+CREATE TABLE IF NOT EXISTS attempts (rollout TEXT, outcome TEXT, error TEXT, place INTEGER, started REAL);
+CREATE INDEX IF NOT EXISTS attempts_rollout ON attempts (rollout);
 CREATE TABLE IF NOT EXISTS turns (rollout TEXT, turn INTEGER, at REAL, tokens INTEGER, place INTEGER);
 CREATE INDEX IF NOT EXISTS turns_rollout ON turns (rollout);
 CREATE TABLE IF NOT EXISTS placed (group_id TEXT PRIMARY KEY, node TEXT) WITHOUT ROWID;
@@ -104,6 +108,9 @@ RESUMED = "resumed:"
 NODE, ROLLOUTS_ON = "node:", "rollouts on:"
 """The beginnings of the facts about a node of a cluster, which is named after them: what the journal says (JSON), and
 the number of rollouts that ended there."""
+
+CODE = "code:"
+"""The beginning of the facts with the hash of the environment's file for the lines from a place on."""
 
 _MARKS = ("tag", "verdict", "note")
 NUMBERS = tuple(_NUMBERS)
@@ -154,11 +161,10 @@ class _Rollout(RolloutView):
     parent: _Parent | None = None
 
 
-class _Line(LineView):
+class _Line(UsageLine):
     trajectory: _Rollout | None = None
     seed: int = 0
     config: dict[str, JSON] = msgspec.field(default_factory=dict)
-    turn: int = 0
 
 
 _lines = msgspec.json.Decoder(_Line)
@@ -315,7 +321,7 @@ class RunIndex:
             ).fetchall()
 
     def totals(self) -> dict[str, float | None]:
-        """Return sums over all rollouts, and the number of rollouts in flight."""
+        """Return sums over all rollouts, and the number of rollouts in flight. Discarded attempts are in `usage`."""
         names = ("rollouts", "prompt_tokens", "completion_tokens", "cost", "seconds", "model_s", "tool_s", "exact",
                  "turns", "calls", "errors")  # fmt: skip
         sums = ", ".join(f"SUM({name})" for name in names[1:])
@@ -324,6 +330,26 @@ class RunIndex:
             (flying,) = self._db.execute("SELECT COUNT(DISTINCT rollout) FROM turns").fetchone()
             (discarded,) = self._db.execute("SELECT COUNT(*) FROM attempts").fetchone()
         return {**dict(zip(names, found, strict=True)), "flying": flying, "discarded": discarded}
+
+    def score_versions(self) -> dict[str, int]:
+        """Return the number of scored rollouts by version of the score."""
+        codes = sorted((int(name[len(CODE) :]), code) for name, code in self.facts().items() if name.startswith(CODE))
+        starts = [start for start, _ in codes]
+        with self._lock:
+            found = self._db.execute("SELECT id, place FROM graded WHERE reward IS NOT NULL").fetchall()
+        parts = ((name, bisect.bisect(starts, place)) for name, place in found)
+        return dict(Counter(version(codes[at - 1][1] if at else "", self.grades.get(name)) for name, at in parts))
+
+    def asked_again(self) -> int:
+        """Return the number of rollouts of which an earlier attempt failed at the model server or its filter."""
+        query = "SELECT COUNT(*) FROM rollouts WHERE id IN (SELECT rollout FROM attempts WHERE outcome = ?)"
+        with self._lock:
+            (found,) = self._db.execute(query, [Outcome.API_ERROR.value]).fetchone()
+        return int(found)
+
+    def usage(self) -> RunUsage:
+        """Return the usage of the whole run, as `palaestra status` counts it."""
+        return _usage_of(self.facts())
 
     def all_groups(self) -> list[tuple[str, str, str, str, int]]:
         """Return id, task, checksum of the prompt, error and whether it has ended, for every group."""
@@ -470,6 +496,7 @@ class RunIndex:
         if part.place == offset:
             return
         part.keep_turns()
+        part.note(usage=msgspec.json.encode(part.usage).decode())
         file.seek(max(0, part.place - _TAIL_BYTES))
         tail = hashlib.blake2b(file.read(min(part.place, _TAIL_BYTES))).hexdigest()
         (before,) = self._db.execute("SELECT value FROM facts WHERE name = 'damaged'").fetchone() or ("0",)
@@ -484,9 +511,12 @@ class _Slice:
         self.damaged = 0
         self._db = db
         self._turns: dict[str, list[tuple[str, int, float, int, int]]] = {}
+        self.usage = _usage_of(dict(db.execute("SELECT name, value FROM facts WHERE name = 'usage'")))
 
     def take(self, line: _Line, size: int) -> None:
         """Add one event, whose line has `size` bytes."""
+        if line.trajectory is None or self._is_new(line.trajectory):
+            self.usage.take(line)
         match line.event:
             case "messages":
                 turn = (line.rollout_id, line.turn, line.at, sum(line.tokens), self.place)
@@ -496,8 +526,8 @@ class _Slice:
             case "discarded" if line.trajectory is not None:
                 one = line.trajectory
                 self._forget_turns(one.rollout_id)
-                attempt = (one.rollout_id, one.outcome, one.error[:_PREVIEW_CHARS], self.place)
-                self._db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?)", attempt)
+                attempt = (one.rollout_id, one.outcome, one.error[:_PREVIEW_CHARS], self.place, one.beside.started_at)
+                self._db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?)", attempt)
             case "taken_up":
                 self._db.execute("INSERT INTO facts VALUES (?, '1') ON CONFLICT (name) DO UPDATE SET value = value + 1",
                                  [f"{RESUMED}{line.anew[:_PREVIEW_CHARS]}"])  # fmt: skip
@@ -510,8 +540,10 @@ class _Slice:
                 )
             case "run":
                 facts = {"run_id": line.run_id, "env": line.env, "model": line.model, "seed": line.seed}
+                self._part(line)
                 self.note(**facts, started_at=line.at, config=json.dumps(line.config), ended="")
             case "resume":
+                self._part(line)
                 self.note(ended="", **({"config": json.dumps(line.config)} if line.config else {}))
                 self._turns.clear()
                 self._db.execute("DELETE FROM turns")
@@ -535,6 +567,11 @@ class _Slice:
         rows = [(name, str(value)) for name, value in facts.items()]
         self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows)
 
+    def _part(self, line: _Line) -> None:
+        """Note which version of the environment's file scores the rollouts from this line on."""
+        if code := code_of(line.config):
+            self.note(**{f"{CODE}{self.place}": code})
+
     def _node(self, line: _Line) -> None:
         name = f"{NODE}{line.node}"
         known = self._db.execute("SELECT value FROM facts WHERE name = ?", [name]).fetchone()
@@ -547,6 +584,11 @@ class _Slice:
         """Begin a group, or begin it again: then the rollouts that were cut off do not count."""
         marks = ", ".join("?" * len(CUT_OFF))
         self._db.execute(
+            "INSERT INTO attempts SELECT id, outcome, error, place, started FROM rollouts "
+            "WHERE group_id = ? AND outcome = ? AND blame = ?",
+            [group.group_id, Outcome.API_ERROR.value, Blame.ENGINE.value],
+        )
+        self._db.execute(
             f"DELETE FROM rollouts WHERE group_id = ? AND blame IN ({marks})",  # noqa: S608
             [group.group_id, *(blame.value for blame in CUT_OFF)],
         )
@@ -554,6 +596,15 @@ class _Slice:
             "INSERT INTO groups (group_id, number, task, asked, blame, place, prepare_s) VALUES (?, ?, ?, ?, ?, ?, ?) "
             "ON CONFLICT (group_id) DO UPDATE SET ended = 0, error = '', place = excluded.place",
             [group.group_id, group.number, group.task_id, group.asked, group.blame, self.place, group.prepare_s],
+        )
+
+    def _is_new(self, one: _Rollout) -> bool:
+        """Return whether this is the first record of an attempt: a journal may have it twice."""
+        key = (one.rollout_id, one.beside.started_at)
+        kept = self._db.execute("SELECT 1 FROM rollouts WHERE id = ? AND started = ?", key).fetchone()
+        return (
+            not kept
+            and not self._db.execute("SELECT 1 FROM attempts WHERE rollout = ? AND started = ?", key).fetchone()
         )
 
     def _forget_turns(self, rollout_id: str) -> None:
@@ -574,7 +625,8 @@ class _Slice:
             one.rollout_id, one.group_id, number, one.task_id, one.index, one.outcome, one.reward, one.official,
             one.blame, one.error[:_PREVIEW_CHARS], json.dumps([label.name for label in one.labels]),
             any(label.certain for label in one.labels), json.dumps(one.metrics), _text(one.detail.category),
-            one.prompt_tokens + one.completion_tokens, one.prompt_tokens, one.completion_tokens, one.cost,
+            one.prompt_tokens + one.completion_tokens, one.prompt_tokens, one.completion_tokens,
+            whole_cost(one.cost, one.metrics),
             len(one.turns), one.tool_calls_attempted, len(one.tool_errors),
             sum(len(segment.tokens) * 3 // 16 for segment in segments), len(segments), beside.duration_s or None,
             sum(model for model, _ in timed) if timed else None, sum(tool for _, tool in timed) if timed else None,
@@ -589,6 +641,10 @@ class _Slice:
             "ON CONFLICT (name) DO UPDATE SET value = value + 1",
             [one.group_id],
         )
+
+
+def _usage_of(facts: Mapping[str, str]) -> RunUsage:
+    return msgspec.json.decode(facts["usage"], type=RunUsage) if "usage" in facts else RunUsage()
 
 
 _EventT = TypeVar("_EventT")

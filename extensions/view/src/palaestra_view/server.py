@@ -43,7 +43,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from palaestra.envs.run.run_table import ABOUT, TableRow, cells, table_row
+from palaestra.envs.run.run_table import TableRow, about, cells, table_row
 from palaestra.rollouts.annotations import Annotation, annotation, write_annotations
 from palaestra_slots.core.errors import ConfigError, PalaestraError
 from palaestra_slots.core.io.durable_files import UNREADABLE
@@ -339,7 +339,7 @@ def table(runs: OpenRuns, names: Sequence[str]) -> JSON:
             problems[name] = str(error)
     columns, lines = cells(list(rows.values()))
     shown = [{"run": name, "cells": line} for name, line in zip(rows, lines, strict=True)]
-    return {"columns": columns, "rows": shown, "about": ABOUT, "problems": problems}
+    return {"columns": columns, "rows": shown, "about": about(list(rows.values())), "problems": problems}
 
 
 def all_runs(runs: OpenRuns) -> JSON:

@@ -14,11 +14,11 @@ from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores, Ta
 from palaestra.rollouts.observe.intervals import Interval, mean_interval
 from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import group_size, pass_metrics
+from palaestra.rollouts.observe.score_versions import mixed
 from palaestra.rollouts.observe.status import ELSEWHERE, KILLED, RUNNING
 from palaestra.rollouts.observe.status_file import is_alive, read_stages
 from palaestra.rollouts.observe.training_steps import read_steps
 from palaestra.rollouts.observe.verdicts import official_name, official_words
-from palaestra.rollouts.regraded import read_grades
 from palaestra_slots.core.config import is_secret
 from palaestra_slots.core.types import JSON
 from palaestra_view.run_index import COMMAND, NODE, ROLLOUTS_ON, RunIndex
@@ -56,6 +56,10 @@ def run_summary(index: RunIndex, name: str, own: Mapping[str, float] | None = No
         max(len(by_group[group]), planned_of if error or not ended else 0) for group, _, _, error, ended in groups
     )
     own = last_metrics(folder / "metrics.jsonl") if own is None and folder.is_dir() else own or {}
+    usage = index.usage()
+    used, cost = usage.total(), usage.cost(own)
+    totals |= {"prompt_tokens": used.prompt_tokens, "completion_tokens": used.completion_tokens, "cost": cost}
+    versions = index.score_versions()
     refused = int(own.get("tasks_left_out", 0)) if config.get("command") == "evaluate" else 0
     dull = sum(
         bool(scored := [each for each in by_group[group] if each is not None]) and len(set(scored)) == 1
@@ -91,6 +95,9 @@ def run_summary(index: RunIndex, name: str, own: Mapping[str, float] | None = No
         "criteria": {name: math.fsum(values) / len(values) for name, values in sorted(criteria.items())},
         "labels": dict(labels.most_common()),
         "outcomes": dict(outcomes.most_common()),
+        "score_versions": versions,
+        "mixed_scores": mixed(versions),
+        "asked_again": index.asked_again(),
         "blame": dict(blames.most_common()),
         "totals": totals,
         "trains": (folder / "training").is_dir() and not (folder / "training").is_symlink(),
@@ -180,7 +187,7 @@ def _scores(index: RunIndex, name: str) -> RunScores:
         unfinished += 0 if ended else max(0, size - counts[group])
     made = RunScores(name, facts.get("env", ""), facts.get("model", ""), index.config(), tasks, unfinished)
     made.judged = judged
-    made.graded = sum(each.reward is not None for each in read_grades(index.path.parent).values())
+    made.versions = index.score_versions()
     return made
 
 

@@ -96,7 +96,8 @@ def test_no_winner_is_named_where_other_versions_of_the_score_may_have_judged(
 ) -> None:
     runs = [RunScores.of([group(n, f"t{n}", reward) for n in range(10)], env="e") for reward in (1.0, 0.0)]
     for run, number, letter in zip(runs, graded, code, strict=True):
-        run.graded, run.config = number, {"provenance": {"environment_sha256": letter}}
+        counts = {"graded": number, letter: 10 - number}
+        run.versions = {name: count for name, count in counts.items() if count}
     found = compare(*runs)
     assert (found.winner, bool(found.undecided)) == (winner, not winner)
 

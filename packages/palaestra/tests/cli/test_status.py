@@ -19,7 +19,7 @@ def test_a_run_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     folder = write_run(tmp_path / "run", sky(), broken())
     assert status(folder, "--watch") == 0, "watching ends with the run"
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "run        run-1: weather with m"
+    assert said[0] == "run        run: weather with m"
     assert said[1].startswith("state      done after ")
     assert "groups     2 ended of 2 begun, 1 failed" in said
     assert any("; 3 of 4 rollouts scored; 0.312 (" in line and "33.3 % full (" in line for line in said)

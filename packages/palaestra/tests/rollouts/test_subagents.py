@@ -396,7 +396,7 @@ def test_cut_after_any_line_no_reply_of_an_agent_or_a_sub_agent_is_paid_twice(
         reader.read()
         part(twice, *counting(), told, begun=True, group_size=1)
         assert len(asked) == 7 - len(known)
-        assert (reader.settled.cost or 0) + told.tokens == sum(spent), "what --max-cost goes by"
+        assert (reader.usage.settled.cost or 0) + told.tokens == sum(spent), "what --max-cost goes by"
         places.append(twice)
     for each in places:
         ((now,),) = (group.trajectories for group in Recording(each / "journal.jsonl"))

@@ -51,7 +51,7 @@ function facts(run, name, go, training) {
       training.length ? fact("reward over all steps", figure(run.reward.mean), h("div.small.dim", {}, "the weights changed meanwhile")) : fact("reward", h("b.big", {}, figure(run.reward.mean)), interval(run.reward), strip(run.reward.mean, run.reward.interval)),
       run.official ? fact(run.official_name, h(training.length ? "b" : "b.big", {}, figure(run.official.mean)), interval(run.official), run.differs ? h("div", {}, chip(`${count(run.differs)} differ from the reward`, "warn", { onclick: only(["differs", "=", 1]) })) : null) : null,
       (Object.keys(run.pass).length > 1 ? [Object.entries(run.pass)[0], Object.entries(run.pass).at(-1)] : []).map(([k, each]) => fact(k, figure(each.mean), interval(each), each.tasks < run.tasks ? h("div.small.warn", { title: "the other tasks have too few scored rollouts" }, `only ${count(each.tasks)} of ${plural(run.tasks, "task")}`) : null)),
-      fact("scored", count(run.scored), h("span.dim", {}, ` of ${count(run.planned)}`)),
+      fact("scored", count(run.scored), h("span.dim", {}, ` of ${count(run.planned)}`), run.asked_again ? h("div.small.dim", { title: "an earlier attempt failed at the model server or was ended by its content filter" }, `${count(run.asked_again)} asked again`) : null),
       fact("groups", count(run.groups.ended), h("span.dim", {}, ` of ${count(run.groups.begun)}`), run.groups.dull ? h("div.small.dim", { title: "groups whose rewards are all equal: a policy gradient learns nothing from them; for an evaluation this means nothing" }, `${count(run.groups.dull)} with equal rewards`) : null, run.groups.failed ? h("div.small.warn", {}, `${count(run.groups.failed)} failed`) : null),
       fact("tokens", short(totals.prompt_tokens || 0), h("span.dim", {}, " read, "), short(totals.completion_tokens || 0), h("span.dim", {}, " written")),
       totals.cost !== null && totals.cost !== undefined ? fact("cost", figure(totals.cost, 2)) : null,
@@ -63,6 +63,7 @@ function facts(run, name, go, training) {
       Object.entries(run.blame).map(([name, n]) => chip(`blame: ${name} ${count(n)}`, "", { onclick: only(["blame", "=", name]), title: "rollouts that did not end naturally, by what ended them; those without a reward are in no mean" })),
       Object.entries(run.labels).map(([name, n]) => chip(`${name} ${count(n)}`, "warn", { onclick: only(["label", "=", name]), title: "a label: a sign of reward hacking that the check noticed" }))),
     Object.keys(run.criteria).length ? h("div.criteria", {}, Object.entries(run.criteria).map(([name, value]) => h("span.criterion", {}, h("span", {}, name), h("b", {}, figure(value))))) : null,
+    run.mixed_scores ? h("p.callout.is-bad", {}, `Warning: ${run.mixed_scores}. \`palaestra grade\` gives all of them the scores of the present code.`) : null,
     run.damaged ? h("p.callout.is-bad", {}, `${plural(run.damaged, "record")} cannot be read and are left out.`) : null);
 }
 

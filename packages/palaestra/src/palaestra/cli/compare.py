@@ -12,6 +12,7 @@ from palaestra_slots.core.exits import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores
     from palaestra_slots.core.types import JSON
@@ -32,7 +33,8 @@ _SHOWN_SETTINGS = 15
 
     RUN is compared with each OTHER. Tasks are paired by their id, each with the mean reward of its rollouts; the
     difference is RUN minus OTHER, with the 95% interval of its mean over the tasks. No winner is named if the interval
-    contains 0, if the runs do not have the same tasks and prompts, or if different shares of their rollouts are scored.
+    contains 0, if the runs do not have the same tasks and prompts, if different shares of their rollouts are scored, or
+    if different versions of the environment's file scored them (`palaestra grade` gives all the present score).
     Unscored rollouts are left out; a second line counts them as 0 if that changes a task's reward. The models and the
     settings that differ are listed first. If a run has official verdicts, a further line compares these; with
     --by official, everything does.
@@ -68,8 +70,8 @@ def command(run: str, others: tuple[str, ...], by: str, as_json: bool) -> None:
 def _runs_of_sets(names: Sequence[str]) -> list[tuple[str, ...]] | None:
     """Return the runs to compare if the names are evaluation sets, as many in each tuple as there are sets; None if no
     name is a set."""
-    from palaestra.envs.run.set_file import is_set, runs_of
-    from palaestra.rollouts.journal.reader import Recording, find_run, journal_of
+    from palaestra.envs.run.set_file import is_set, runs_by_model
+    from palaestra.rollouts.journal.reader import find_run
     from palaestra_slots.core.errors import ConfigError
 
     folders = [find_run(each) for each in names]
@@ -80,33 +82,36 @@ def _runs_of_sets(names: Sequence[str]) -> list[tuple[str, ...]] | None:
             raise ConfigError(
                 f"{name} is not an evaluation set, so it cannot be compared with one; name a run of the set"
             )
-    runs: list[dict[tuple[str, str], str]] = []
-    for folder in folders:
-        metas = [(path, Recording(journal_of(path)).meta) for path in runs_of(folder)]
-        runs.append({(meta.env, meta.model): str(path) for path, meta in metas})
+    runs = [runs_by_model(folder) for folder in folders]
     if not (found := _partners(names, runs)):
         raise ConfigError(f"{' and '.join(names)} have no runs of the same environment")
     return found
 
 
-def _partners(names: Sequence[str], runs: Sequence[Mapping[tuple[str, str], str]]) -> list[tuple[str, ...]]:
-    """Return each run of the first set with those of the others that it is compared with, and name those without."""
-    found = []
+def _partners(names: Sequence[str], runs: Sequence[Mapping[tuple[str, str], Sequence[Path]]]) -> list[tuple[str, ...]]:
+    """Return each run of the first set with those of the others that it is compared with, and name those without. A set
+    may have several runs of an environment and a model, with different settings; these are paired in their order."""
+    from palaestra.envs.run.set_file import not_one
+
+    found = list[tuple[str, ...]]()
     for env, model in runs[0]:
         # With one model in each set, the models are what is compared, so they need not be the same.
         alone = all(sum(name == env for name, _ in each) == 1 for each in runs)
         partners = [_partner(each, env, None if alone else model) for each in runs]
-        missing = [name for name, partner in zip(names, partners, strict=True) if partner is None]
+        missing = [name for name, partner in zip(names, partners, strict=True) if not partner]
         if missing:
             click.echo(f"not compared: {env} with {model}, of which {' and '.join(missing)} has no run", err=True)
-        else:
-            found.append(tuple(str(each) for each in partners))
+            continue
+        if len({len(each) for each in partners}) > 1:
+            name, several = max(zip(names, partners, strict=True), key=lambda each: len(each[1]))
+            raise not_one(name, env, model, several)
+        found += [tuple(map(str, each)) for each in zip(*partners, strict=True)]
     return found
 
 
-def _partner(runs: Mapping[tuple[str, str], str], env: str, model: str | None) -> str | None:
-    """Return the run of an environment and a model, or of any model if that is None; None if there is no such run."""
-    return next((path for (name, its), path in runs.items() if name == env and model in (its, None)), None)
+def _partner(runs: Mapping[tuple[str, str], Sequence[Path]], env: str, model: str | None) -> Sequence[Path]:
+    """Return the runs of an environment and a model, or of any model if that is None."""
+    return next((paths for (name, its), paths in runs.items() if name == env and model in (its, None)), ())
 
 
 def _compare(names: Sequence[str], by: str, as_json: bool) -> dict[str, JSON] | None:
@@ -152,11 +157,14 @@ def _compared(run: RunScores, other: RunScores) -> tuple[RunComparison, RunCompa
 def _scores(run: str) -> RunScores:
     from palaestra.rollouts.journal.reader import open_recording
     from palaestra.rollouts.observe.compare_runs import RunScores
+    from palaestra.rollouts.observe.status import RunReader
 
     recording = open_recording(run)
     meta = recording.meta
     scores = RunScores.of(recording, run, meta.env, meta.model, meta.config, recording.unfinished)
-    scores.graded = sum(each.reward is not None for each in recording.grades.values())
+    status = RunReader(recording.path).read()
+    scores.versions, scores.graded = status.score_versions, status.graded
+    scores.filtered, scores.asked_again = status.filtered, status.asked_again
     return scores
 
 

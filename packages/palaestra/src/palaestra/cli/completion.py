@@ -57,10 +57,11 @@ def complete_environments(context: click.Context, parameter: click.Parameter, in
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete the ids of runs, the latest first, and folders."""
-    from palaestra.rollouts.journal.reader import LAST, list_runs
+    from palaestra.rollouts.journal.reader import LAST, list_runs, run_name
 
-    runs = [(folder.name, folder.parent.name) for folder in list_runs()]
-    latest = [(LAST, f"{runs[0][1]}/{runs[0][0]}")] if runs else []
+    folders = list_runs()
+    runs = [(run_name(folder), folder.parent.name) for folder in folders]
+    latest = [(LAST, f"{folder.parent.name}/{folder.name}") for folder in folders[:1]]
     return starting(incomplete, [*latest, *runs]) or [_PATH]
 
 

@@ -12,6 +12,7 @@ import click
 from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import plural
+from palaestra_slots.core.types import Blame
 
 if TYPE_CHECKING:
     from palaestra.envs.form import Form
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
       palaestra resume RUN --environment my_env.py:NAME     # if the environment's file has moved
       palaestra resume last --dry-run              # only show what is kept and what would be run
 
-    RUN is a run's folder, an id or the beginning of one, or an evaluation set. `last` is the last run, or the whole set
-    if that run is in one. Settings come from the run's record; settings after RUN replace them. Keys and tokens are not
-    recorded: set them again in variables, `.env` or flags. Finished groups are kept, and rollouts continue after their
-    last finished turn.
+    RUN is a run's folder, an id or the beginning of one, SET/RUN, or an evaluation set. `last` is the last run, or the
+    whole set if that run is in one. Settings come from the run's record; settings after RUN replace them. Keys and
+    tokens are not recorded: set them again in variables, `.env` or flags. Finished groups are kept, and rollouts
+    continue after their last finished turn. Those that failed at the model server are asked again; those that a content
+    filter ended are not.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
@@ -142,18 +144,23 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
     from palaestra.envs.run.command import run_command
     from palaestra.envs.run.replay_run import recorded_form, where_it_ran
     from palaestra.rollouts.journal.reader import open_recording
-    from palaestra.rollouts.observe.status import RunReader
+    from palaestra.rollouts.observe.status import RunReader, filtered_words
 
     recording = open_recording(run)
     folder = recording.path.parent.resolve()
     if (folder / "training").is_dir():
         raise ConfigError(f"{folder} is a training run: continue it with `palaestra train --resume {run}`")
     status = RunReader(recording.path).read()
+    again = status.blame[Blame.ENGINE].count if Blame.ENGINE in status.blame else 0
     click.echo(
-        f"{folder}: kept {plural(status.groups_ended, 'group')} with {plural(status.rollouts, 'rollout')}, "
+        f"{folder}: kept {plural(status.groups_ended, 'group')} with {plural(status.rollouts - again, 'rollout')}, "
         f"{plural(status.groups_begun - status.groups_ended, 'group')} in progress",
         err=True,
     )
+    if again:
+        click.echo(f"{plural(again, 'rollout')} that failed at the model server will be asked again", err=True)
+    if status.filtered:
+        click.echo(filtered_words(status.filtered, folder), err=True)
     verb = recording.meta.config.get("command") or "process"
     if verb not in COMMANDS:  # it becomes a word of a command line
         raise ConfigError(f"{folder} was recorded with the command {verb!r}, which cannot be continued")

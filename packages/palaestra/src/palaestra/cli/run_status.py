@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ _SHOWN, _SHOWN_METRICS, _SHOWN_NODES = 5, 10, 20
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch, one line per reading.")
 def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
     from palaestra.envs.run.set_file import is_set, not_run, runs_of
-    from palaestra.rollouts.journal.reader import find_run, journal_of
+    from palaestra.rollouts.journal.reader import find_run, journal_of, run_name
     from palaestra.rollouts.observe.status import RUNNING, RunReader, RunStatus
     from palaestra_slots.core.errors import ConfigError
 
@@ -56,7 +56,8 @@ def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
     whole, readers, found = is_set(folder), dict[Path, RunReader](), list[RunStatus]()
     while True:
         found.clear()
-        for path in runs_of(folder) if whole else [folder]:
+        paths = runs_of(folder) if whole else [journal_of(folder).parent]
+        for path in paths:
             reader = readers.setdefault(path, RunReader(journal_of(path)))
             found.append(reader.read())
             if not found[-1].run_id:
@@ -68,18 +69,18 @@ def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
             plain = [each.to_dict() for each in found]
             click.echo(json.dumps({"runs": plain, "not_run": waiting} if whole else plain[0]))
         else:
-            _print(found, waiting, clear=watch and sys.stdout.isatty())
+            _print(dict(zip(map(run_name, paths), found, strict=True)), waiting, clear=watch and sys.stdout.isatty())
         if not watch or all(each.state != RUNNING for each in found):
             return
         time.sleep(every)
 
 
-def _print(found: Sequence[RunStatus], waiting: Mapping[str, str], *, clear: bool) -> None:
+def _print(found: Mapping[str, RunStatus], waiting: Mapping[str, str], *, clear: bool) -> None:
     from palaestra_slots.core.printable import printable
 
     if clear:
         click.clear()
-    click.echo("\n\n".join("\n".join(_lines(each, time.time())) for each in found))
+    click.echo("\n\n".join("\n".join(_lines(name, each, time.time())) for name, each in found.items()))
     for name, reason in waiting.items():
         click.echo(printable(f"\nnot run    {name}{reason and ': '}{reason}"))
 
@@ -102,7 +103,9 @@ def _print(found: Sequence[RunStatus], waiting: Mapping[str, str], *, clear: boo
     With --table, one line per RUN (a run, or a folder of runs such as an evaluation set; by default all runs here)
     shows pass@1 and, for all rollouts per task, pass@k with their 95% intervals, the mean reward, how many tasks and
     rollouts have a score, cost, time and tokens. The row of a run of some of the environment's tasks gives the number
-    of all, and pass@k that of the tasks which it covers. Scores that `palaestra grade` gave replace the recorded ones.
+    of all, and pass@k that of the tasks which it covers. Rollouts that a content filter ended or that were asked again
+    after a failure of the model server are counted, and different versions of the score are named. Scores that
+    `palaestra grade` gave replace the recorded ones.
     """,
 )
 @click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_runs)
@@ -131,7 +134,7 @@ def runs_command(
     if runs or table or out or form != "text":
         _print_table(runs, root, form, out, as_json)
         return
-    from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, list_runs
+    from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, list_runs, run_name
     from palaestra.rollouts.observe.status import RunReader
 
     folders = list_runs(root or RUNS)
@@ -140,8 +143,9 @@ def runs_command(
     if as_json:
         click.echo(json.dumps([_fields(*each) for each in found], indent=2))
         return
+    width = max((len(run_name(folder)) for folder, _ in found), default=0)
     for folder, status in found:
-        click.echo(f"{folder.name:<21}  {_run_line(status)}")
+        click.echo(f"{run_name(folder):<{max(21, width)}}  {_run_line(status)}")
     if not folders:
         click.echo(f"there are no runs in {(root or RUNS).resolve()}", err=True)
     elif len(folders) > limit:
@@ -161,7 +165,7 @@ def _run_line(status: RunStatus) -> str:
 
 
 def _print_table(runs: tuple[str, ...], root: Path | None, form: str, out: Path | None, as_json: bool) -> None:
-    from palaestra.envs.run.run_table import ABOUT, FORMATS, table_row, table_rows
+    from palaestra.envs.run.run_table import FORMATS, about, table_rows
     from palaestra.envs.run.run_table import as_json as row_as_json
     from palaestra.rollouts.journal.reader import RUNS, list_runs
     from palaestra_slots.core.errors import ConfigError
@@ -170,14 +174,14 @@ def _print_table(runs: tuple[str, ...], root: Path | None, form: str, out: Path 
     # Named runs keep their order. Without a name, the runs of the usual folder are listed by environment and model.
     rows = table_rows(runs)
     if not runs:
-        rows = sorted(map(table_row, list_runs(root or RUNS)), key=lambda row: (row.environment, row.model))
+        rows = sorted(table_rows(list_runs(root or RUNS)), key=lambda row: (row.environment, row.model))
     if not rows:
         raise ConfigError(f"there are no runs in {(root or RUNS).resolve()}")
     text = json.dumps([row_as_json(row) for row in rows], indent=2) + "\n" if as_json else FORMATS[form](rows)
     if out is None:
         click.echo(text, nl=False)
         if form == "text" and not as_json:
-            click.echo(ABOUT, err=True)
+            click.echo(about(rows), err=True)
         return
     with writing(out.parent), replaced(out) as file:
         file.write(text.encode())
@@ -185,8 +189,10 @@ def _print_table(runs: tuple[str, ...], root: Path | None, form: str, out: Path 
 
 
 def _fields(folder: Path, status: RunStatus) -> dict[str, JSON]:
+    from palaestra.rollouts.journal.reader import run_name
+
     return {
-        "id": folder.name,
+        "id": run_name(folder),
         "path": str(folder),
         "state": status.state,
         "kind": status.kind,
@@ -202,21 +208,22 @@ def _fields(folder: Path, status: RunStatus) -> dict[str, JSON]:
     }
 
 
-def _lines(status: RunStatus, now: float) -> list[str]:
+def _lines(name: str, status: RunStatus, now: float) -> list[str]:
     from palaestra.rollouts.observe.console import duration
     from palaestra.rollouts.observe.status import score_name
 
     # A killed run has no end in its journal, so its time counts until its last line.
-    until = now if status.state == "running" else status.last_at
+    since = max(0.0, now - status.last_at) if status.state == "running" else 0.0
     failed = f", {status.groups_failed} failed" if status.groups_failed else ""
     flying = ", ".join(f"{stage} {count}" for stage, count in sorted(status.in_flight.items())) or "nothing"
     lines = [
-        f"{status.kind:<10} {status.run_id}: {status.env} with {status.model}",
-        f"state      {status.state} after {duration(max(0.0, until - status.started_at - status.paused_s))}",
+        f"{status.kind:<10} {name}: {status.env} with {status.model}",
+        f"state      {status.state} after {duration(status.seconds + since)}",
         f"groups     {status.groups_ended} ended of {status.groups_begun} begun{failed}",
         *([f"prepared   {_prepared(status)}"] if status.prepared else []),
         f"rollouts   {status.rollouts} ended: {_counts(status.outcomes)}; {status.discarded} attempts discarded",
         *([f"resumed    {status.resumed}"] if status.resumed else []),
+        *([f"asked      {status.asked_again} again after a failure at the model server"] if status.asked_again else []),
         f"{score_name(status.kind):<10} {_reward(status)}",
         *_graded(status),
         *_verdicts(status),
@@ -237,6 +244,8 @@ def _lines(status: RunStatus, now: float) -> list[str]:
     if status.tokens_unknown:
         lines.append("tokens     unknown, and so is the cost: the model server reports no usage")
     else:
+        if status.uncounted:
+            cost += f"; without {plural(status.uncounted, 'turn')} for which the model server reported no usage"
         lines.append(f"tokens     {status.prompt_tokens:,} read, {status.completion_tokens:,} written{cost}")
     lines.append(f"disk       {_megabytes(status.disk_bytes)} used, {_megabytes(status.disk_free_bytes)} free")
     return lines
@@ -263,11 +272,15 @@ def _reward(status: RunStatus) -> str:
 
 
 def _graded(status: RunStatus) -> Iterator[str]:
-    """Yield the line about the scores that `palaestra grade` gave, if there are any."""
+    """Yield the lines about scores that `palaestra grade` gave and about different versions of the score, if any."""
+    from palaestra.rollouts.observe.score_versions import REMEDY, mixed
+
     if status.graded:
         recorded = "none" if status.recorded_mean is None else f"{status.recorded_mean:.3f}"
         scores = f"the scores of {status.graded} of {plural(status.rollouts, 'rollout')}"
         yield f"graded     palaestra grade gave {scores}; the recorded mean is {recorded}"
+    if warning := mixed(status.score_versions):
+        yield f"WARNING    {warning}; {REMEDY}"
 
 
 def _verdicts(status: RunStatus) -> Iterator[str]:

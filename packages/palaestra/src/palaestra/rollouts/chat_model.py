@@ -28,6 +28,7 @@ from palaestra_slots.core.errors import (
     EngineError,
     EngineRefused,
     EngineReplyError,
+    ReplyWithheld,
     TaskError,
     ToolUnavailable,
 )
@@ -159,12 +160,12 @@ class ChatModel:
         request = {name: value for name, value in asked.items() if name != "model" and value is not None}
         try:
             completion = await server.chat_completion(**request)
-        except ContextExceeded as error:  # of this model: the rollout's own conversation is not too long
+            choice = completion.choices[0]
+            ending = read_finish_reason(choice.finish_reason, f"the model {self.model}")
+        except (ContextExceeded, ReplyWithheld) as error:  # of this model, and not of the one that plays the rollout
             raise EngineRefused(f"the model {self.model}: {error}") from error
-        usage = completion.usage
+        usage, text = completion.usage, choice.message.content or ""
         tokens = (usage.prompt_tokens, usage.completion_tokens) if usage is not None else (0, 0)
-        choice = completion.choices[0]
-        text, ending = choice.message.content or "", read_finish_reason(choice.finish_reason, f"the model {self.model}")
         if ending == "length" and not text:  # its reasoning took all of the tokens
             raise EngineReplyError(
                 f"the model {self.model} reached the limit of its reply before it wrote any text: raise max_tokens of "

@@ -67,13 +67,14 @@ class Run:
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the whole run by name, which include the environment's own metrics once the run has ended."""
+        """The metrics of the whole run by name, which include the environment's own metrics once the run has ended.
+        Tokens, `cost` and `seconds` are those of `status`, with the attempts that were discarded."""
         figures = Figures(group_size(self.recording.meta.config))
         for group in self:
             figures.add(group)
         figures.unfinished = self.recording.unfinished
         written, found = last_metrics(self.path / "metrics.jsonl"), figures.numbers()
-        return written | found if self.recording.grades else found | written
+        return (written | found if self.recording.grades else found | written) | self.status.usage_metrics
 
     @property
     def mean_reward(self) -> float | None:
@@ -124,7 +125,7 @@ class Run:
                 "turns": len(each.turns),
                 "prompt_tokens": each.prompt_tokens,
                 "completion_tokens": each.completion_tokens,
-                "cost": each.cost,
+                "cost": each.whole_cost,
                 "duration_s": each.beside.duration_s,
                 **each.metrics,
             }

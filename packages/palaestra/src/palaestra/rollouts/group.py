@@ -62,7 +62,7 @@ RETRIED = frozenset({Blame.SANDBOX, Blame.GRADER})
 """Failures that a fresh attempt may avoid. Failed requests to the model server are not among them, because the model
 client has already retried these requests."""
 
-REPLACED = RETRIED | {Blame.ENGINE, Blame.TOOL}
+REPLACED = RETRIED | {Blame.ENGINE, Blame.FILTER, Blame.TOOL}
 """Failures whose rollouts are replaced when groups must stay whole. A task's own failure would happen again."""
 
 SETUP_TIMEOUT_S = 600.0

@@ -202,6 +202,6 @@ class RunLimits:
 
 def _failed_by(trajectory: Trajectory) -> Blame | None:
     """Return the part of the infrastructure that ended a rollout. Returns None for scored and cancelled rollouts, and
-    for failures of the task or the model."""
+    for failures of the task, the model or its provider's filter."""
     lost = trajectory.reward is None and trajectory.outcome is not Outcome.CANCELLED
-    return trajectory.blame if lost and trajectory.blame not in (Blame.TASK, Blame.MODEL) else None
+    return trajectory.blame if lost and trajectory.blame not in (Blame.TASK, Blame.MODEL, Blame.FILTER) else None

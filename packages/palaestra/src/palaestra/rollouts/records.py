@@ -30,6 +30,15 @@ MODEL_CALLS, KNOWN_REPLIES, MODEL_COST = "model_calls", "model_calls_cached", "m
 """The metrics of a rollout about models that its environment asked: how often, how many of the replies the run had
 already, and the cost of the others."""
 
+OF_MODELS = (MODEL_CALLS, KNOWN_REPLIES, MODEL_COST, "model_prompt_tokens", "model_completion_tokens")
+"""The metrics of a rollout that its score does not change."""
+
+
+def whole_cost(tokens: float | None, metrics: Mapping[str, float]) -> float | None:
+    """Return the cost of a rollout, from that of its tokens and its metrics about the models that its environment
+    asked; None if no prices are known."""
+    return (tokens or 0.0) + metrics[MODEL_COST] if MODEL_COST in metrics else tokens
+
 
 class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One model call: its finish reason, its token counts and the names of the tools that it called."""
@@ -166,6 +175,11 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     state: JSON = None
     extra: dict[str, JSON] = {}
     beside: Beside = msgspec.field(default_factory=Beside)
+
+    @property
+    def whole_cost(self) -> float | None:
+        """The cost with that of the models that the environment asked; None if no prices are known."""
+        return whole_cost(self.cost, self.metrics)
 
     @property
     def scored(self) -> bool:

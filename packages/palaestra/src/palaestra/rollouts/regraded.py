@@ -25,7 +25,8 @@ GRADE_SCHEMA = "palaestra.grade/1"
 class Grade(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line: the new score of a rollout. `before` is the recorded reward. If the latest check failed, `error` has
     the reason, and `reward` and the other fields are from an earlier one; None if there is none. `at` is in seconds
-    since the epoch."""
+    since the epoch. `version` is the hash of the environment's file that gave the score, with the settings
+    of the command if it had any; empty if the environment is not in a file."""
 
     schema: str
     at: float
@@ -35,6 +36,7 @@ class Grade(msgspec.Struct, kw_only=True, omit_defaults=True):
     official: float | None = None
     labels: list[Label] = []
     metrics: dict[str, float] = {}
+    version: str = ""
     error: str = ""
 
 

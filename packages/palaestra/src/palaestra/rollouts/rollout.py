@@ -508,7 +508,7 @@ def _is_bug(error: BaseException | None) -> bool:
 
 def _ending_of(result: AgentResult) -> RolloutEnd:
     if result.outcome is Outcome.API_ERROR:
-        return RolloutEnd(result.outcome, result.error, Blame.ENGINE)
+        return RolloutEnd(result.outcome, result.error, result.blame or Blame.ENGINE)
     if result.outcome is Outcome.INFRA_ERROR:
         return RolloutEnd(result.outcome, result.error, result.blame or Blame.SANDBOX)
     return RolloutEnd(result.outcome, result.error, None if result.outcome is Outcome.NATURAL else Blame.MODEL)

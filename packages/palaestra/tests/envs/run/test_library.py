@@ -235,3 +235,21 @@ def test_an_error_of_a_filter_does_not_pause_a_run_with_a_cost_limit(usage: dict
 
     found = asyncio.run(main())
     assert sorted(each.outcome for each in found.trajectories) == ["api_error", "natural", "natural"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_what_a_filter_ended_and_repeats_what_the_server_failed(tmp_path: Path) -> None:
+    withheld = FakeAnswer({"error": {"code": "content_filter", "message": "filtered"}}, status=400)
+    refused = FakeAnswer({"error": {"message": "a broken request"}}, status=400)
+
+    async def play(*answers: FakeAnswer, resume: Path | None = None) -> tuple[Run, int]:
+        async with LoopbackServer(*answers) as server:
+            settings = {"base_url": server.url, "model": "m", "max_num_workers": 1, "group_size": 1, "resume": resume}
+            return await palaestra.run(squares(n=3), **settings), len(server.seen)
+
+    first, _ = asyncio.run(play(withheld, refused, FakeAnswer(completion("It will not."))))
+    assert [each.blame for each in first.trajectories] == ["filter", "engine", None]
+    again, asked = asyncio.run(play(FakeAnswer(completion("It will not.")), resume=first.path))
+    assert [each.blame for each in again.trajectories] == ["filter", None, None]
+    assert (again.status.filtered, again.status.asked_again) == (1, 1)
+    assert asked <= 2, "one for the rollout, one for the check of the server"

@@ -213,11 +213,11 @@ def test_what_is_under_way_costs_before_it_ends(whole: Path, tmp_path: Path) -> 
     assert (status.prompt_tokens, status.completion_tokens, status.cost) == (read, written, float(read))
     assert f'palaestra_tokens_total{{kind="prompt"}} {read}\n' in exposition(status, 0.0)
     assert f"palaestra_cost_total {read}\n" in exposition(status, 0.0)
-    assert reader.settled.cost is None
+    assert reader.usage.settled.cost is None
     groups = part(tmp_path / "cut", Steps(), Counting(), begun=True)
     paid = sum(each.cost or 0.0 for group in groups for each in group.trajectories)
     for each in (reader, RunReader(tmp_path / "cut/journal.jsonl")):
-        assert each.read().cost == each.settled.cost == paid
+        assert each.read().cost == each.usage.settled.cost == paid
 
 
 def test_cut_twice_it_comes_out_the_same(whole: Path, tmp_path: Path) -> None:

@@ -88,9 +88,10 @@ class ContextExceeded(EngineRefused):
 
 
 class ReplyWithheld(EngineRefused):
-    """The provider's content filter withheld or cut the reply, so the model did not end it: retrying seldom helps.
-    `tokens` are those that were read and written all the same, if the reply has their numbers."""
+    """The provider's content filter withheld or cut the reply, so the model did not end it. That is a result, which a
+    resumed run keeps. `tokens` are those that were read and written all the same, if the reply has their numbers."""
 
+    blame = Blame.FILTER
     tokens: tuple[int, int] = (0, 0)
 
 

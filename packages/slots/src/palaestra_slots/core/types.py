@@ -39,13 +39,15 @@ _SCORED = frozenset({Outcome.NATURAL, Outcome.MAX_TURNS, Outcome.LENGTH, Outcome
 
 
 class Blame(StrEnum):
-    """The part that made a rollout fail; `engine` is the model server."""
+    """The part that made a rollout fail; `engine` is the model server, `filter` a content filter that withheld the
+    model's reply."""
 
     MODEL = "model"
     TASK = "task"
     TOOL = "tool"
     SANDBOX = "sandbox"
     ENGINE = "engine"
+    FILTER = "filter"
     GRADER = "grader"
     RUN = "run"
 

@@ -28,24 +28,26 @@ from palaestra.envs.form import Form
 from palaestra.envs.run.command import command_line, take_variables
 from palaestra.envs.run.run import run
 from palaestra.envs.run.run_folder import RunLine, run_place
-from palaestra.envs.run.run_table import ABOUT, as_json, as_text, set_rows, spent
+from palaestra.envs.run.run_table import about, as_json, as_text, set_rows, spent
 from palaestra.envs.run.set_file import (
-    SET_NAME,
     SET_SCHEMA,
     SETS,
     EvaluationSet,
     Member,
-    is_set,
+    find_set,
     keep_reason,
+    not_one,
     read_set,
+    runs_by_model,
+    runs_of,
     write_set,
 )
 from palaestra.rollouts.finished_run import Run, open_run
 from palaestra.rollouts.journal.journal import without_secrets
 from palaestra.rollouts.journal.origin import made_here, mark_origin
-from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, Recording
+from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, SET_NAME
 from palaestra.rollouts.limits import INTERRUPTED_BY
-from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.observe.status import RunReader, filtered_words
 from palaestra.rollouts.schedule import escaped
 from palaestra_slots.core.config import is_secret
 from palaestra_slots.core.errors import ConfigError, PalaestraError
@@ -181,7 +183,7 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
         for model in models or [[]]:
             lines.append(_parsed(Member(name, ["evaluate", *words, *own, *model], "")))
     if failed_of is not None:
-        lines = [*_those_failed(lines, Path(failed_of))]
+        lines = [*_those_failed(lines, find_set(failed_of), failed_of)]
     taken: set[str] = set()
     members = []
     for line in lines:
@@ -233,6 +235,8 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
         _check_given_again(line)
     finished = False
     sys.stderr.write(f"evaluation set {folder}: {plural(len(lines), 'run')}\n")
+    if filtered := sum(RunReader(each / JOURNAL_NAME).read().filtered for each in runs_of(folder)):
+        sys.stderr.write(f"{filtered_words(filtered, folder)}\n")
     try:
         code = _play_in_turn(folder, lines, again=bool(settings))
         finished = all(_is_finished(folder / each.folder) for each in members)
@@ -240,7 +244,7 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
         # The table is printed after an interrupt, too: the finished runs have been paid for.
         rows = set_rows(folder)
         as_data = any(line.parsed.as_json for line in lines)
-        sys.stderr.write("" if as_data or not rows else f"\n{as_text(rows)}{ABOUT}\n")
+        sys.stderr.write("" if as_data or not rows else f"\n{as_text(rows)}{about(rows)}\n")
         if not finished:
             sys.stderr.write(f"the set is not finished; continue with palaestra resume {folder}\n")
     data = {"set": str(folder), "exit_code": code, "runs": [as_json(row) for row in rows]}
@@ -357,30 +361,33 @@ def _origin(address: str) -> str:
     return f"{found.scheme}://{found.netloc.rpartition('@')[2]}"
 
 
-def _those_failed(lines: Sequence[_Line], earlier: Path) -> Iterator[_Line]:
+def _those_failed(lines: Sequence[_Line], earlier: Path | None, name: str) -> Iterator[_Line]:
     """Yield the lines, each with the tasks that failed in the earlier run of the same environment and model, in place
-    of those that it chose. If `earlier` is a set, this is one of its runs. Lines without such tasks are left out."""
-    runs = [path.parent for path in sorted(earlier.glob(f"*/{JOURNAL_NAME}"))] if is_set(earlier) else []
-    known = {(meta.env, meta.model): path for path in runs if (meta := Recording(path / JOURNAL_NAME).meta)}
+    of those that it chose. This is a run of the set `earlier`, or the run `name`. Lines without such tasks are left
+    out."""
+    known = {} if earlier is None else runs_by_model(earlier)
     left = 0
     for line in lines:
-        if is_set(earlier):
-            run = known.get((line.form.name, line.model))
-            if run is None:
+        if earlier is not None:
+            runs = known.get((line.form.name, line.model), [])
+            if not runs:
                 raise ConfigError(f"{earlier} has no run of {line.form.name} with {line.model} ({_FAILED_OF})")
+            if len(runs) > 1:
+                raise not_one(earlier, line.form.name, line.model, runs)
+            run = runs[0]
             failed = Run(run).failed_tasks()
             if not failed:
                 sys.stderr.write(f"note: every rollout of {run} earned the full reward, so it is not played again\n")
                 continue
         else:
-            failed = open_run(earlier).failed_tasks()
+            failed = open_run(name).failed_tasks()
         left += bool(failed)
         others = [word for each in flags_of(line.member.words) if not _named(each, _TASK) for word in each]
         # Escaped, because an id with brackets or stars would be read as a pattern.
         chosen = json.dumps([escaped(each) for each in failed])
         yield _parsed(Member(line.member.environment, [*others, _TASK[1], chosen], ""))
     if not left:
-        raise ConfigError(f"every rollout of {earlier} earned the full reward, so no task of it has failed")
+        raise ConfigError(f"every rollout of {name} earned the full reward, so no task of it has failed")
 
 
 def _without(words: Sequence[str], flag: str) -> tuple[str | None, list[str]]:

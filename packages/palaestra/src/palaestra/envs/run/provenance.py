@@ -26,14 +26,20 @@ def provenance(reference: str) -> dict[str, JSON]:
         "cpus": os.cpu_count(),
     }
     path = Path(reference.partition(":")[0])
-    if path.suffix != ".py" or not path.is_file():
+    if not (code := environment_hash(reference)):
         return facts
-    facts["environment_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    facts["environment_sha256"] = code
     commit = _git(path.parent, "rev-parse", "HEAD")
     if commit:
         blob = _git(path.parent, "rev-parse", f"HEAD:./{path.name}")
         facts["git_commit"], facts["git_changed"] = commit, blob != _blob_id(path.read_bytes(), len(blob))
     return facts
+
+
+def environment_hash(reference: str) -> str:
+    """Return the hash of the environment's file; empty if the environment is not in a file."""
+    path = Path(reference.partition(":")[0])
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.suffix == ".py" and path.is_file() else ""
 
 
 def _blob_id(content: bytes, length: int) -> str:

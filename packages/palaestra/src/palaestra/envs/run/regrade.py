@@ -10,6 +10,7 @@ last rollout was graded, so an interrupted command changes no score.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import shutil
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 from palaestra.agent.result import AgentResult, ToolError, Turn
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, HeldOutEnvironment, Logged, save_evaluation
 from palaestra.envs.run.library import environment_form
+from palaestra.envs.run.provenance import environment_hash
 from palaestra.envs.run.replay_run import ReopenedRun, recorded_form, reopened, where_it_ran
 from palaestra.envs.run.run_folder import REPORT_NAME, write_report
 from palaestra.rollouts.annotations import append_lines
@@ -29,7 +31,7 @@ from palaestra.rollouts.grading.grader import FILES, LIVE
 from palaestra.rollouts.journal.journal import encoded
 from palaestra.rollouts.journal.reader import Recording, open_recording
 from palaestra.rollouts.observe.last_metrics import last_metrics
-from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.records import OF_MODELS, Group, Trajectory
 from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, with_grade, write_grades
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase, RolloutSpec, RunContext, Seeded
@@ -107,7 +109,8 @@ async def regrade(
                 found.append(Regraded(with_grade(trajectory, run.recording.grades), score, error))
                 on_rollout(found[-1])
             before = {each.rollout_id: each.reward for group in wanted for each in group}
-            write_grades(run.path, [_grade(each, before[each.trajectory.rollout_id]) for each in found])
+            code = _version(environment_hash(form.reference), settings)
+            write_grades(run.path, [_grade(each, before[each.trajectory.rollout_id], code) for each in found])
             await _renew_files(run.path, again)
     if not saved:
         scored = (_kept_folder(each.trajectory) for each in found if each.score is not None)
@@ -124,8 +127,16 @@ def _keeps_workspaces(recording: Recording, recorded: Sequence[Trajectory]) -> b
     return any(each.reward is not None and _kept_folder(each) is not None for each in recorded)
 
 
-def _grade(regraded: Regraded, before: float | None) -> Grade:
+def _version(code: str, settings: Mapping[str, JSON]) -> str:
+    """Return the version of the score that this code gives with these settings."""
+    return hashlib.sha256(code.encode() + encoded(settings)).hexdigest() if code and settings else code
+
+
+def _grade(regraded: Regraded, before: float | None, code: str) -> Grade:
     score = regraded.score or Score(0.0)
+    # What the rollout has cost stays as it was; the cost of grading is not its own.
+    own = {name: value for name, value in regraded.trajectory.metrics.items() if name in OF_MODELS}
+    metrics = {name: value for name, value in score.metrics.items() if name not in OF_MODELS}
     return Grade(
         schema=GRADE_SCHEMA,
         at=time.time(),
@@ -134,7 +145,8 @@ def _grade(regraded: Regraded, before: float | None) -> Grade:
         reward=None if regraded.score is None else score.reward,
         official=score.official,
         labels=list(score.labels),
-        metrics=dict(score.metrics),
+        metrics=metrics | own,
+        version=code,
         error=regraded.error,
     )
 

@@ -53,7 +53,8 @@ from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import INTERRUPTED_BY, RunLimits, RunStopped
 from palaestra.rollouts.observe.console import Console, duration, make_console
 from palaestra.rollouts.observe.intervals import in_words
-from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.observe.score_versions import REMEDY, mixed
+from palaestra.rollouts.observe.status import RunReader, filtered_words
 from palaestra.rollouts.observe.status_file import StatusFile
 from palaestra.rollouts.observe.tracing.span_export import traced
 from palaestra.rollouts.observe.verdicts import labels_line, official_words
@@ -428,10 +429,11 @@ def offered_tools(environment: Environment, seed: int) -> Sequence[Mapping[str, 
 def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
     """Return the limits of a run. The cost of its earlier parts counts; the outcomes of their rollouts do not."""
     spent, counted = 0.0, set()
-    if output.status is not None:
-        output.status.read()
-        spent = output.status.settled.spent(prices(config))  # the cost of rollouts in flight counts when they continue
-        counted = set(output.status.paid)
+    if output.resumes:
+        output.reader.read()
+        # The cost of rollouts in flight counts when they continue.
+        spent = output.reader.usage.settled.spent(prices(config))
+        counted = set(output.reader.paid)
     return RunLimits(
         max_infra_rate=config.max_infra_rate,
         max_cost=config.max_cost,
@@ -693,14 +695,16 @@ class CommandRun:
             await context.workspaces.aclose()
 
     def _slot_usage(self) -> dict[str, float]:
-        """Return the metrics of the slots' containers and sandboxes; none for slots on this machine."""
-        pool, config = self.context.workspaces.pool, self.parsed.env_config
+        """Return the metrics of the slots' containers and sandboxes, with those of earlier parts of the run; none for
+        slots on this machine."""
+        pool, config, before = self.context.workspaces.pool, self.parsed.env_config, self.output.slots_before
         if not isinstance(pool, SlotPool) or pool.backend.name == "local":
-            return {}
+            return before
         from palaestra_slots.sandbox.slot_usage import slot_usage  # local runs do not need it
 
         prices = config.slot_prices if isinstance(config, HermesAgentEnvConfig) else {}
-        return slot_usage(pool.backend.stats(), prices)
+        now = slot_usage(pool.backend.stats(), prices)
+        return {name: before.get(name, 0.0) + now.get(name, 0.0) for name in {**before, **now}}
 
     async def _run_groups(self, limit: int | None, on_group: OnGroup, gate: Gate | None = None) -> Totals:
         self.begun = True
@@ -826,7 +830,8 @@ def _print_verdict(
     outcomes = ", ".join(f"{name} {count}" for name, count in output.outcomes.most_common())
     counts = f"{plural(groups, 'group')} ({failed} failed), {plural(rollouts, 'rollout')}"
     counts += f" ({outcomes})" if outcomes else ""
-    lines = [f"{reason} after {duration(console.elapsed_s)}: {counts}"]
+    # The time of the whole run, as `status` and the table show it.
+    lines = [f"{reason} after {duration(output.status.seconds or console.elapsed_s)}: {counts}"]
     if rollouts and console.score_name == "reward":  # runs with another kind of score report their own results
         lines.append(_mean_reward(figures, scored, planned))
         lines += _verdict_details(output, figures, console.official_name)
@@ -835,9 +840,13 @@ def _print_verdict(
     lines += [in_short(evaluated), *(cause.line() for cause in causes[:_SHOWN_CAUSES])]
     if len(causes) > _SHOWN_CAUSES:
         lines.append(f"and {plural(len(causes) - _SHOWN_CAUSES, 'further cause')}")
+    if output.status.filtered:
+        lines.append(filtered_words(output.status.filtered, output.folder.path))
     lines += _suspects(totals)
-    if output.resumed:
-        lines.append(f"resumed {output.resumed}")
+    if output.status.resumed:
+        lines.append(f"resumed {output.status.resumed}")
+    if warning := mixed(output.status.score_versions):
+        lines.append(f"WARNING: {warning}; {REMEDY}")
     found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
     if found:
         lines.append(f"already prepared on this machine: {found} of {plural(prepared, 'workspace')}")

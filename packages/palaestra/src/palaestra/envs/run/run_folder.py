@@ -43,10 +43,11 @@ from palaestra.rollouts.events import (
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.journal.journal import Journal, without_secrets
 from palaestra.rollouts.journal.origin import mark_origin
-from palaestra.rollouts.journal.reader import find_run
+from palaestra.rollouts.journal.reader import SET_NAME, find_run
 from palaestra.rollouts.observe.failures import Failures
+from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import Figures, group_size
-from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.observe.status import RunReader, RunStatus
 from palaestra.rollouts.observe.verdicts import OFFICIAL, VerdictCounts
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
 from palaestra.rollouts.records import Group
@@ -143,7 +144,9 @@ def named_folder(path: Path) -> RunFolder:
         raise ConfigError(f"{path} exists: continue that run with --resume, or choose another name") from None
     except OSError as error:
         raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
-    return RunFolder(path, path.name)
+    # The runs of two evaluation sets may have the same name, and a tracker files runs by their ids.
+    in_set = (path.parent / SET_NAME).is_file()
+    return RunFolder(path, f"{path.parent.name}.{path.name}" if in_set else path.name)
 
 
 def _plain(name: str) -> str:
@@ -181,7 +184,7 @@ def _links(path: Path) -> Iterator[Path]:
 
 class RunOutput:
     """The open files of a run. `own` are the environment's own metrics. In a resumed run, the groups file is rewritten
-    from the beginning, and `close` sets `resumed`, which describes the rollouts that continued or started again."""
+    from the beginning. `close` sets `status`, that of the whole run."""
 
     def __init__(
         self,
@@ -202,16 +205,19 @@ class RunOutput:
         self.groups = groups
         self.copy = copy
         self.own: dict[str, float] = {}
+        earlier_metrics = last_metrics(folder.metrics) if earlier is not None else {}
+        self.slots_before = {name: each for name, each in earlier_metrics.items() if name.startswith("slots/")}
+        """The metrics of the slots in earlier parts of the run."""
         self.failures = Failures()
         self.verdicts: VerdictCounts | None = None  # made when a group has something to say about verdicts
         self.resumes = earlier is not None
         self.begun = self.resumes
         """Whether any group began. If none did, there is nothing to keep."""
         self.earlier = earlier or EarlierWork()
-        self.resumed = ""
+        self.status = RunStatus()
         self.settings = settings
-        self.status = RunReader(folder.journal) if self.resumes else None
-        """The reader of the journal, for what an earlier part of a resumed run has done; None in a new run."""
+        self.reader = RunReader(folder.journal, self.own)
+        """Reads the journal: what an earlier part of the run has done, and at the end what the whole run has."""
         self._figures = Figures(group_size(settings))
         self._unfinished: set[str] = set()
         self._started_at = time.time()
@@ -300,14 +306,13 @@ class RunOutput:
                         file.path.unlink()
             finally:
                 self.journal.close()
-        if self.status is not None:
-            self.resumed = self.status.read().resumed  # reads only the lines added since the start of the run
+        self.status = self.reader.read()
         report, self._figures.unfinished = self.folder.report, len(self._unfinished)
         if self.settings.get("command") == "evaluate":
             self._figures.refused = int(self.own.get("tasks_left_out", 0))
         copy = self.copy.path.with_suffix(".html") if self.copy is not None and self.copy.path.is_file() else None
         write_report(self.folder.path, report, self.own, copy)
-        return self._figures.numbers() | self.own
+        return self._figures.numbers() | self.own | self.status.usage_metrics
 
 
 def write_report(folder: Path, path: Path, own: Mapping[str, float], copy: Path | None = None) -> None:

@@ -11,20 +11,21 @@ import html
 import io
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from palaestra.envs.run import pass_at_k
 from palaestra.envs.run.pass_at_k import TASKS_TOTAL, chooses, chosen_of
-from palaestra.envs.run.set_file import is_set, read_set, reasons, runs_below
+from palaestra.envs.run.set_file import RunPlace, run_places, set_places
 from palaestra.rollouts.finished_run import Run
-from palaestra.rollouts.journal.reader import JOURNAL_NAME, find_run
+from palaestra.rollouts.journal.reader import JOURNAL_NAME, run_name
 from palaestra.rollouts.observe.console import duration
-from palaestra.rollouts.observe.intervals import in_words
+from palaestra.rollouts.observe.intervals import in_words as interval_in_words
 from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import group_size
+from palaestra.rollouts.observe.score_versions import REMEDY, differ, in_words
 from palaestra.rollouts.observe.status import RUNNING, RunReader
 from palaestra.rollouts.observe.status_file import tasks_planned
 from palaestra.rollouts.records import Group, Trajectory
@@ -42,7 +43,10 @@ class TableRow:
     (`tasks_left_out`) or not played, once their number is known (`tasks_known`). `pass_k_tasks` have at least k scored
     rollouts, so that pass@k covers them. `rollouts_scored` of `rollouts` have a score, where each task counts with k
     rollouts. If the tasks are only some of the environment's (`chosen`), `tasks_total` is the number of all, or None if
-    it is unknown. A member of an evaluation set without a run has no figures."""
+    it is unknown. `cost` leaves out `unpriced_tokens`; tokens and cost leave out `uncounted` turns, for which the model
+    server reported no tokens. A content filter ended `filtered` rollouts, and `asked_again` count those of which an
+    earlier attempt failed at the model server or its filter. `score_versions` counts the scored rollouts by version of
+    the score. A member of an evaluation set without a run has no figures."""
 
     environment: str
     model: str
@@ -69,40 +73,34 @@ class TableRow:
     tasks_known: bool = False
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    unpriced_tokens: int = 0
+    uncounted: int = 0
+    filtered: int = 0
+    asked_again: int = 0
+    score_versions: Mapping[str, int] = field(default_factory=dict)
     reason: str = ""
     """Why a member of an evaluation set has no run, if that is known."""
 
 
 def table_rows(names: Sequence[str | Path]) -> list[TableRow]:
-    """Return the rows of what the names mean, each once, in the given order: a run, as in `find_run`, an evaluation set
-    with all its members, or a folder with runs below it, in the order of their paths. Raises `ConfigError`."""
-    found: dict[str, TableRow] = {}
-    for name in names:
-        path = find_run(name)
-        if is_set(path):
-            rows = set_rows(path)
-        elif path.is_dir() and not (path / JOURNAL_NAME).is_file():
-            rows = list(map(table_row, runs_below(path)))
-        else:
-            rows = [table_row(path.parent if path.is_file() else path)]
-        for row in rows:
-            found.setdefault(row.run, row)
-    return [*found.values()]
+    """Return the rows of what the names mean, as in `run_places`. Raises `ConfigError`."""
+    return list(map(_row_of, run_places(names)))
 
 
 def set_rows(folder: Path) -> list[TableRow]:
     """Return a row for each member of an evaluation set, in their order. Raises `ConfigError`."""
-    why, rows = reasons(folder), list[TableRow]()
-    for member in read_set(folder).members:
-        place, given = folder / member.folder, _shown_name(member.environment)
-        if (place / JOURNAL_NAME).is_file():
-            row = table_row(place)
-            rows.append(replace(row, environment=given or row.environment))
-        else:
-            name, _, model = member.folder.partition("--")  # older sets have no names
-            environment, reason = given or member.name or name, why.get(member.folder, "")
-            rows.append(TableRow(environment, member.model or model, str(place), "not run", reason=reason))
-    return rows
+    return list(map(_row_of, set_places(folder)))
+
+
+def _row_of(place: RunPlace) -> TableRow:
+    member = place.member
+    given = "" if member is None else _shown_name(member.environment)
+    if member is None or place.has_begun:
+        row = table_row(place.folder)
+        return replace(row, environment=given or row.environment)
+    name, _, model = member.folder.partition("--")  # older sets have no names
+    environment = given or member.name or name
+    return TableRow(environment, member.model or model, str(place.folder), "not run", reason=place.reason)
 
 
 def _shown_name(reference: str) -> str:
@@ -130,8 +128,6 @@ def table_row(folder: Path) -> TableRow:
     tasks = max(played, planned)
     total = own.get(f"eval/{TASKS_TOTAL}")
     chosen = chooses(run.recording.meta.config, tasks) and (total is None or total > tasks + left_out)
-    slots = own.get("slots/cost")
-    tokens_cost = None if status.tokens_unknown else status.cost
     return TableRow(
         environment=_name_of(status.env, run.recording.meta.config),
         model=status.model,
@@ -153,11 +149,16 @@ def table_row(folder: Path) -> TableRow:
         rollouts_scored=int(found.get("scored", 0)),
         rollouts=max((tasks + left_out) * attempts, status.planned),
         started_at=status.started_at,
-        cost=tokens_cost if slots is None else (tokens_cost or 0.0) + slots,
-        seconds=max(0.0, status.last_at - status.started_at - status.paused_s),
+        cost=status.cost,
+        unpriced_tokens=status.unpriced_tokens,
+        seconds=status.seconds,
         tasks_known=status.state == "done" or planned > 0,
         prompt_tokens=status.prompt_tokens,
         completion_tokens=status.completion_tokens,
+        uncounted=status.uncounted,
+        filtered=status.filtered,
+        asked_again=status.asked_again,
+        score_versions=status.score_versions,
     )
 
 
@@ -181,32 +182,45 @@ def _result(trajectory: Trajectory) -> Trajectory:
 
 def spent(folder: Path) -> float:
     """Return what the run in this folder has cost; 0 without prices."""
-    slots = last_metrics(folder / "metrics.jsonl").get("slots/cost", 0.0)
-    return (RunReader(folder / JOURNAL_NAME).read().cost or 0.0) + slots
+    return RunReader(folder / JOURNAL_NAME).read().cost or 0.0
 
 
 _COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
     "environment": lambda row: row.environment,
     "model": lambda row: row.model,
-    "pass@1": lambda row: _figure(row.pass_1) + in_words(row.pass_1_interval),
+    "pass@1": lambda row: _figure(row.pass_1) + interval_in_words(row.pass_1_interval),
     "pass@k": lambda row: _pass_k(row),
     "mean reward": lambda row: _figure(row.mean_reward),
     "official": lambda row: _figure(row.official),
+    "score version": lambda row: in_words(row.score_versions) or "-",
     "tasks scored": lambda row: _of_tasks(row),
-    "rollouts scored": lambda row: f"{row.rollouts_scored} of {row.rollouts}",
-    "cost": lambda row: "-" if row.cost is None else f"{row.cost:.4f}",
+    "rollouts scored": lambda row: _of_rollouts(row),
+    "cost": lambda row: _cost(row),
     "time": lambda row: duration(row.seconds),
-    "tokens": lambda row: f"{row.prompt_tokens + row.completion_tokens:,}",
+    "tokens": lambda row: _tokens(row),
     "state": lambda row: row.state + (f": {one_line(row.reason, 100)}" if row.reason else ""),
     "date": lambda row: _day(row) if row.started_at else "-",
-    "run": lambda row: Path(row.run).name,
+    "run": lambda row: run_name(Path(row.run)),
 }
+
+
+def _cost(row: TableRow) -> str:
+    if row.cost is None:
+        return "-"
+    return f"{'at least ' if row.unpriced_tokens or row.uncounted else ''}{row.cost:.4f}"
+
+
+def _tokens(row: TableRow) -> str:
+    tokens = row.prompt_tokens + row.completion_tokens
+    if row.uncounted:
+        return f"at least {tokens:,}" if tokens else "unknown"
+    return f"{tokens:,}"
 
 
 def _pass_k(row: TableRow) -> str:
     if row.k < 2:
         return "-"
-    figure = f"{_figure(row.pass_k)}{in_words(row.pass_k_interval)} k={row.k}"
+    figure = f"{_figure(row.pass_k)}{interval_in_words(row.pass_k_interval)} k={row.k}"
     return figure + (f", only {row.pass_k_tasks} of {row.tasks} tasks" if row.pass_k_tasks < row.tasks_scored else "")
 
 
@@ -214,6 +228,12 @@ def _of_tasks(row: TableRow) -> str:
     # A run that is going on may not know how many tasks there are.
     more = " so far" if row.state == RUNNING and not row.tasks_known else ""
     return f"{row.tasks_scored} of {row.tasks}{chosen_of(row.chosen, row.tasks_total, row.tasks, '?')}{more}"
+
+
+def _of_rollouts(row: TableRow) -> str:
+    counts = {"filtered": row.filtered, "asked again": row.asked_again}
+    marks = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return f"{row.rollouts_scored} of {row.rollouts}{marks and f' ({marks})'}"
 
 
 def _day(row: TableRow) -> str:
@@ -231,12 +251,19 @@ def cells(rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
         "run": one_each,
         "cost": all(row.cost is None for row in rows),
         "official": all(row.official is None for row in rows),
+        "score version": not _of_other_versions(rows),
         "date": len({_day(row) for row in rows if row.started_at}) < 2,
     }
     columns = {name: text for name, text in _COLUMNS.items() if not empty.get(name)}
-    if len({Path(row.run).name for row in rows}) < len(rows) and "run" in columns:  # runs of several sets
-        columns["run"] = lambda row: str(Path(*Path(row.run).parts[-2:]))
     return [*columns], [[text(row) for text in columns.values()] for row in rows]
+
+
+def _of_other_versions(rows: Sequence[TableRow]) -> list[str]:
+    """Return the environments of which different versions of the score judged the rollouts."""
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        found.setdefault(row.environment, set()).update(row.score_versions)
+    return [name for name, versions in found.items() if differ(versions)]
 
 
 def as_text(rows: Sequence[TableRow]) -> str:
@@ -256,7 +283,7 @@ def as_csv(rows: Sequence[TableRow]) -> str:
     writer = csv.DictWriter(text, [*fields, *bounds["pass_1"], *bounds["pass_k"]], lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        line = {name: getattr(row, name) for name in fields}
+        line = {name: getattr(row, name) for name in fields} | {"score_versions": in_words(row.score_versions)}
         for name, ends in bounds.items():
             line |= zip(ends, getattr(row, f"{name}_interval") or (None, None), strict=True)
         writer.writerow(line)
@@ -310,14 +337,22 @@ def as_html(rows: Sequence[TableRow], links: Mapping[str, str] = {}) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Runs</title>'
         f"<style>{_STYLE}</style></head><body><h1>Runs</h1>\n<table><thead>{line('th', names)}</thead>\n"
-        f"<tbody>\n{body}\n</tbody></table>\n<p>{html.escape(ABOUT)}</p></body></html>\n"
+        f"<tbody>\n{body}\n</tbody></table>\n<p>{html.escape(about(rows))}</p></body></html>\n"
     )
 
 
-ABOUT = (
+def about(rows: Sequence[TableRow]) -> str:
+    """Return what a reader of the table needs to know, with a warning about rows that cannot be compared."""
+    others = _of_other_versions(rows)
+    warning = f" WARNING: different versions of the score judged the rollouts of {', '.join(others)}; {REMEDY}."
+    return _ABOUT + (warning if others else "")
+
+
+_ABOUT = (
     "In brackets: 95% intervals over the tasks. pass@1 and pass@k are means over the tasks, the mean reward over the "
     "scored rollouts. A task that was refused, or has fewer than k scored rollouts, is not in pass@k. Chosen tasks are "
-    "some of the environment's tasks, whose number may be unknown (?). Scores that palaestra grade gave replace the "
+    "some of the environment's tasks, whose number may be unknown (?). A content filter ended the filtered rollouts; "
+    "those asked again failed first at the model server or its filter. Scores that palaestra grade gave replace the "
     "recorded ones."
 )
 

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from palaestra.rollouts.journal.reader import JOURNAL_NAME, LAST, RUNS, began, find_run, list_runs
+from palaestra.rollouts.journal.reader import (
+    JOURNAL_NAME,
+    LAST,
+    RUNS,
+    SET_NAME,
+    Recording,
+    began,
+    find_run,
+    list_runs,
+    run_name,
+)
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import UNREADABLE, read_regular, replaced, writing
 from palaestra_slots.core.types import JSON
 
-SET_NAME, SET_SCHEMA = "set.json", "palaestra.evaluation-set/1"
+SET_SCHEMA = "palaestra.evaluation-set/1"
 SETS = "set--"
 """The beginning of the names of sets' folders, before the time at which the set began."""
 
@@ -91,43 +102,83 @@ def write_set(folder: Path, found: EvaluationSet) -> None:
             file.write(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
 
 
+class RunPlace(NamedTuple):
+    """The folder of a run. `member` is what the run's evaluation set says about it; None if it is in none. If a run of
+    a set has not begun, `reason` is why, which may be empty."""
+
+    folder: Path
+    member: Member | None = None
+    reason: str = ""
+
+    @property
+    def has_begun(self) -> bool:
+        return (self.folder / JOURNAL_NAME).is_file()
+
+
+def run_places(names: Iterable[str | Path]) -> list[RunPlace]:
+    """Return the runs that the names mean, each once: a run, as in `find_run`, all runs of a set, as in `find_set`, or
+    those below a folder, in the order of their paths. Raises `ConfigError`."""
+    found: dict[Path, RunPlace] = {}
+    for name in names:
+        for place in _places_in(find_set(name) or find_run(name)):
+            found.setdefault(place.folder.resolve(), place)
+    return [*found.values()]
+
+
+def _places_in(path: Path) -> list[RunPlace]:
+    if path.is_file():  # a journal
+        return [RunPlace(path.parent)]
+    if (path / JOURNAL_NAME).is_file():
+        return [RunPlace(path)]
+    if is_set(path):
+        return set_places(path)
+    sets = [each.parent for depth in ("*", "*/*") for each in path.glob(f"{depth}/{SET_NAME}")]
+    journals = (each.parent for depth in ("*", "*/*") for each in path.glob(f"{depth}/{JOURNAL_NAME}"))
+    below = [*sets, *(each for each in journals if each.parent not in sets)]
+    if not below:
+        raise ConfigError(f"{path} has no runs: neither it nor a folder below it has a {JOURNAL_NAME}")
+    return [place for each in sorted(below) for place in _places_in(each)]
+
+
+def set_places(folder: Path) -> list[RunPlace]:
+    """Return the places of all runs of a set, in its order. Raises `ConfigError`."""
+    why = reasons(folder)
+    return [RunPlace(folder / each.folder, each, why.get(each.folder, "")) for each in read_set(folder).members]
+
+
 def runs_of(folder: Path) -> list[Path]:
     """Return the folders of the runs of a set that have begun, in the order of the set."""
-    places = (folder / member.folder for member in read_set(folder).members)
-    return [place for place in places if (place / JOURNAL_NAME).is_file()]
+    return [each.folder for each in set_places(folder) if each.has_begun]
+
+
+def runs_by_model(folder: Path) -> dict[tuple[str, str], list[Path]]:
+    """Return the runs of a set that have begun by environment and model. There are several if these have different
+    settings."""
+    found: dict[tuple[str, str], list[Path]] = {}
+    for path in runs_of(folder):
+        meta = Recording(path / JOURNAL_NAME).meta
+        found.setdefault((meta.env, meta.model), []).append(path)
+    return found
+
+
+def not_one(name: str | Path, env: str, model: str, found: Iterable[Path]) -> ConfigError:
+    """Return the error about runs of a set of which the caller needs one."""
+    return ConfigError(f"{name} has several runs of {env} with {model}: name one of {', '.join(map(run_name, found))}")
 
 
 def find_runs(names: Iterable[str | Path]) -> list[Path]:
-    """Return the folders of the runs that the names mean, each once: a run, as in `find_run`, the runs of a set, as in
-    `find_set`, or those below a folder. Raises `ConfigError`."""
-    found: dict[Path, None] = {}
-    for name in names:
-        if (whole := find_set(name)) is not None:
-            if not (runs := runs_of(whole)):
-                raise ConfigError(f"no run of the evaluation set {whole} has begun")
-            found.update(dict.fromkeys(runs))
-            continue
-        path = find_run(name)
-        runs = [path.parent] if path.is_file() else [path]
-        if path.is_dir() and not (path / JOURNAL_NAME).is_file():
-            runs = runs_below(path)
-        found.update(dict.fromkeys(runs))
-    return [*found]
-
-
-def runs_below(folder: Path) -> list[Path]:
-    """Return the folders of the runs in a folder, in the order of their paths. Raises `ConfigError` if there are
-    none."""
-    below = sorted(each.parent for depth in ("*", "*/*") for each in folder.glob(f"{depth}/{JOURNAL_NAME}"))
-    if not below:
-        raise ConfigError(f"{folder} has no runs: neither it nor a folder below it has a {JOURNAL_NAME}")
-    return below
+    """Return the folders of the runs that the names mean, as in `run_places`. Raises `ConfigError`, also if none of
+    them has begun."""
+    places = run_places(names)
+    found = [place.folder for place in places if place.has_begun]
+    if not found:
+        raise ConfigError(f"no run of the evaluation set {places[0].folder.parent} has begun")
+    return found
 
 
 def not_run(folder: Path) -> dict[str, str]:
     """Return the folders of the runs of a set that have not begun, each with the reason, which may be empty."""
-    begun, why = {path.name for path in runs_of(folder)}, reasons(folder)
-    return {each.folder: why.get(each.folder, "") for each in read_set(folder).members if each.folder not in begun}
+    return {each.folder.name: each.reason for each in set_places(folder) if not each.has_begun}
 
 
 def reasons(folder: Path) -> Mapping[str, str]:

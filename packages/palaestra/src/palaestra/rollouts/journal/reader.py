@@ -37,6 +37,9 @@ BATCHES = Path("data")
 
 LAST = "last"
 
+SET_NAME = "set.json"
+"""The file that lists the runs of an evaluation set, in the folder of the set."""
+
 
 class _Place(msgspec.Struct, array_like=True):
     """The file offsets of the lines that start and end a group and, by index, of its rollouts' lines."""
@@ -228,6 +231,9 @@ def journal_of(run: str | Path) -> Path:
     `ConfigError`."""
     folder = find_run(run)
     path = folder / JOURNAL_NAME if folder.is_dir() else folder
+    if (folder / SET_NAME).is_file():
+        runs = ", ".join(run_name(each) for each in reversed(list_runs(folder))) or "none has begun"
+        raise ConfigError(f"{folder} is an evaluation set: name one of its runs, {runs}")
     if not path.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no {JOURNAL_NAME}{_latest(folder)}")
     return path
@@ -254,7 +260,8 @@ def find_rollout(journal: Path, rollout: str) -> str:
 
 def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
     """Return the folder of a run. A run is named by a path, by `last` (or `last:2` for the run before the last), by the
-    name of a batch, or by the beginning or the end of its id. An existing path is returned as it is.
+    name of a batch, by the beginning or the end of its id, or by SET/RUN in an evaluation set; a set is named by the
+    beginning of its name. An existing path is returned as it is.
 
     Raises `ConfigError` if no run matches, if several do, or if `run` is the path of a folder that contains FIFOs or
     devices."""
@@ -268,11 +275,19 @@ def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
         if not place.isdecimal() or not 1 <= int(place) <= len(folders):
             raise ConfigError(f"{text!r} does not name a run: {Path(root).resolve()} has {plural(len(folders), 'run')}")
         return folders[int(place) - 1]
-    found = [each for each in folders if each.name == text] or [each for each in folders if _is_called(each, text)]
+    sets = [each.parent for each in sorted(Path(root).glob(f"*/{SET_NAME}")) if each.parent.name.startswith(text)]
+    if len(sets) == 1 and text.startswith("set--"):
+        return sets[0]
+    # Runs of two evaluation sets may have the same name; their names with that of the set differ.
+    found = (
+        [each for each in folders if _long_name(each) == text]
+        or [each for each in folders if each.name == text]
+        or [each for each in folders if _is_called(each, text)]
+    )
     if len(found) == 1:
         return found[0]
     if found:
-        names = ", ".join(str(each) for each in found[:5])
+        names = ", ".join(map(run_name, found[:5]))
         raise ConfigError(f"{text!r} matches {plural(len(found), 'run')}: {names}{', …' if len(found) > 5 else ''}")
     raise ConfigError(f"there is no run folder {text}; specify the folder of a run, its id or `last`{_latest(Path())}")
 
@@ -290,7 +305,7 @@ def list_runs(root: str | Path = RUNS) -> list[Path]:
     """Return the folders of the runs below `root`, the latest first. If `root` is `RUNS`, the named batches in
     `BATCHES` are included."""
     journals = [*Path(root).glob(f"*/*/{JOURNAL_NAME}")]
-    if Path(root, "set.json").is_file():  # the folder of an evaluation set
+    if Path(root, SET_NAME).is_file():
         journals += Path(root).glob(f"*/{JOURNAL_NAME}")
     if Path(root) == RUNS:
         journals += BATCHES.glob(f"*/{JOURNAL_NAME}")
@@ -313,9 +328,18 @@ def began(folder: Path) -> str:
     return _began(folder)[0]
 
 
+def run_name(folder: Path) -> str:
+    """Return the name by which commands find a run: that of its folder, after the name of the evaluation set that the
+    run is in."""
+    return _long_name(folder) if (folder.parent / SET_NAME).is_file() else folder.name
+
+
+def _long_name(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name}"
+
+
 def _is_called(folder: Path, text: str) -> bool:
-    long = f"{folder.parent.name}/{folder.name}"
-    return folder.name.startswith(text) or long.startswith(text) or folder.name.endswith(f"-{text}")
+    return folder.name.startswith(text) or _long_name(folder).startswith(text) or folder.name.endswith(f"-{text}")
 
 
 def _latest(folder: Path) -> str:

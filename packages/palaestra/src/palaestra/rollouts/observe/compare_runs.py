@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from palaestra.rollouts.observe.intervals import Cluster, Interval, clustered_interval, in_words, mean_interval
 from palaestra.rollouts.observe.metrics import group_size
+from palaestra.rollouts.observe.score_versions import REMEDY, code_of, differ, mixed, version
+from palaestra.rollouts.observe.score_versions import in_words as versions_in_words
 from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.rollouts.records import Group
 from palaestra_slots.core.exits import plural
@@ -61,8 +63,14 @@ class RunScores:
     """Whether some rollouts have an official verdict."""
     scores: str = "reward"
     """The name of what `tasks` has as rewards."""
+    filtered: int = 0
+    """Rollouts that a content filter ended."""
+    asked_again: int = 0
+    """Rollouts of which an earlier attempt failed at the model server or its filter."""
     graded: int = 0
     """Rollouts whose score is from `palaestra grade`."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """The number of scored rollouts by version of the score."""
 
     @classmethod
     def of(
@@ -86,6 +94,7 @@ class RunScores:
             scores.judged = scores.judged or any(each.official is not None for each in group.trajectories)
             task.lost += max(len(group.trajectories), size if group.error else 0) - len(rewards)
             task.asked |= {group.asked} - {""}
+        scores.versions = {version(code_of(config)): scores.scored}
         return scores
 
     def by_official(self) -> RunScores:
@@ -125,6 +134,8 @@ class RunScores:
         mean = "no reward" if self.mean is None else f"mean {self.scores} {self.mean:.3f}{in_words(self.interval)}"
         covered = f"{self.scored} of {plural(self.planned, 'rollout')} scored, {plural(len(self.tasks), 'task')}"
         graded = f", {self.graded} graded again" if self.graded else ""
+        counts = {"ended by a content filter": self.filtered, "asked again": self.asked_again}
+        graded += "".join(f", {count} {what}" for what, count in counts.items() if count)
         return f"{self.name}: {self.env} with {self.model}: {mean}, {covered}{graded}"
 
     def to_json(self) -> dict[str, JSON]:
@@ -239,16 +250,13 @@ def _undecided(
 
 def _scored_otherwise(first: RunScores, other: RunScores) -> str:
     """Return why different versions of the score function may have judged the two runs; empty if they have not."""
-    both = "palaestra grade gives both the scores of the present code"
     for run in (first, other):
-        if 0 < run.graded < run.scored:
-            return f"only {run.graded} of {plural(run.scored, 'rollout')} of {run.name} were graded again; {both}"
-    if bool(first.graded) != bool(other.graded):
-        return f"only {(first if first.graded else other).name} was graded again; {both}"
-    code = {(run.config.get("provenance") or {}).get("environment_sha256") for run in (first, other)}
-    if len(code) > 1 and None not in code and first.env == other.env and not first.graded:
-        return f"the file of the environment has changed between the runs; {both}"
-    return ""
+        if warning := mixed(run.versions):
+            return f"in {run.name}, {warning}; {REMEDY}"
+    if not differ({**first.versions, **other.versions}, same_file=first.env == other.env):
+        return ""
+    own, others = versions_in_words(first.versions), versions_in_words(other.versions)
+    return f"different versions of the score judged the runs, {own} against {others}; {REMEDY}"
 
 
 def differing_settings(runs: Sequence[RunScores]) -> dict[str, list[JSON]]:

@@ -103,8 +103,8 @@ class Figures:
             self._blames[trajectory.blame.value] += 1
             # Hashes in place of ids, because a run that feeds a trainer may have millions of tasks.
             self._blamed[trajectory.blame.value][hash(trajectory.task_id)] += 1
-        if trajectory.cost is not None:
-            self._costs.append(trajectory.cost)
+        if (cost := trajectory.whole_cost) is not None:
+            self._costs.append(cost)
         if isinstance(category := trajectory.detail.get("category"), str) and category:
             self._categories[hash(trajectory.task_id)] = category
         for name, value in trajectory.metrics.items():
@@ -125,9 +125,10 @@ class Figures:
 
         `rollouts_planned` includes the rollouts of groups that could not be prepared or have not ended.
         `outcomes/<name>` and `blame/<name>` are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and
-        `cost` totals. `groups_prepared` counts groups with a prepared workspace, `groups_from_store` those whose
-        workspace came from this machine's store. `stage/<name>/p50` and `p95` are seconds, `metric/<name>` is the mean
-        over the rollouts that report it. `…/low` and `…/high` are a 95% interval, clustered by task (`intervals.py`).
+        `cost` totals of these rollouts; `usage.py` has those of a run. `groups_prepared` counts groups with a prepared
+        workspace, `groups_from_store` those whose workspace came from this machine's store. `stage/<name>/p50` and
+        `p95` are seconds, `metric/<name>` is the mean over the rollouts that report it. `…/low` and `…/high` are a 95%
+        interval, clustered by task (`intervals.py`).
         """
         seconds = {
             f"stage/{stage}/{name}": quantile(self._seconds[stage], q)

@@ -83,7 +83,7 @@ def _metrics(status: RunStatus, now: float) -> Iterator[Metric]:
     yield "nodes_lost_total", "counter", "Times that a node was lost.", one(lost)
     yield "oldest_idle_seconds", "gauge", "Longest time without a sign of life.", one(idle)
     yield "tokens_total", "counter", "Tokens of rollouts, including those in flight.", by("kind", tokens)
-    yield "cost_total", "counter", "Cost of the tokens, in the currency of the prices.", one(status.cost)
+    yield "cost_total", "counter", "Cost of the run, in the currency of the prices.", one(status.cost)
     yield "disk_bytes", "gauge", "Size of the run's folder.", one(status.disk_bytes)
     yield "disk_free_bytes", "gauge", "Free space on the file system of the run's folder.", one(status.disk_free_bytes)
 

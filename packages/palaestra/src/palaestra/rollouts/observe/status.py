@@ -21,18 +21,20 @@ from typing import NamedTuple
 import msgspec
 
 from palaestra.rollouts.journal.journal import check_schema
-from palaestra.rollouts.journal.views import GroupView, LineView, RolloutView
+from palaestra.rollouts.journal.views import GroupView, RolloutView
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval
 from palaestra.rollouts.observe.last_metrics import last_metrics
 from palaestra.rollouts.observe.metrics import quantile, stage_seconds
+from palaestra.rollouts.observe.score_versions import version
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
+from palaestra.rollouts.observe.usage import RunUsage, UsageLine
 from palaestra.rollouts.observe.verdicts import OFFICIAL
-from palaestra.rollouts.records import CUT_OFF, MODEL_COST
+from palaestra.rollouts.records import CUT_OFF
 from palaestra.rollouts.regraded import Grade, read_grades
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.io.durable_files import UNREADABLE, lines_of
-from palaestra_slots.core.types import JSON, Prices
+from palaestra_slots.core.types import JSON, Blame, Outcome
 
 RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"
 
@@ -98,19 +100,21 @@ class RunStatus:
     `blame` counts finished rollouts by failure attribution. `mean_reward` is over the scored rollouts; in
     `mean_with_unscored`, unscored rollouts count as 0; `full` is the share of scored rollouts with a reward of 1 or
     more. `graded` counts the rollouts whose score `palaestra grade` gave; if there are any, `recorded_mean` is the mean
-    of the rewards in the journal. `official` is the mean of the official verdicts, in place of the rewards of rollouts
+    of the rewards in the journal. `score_versions` counts the scored rollouts by version of the score
+    (`score_versions.py`). `official` is the mean of the official verdicts, in place of the rewards of rollouts
     that have one; None if no rollout has one. `labels` counts rollouts by label, and `metrics` are the means of the
     environment's own metrics of rollouts. `…_interval` is the 95% interval of a mean, or None if there are no rewards,
     or if some are outside 0 to 1 and no interval can be computed. `planned` counts the rollouts of the groups that
     began and, once an evaluation has ended, those of the tasks that the environment refused. `unscored` counts those
     that `mean_with_unscored` takes as 0.
 
-    Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
-    `stages` include discarded attempts. `cost` is None if no prices are known; it leaves out the `unpriced_tokens` of
-    parts of the run without prices. `tokens_unknown` is set if the model server reported no token counts. `taken_up`
-    counts the rollouts that were cut off and continued; `begun_anew` counts those that started again, by reason.
-    `paused_s` are the seconds between the parts of a run. `nodes` are the nodes of a cluster, those of the latest part
-    of the run.
+    Tokens and `cost` are those of `usage.py`: they include discarded attempts and rollouts in flight; `stages` include
+    discarded attempts. `cost` is None if no prices are known; it leaves out the `unpriced_tokens` of parts of the run
+    without prices. `uncounted` counts the turns for which the model server reported no tokens, and `tokens_unknown` is
+    set if it reported none at all. `asked_again` counts the rollouts of which an earlier attempt failed at the model
+    server or was ended by its content filter. `taken_up` counts the rollouts that were cut off and continued;
+    `begun_anew` counts those that started again, by reason. `paused_s` are the seconds between the parts of a run.
+    `nodes` are the nodes of a cluster, those of the latest part of the run.
     """
 
     run_id: str = ""
@@ -131,6 +135,7 @@ class RunStatus:
     planned: int = 0
     unscored: int = 0
     discarded: int = 0
+    asked_again: int = 0
     taken_up: int = 0
     begun_anew: dict[str, int] = field(default_factory=dict)
     mean_reward: float | None = None
@@ -139,6 +144,7 @@ class RunStatus:
     mean_with_unscored_interval: tuple[float, float] | None = None
     graded: int = 0
     recorded_mean: float | None = None
+    score_versions: dict[str, int] = field(default_factory=dict)
     full: Rate | None = None
     official: float | None = None
     official_interval: tuple[float, float] | None = None
@@ -155,9 +161,26 @@ class RunStatus:
     cost: float | None = None
     unpriced_tokens: int = 0
     tokens_unknown: bool = False
+    uncounted: int = 0
     disk_bytes: int = 0
     disk_free_bytes: int = 0
     nodes: list[NodeStatus] = field(default_factory=list)
+
+    @property
+    def filtered(self) -> int:
+        """The number of rollouts that a content filter ended, which have no score."""
+        return self.blame[Blame.FILTER].count if Blame.FILTER in self.blame else 0
+
+    @property
+    def seconds(self) -> float:
+        """The time of the run up to its last line, without the pauses between its parts."""
+        return max(0.0, self.last_at - self.started_at - self.paused_s)
+
+    @property
+    def usage_metrics(self) -> dict[str, float]:
+        """The metrics of the run about tokens, cost and time."""
+        found = {"tokens/prompt": self.prompt_tokens, "tokens/completion": self.completion_tokens}
+        return found | ({} if self.cost is None else {"cost": self.cost}) | {"seconds": self.seconds}
 
     @property
     def resumed(self) -> str:
@@ -177,10 +200,20 @@ class RunStatus:
         del plain["paused_s"], plain["unscored"]  # for the lines and the table; the format of the file stays
         if not self.graded:
             del plain["graded"], plain["recorded_mean"]
-        for name in ("labels", "metrics", "nodes", "tokens_unknown"):
+        if len(self.score_versions) < 2:
+            del plain["score_versions"]
+        for name in ("labels", "metrics", "nodes", "tokens_unknown", "uncounted", "asked_again"):
             if not plain[name]:
                 del plain[name]
         return plain
+
+
+def filtered_words(count: int, run: Path | str) -> str:
+    """Return what happens to the rollouts that a content filter ended."""
+    return (
+        f"{plural(count, 'rollout')} ended by a content filter, which palaestra resume does not ask again; a new run "
+        f"with --failed-of {run} does"
+    )
 
 
 BATCH = "batch"
@@ -196,6 +229,10 @@ class _EnvSettings(msgspec.Struct):
     group_size: int = 0
 
 
+class _Provenance(msgspec.Struct):
+    environment_sha256: str = ""
+
+
 class _Settings(msgspec.Struct):
     """The settings of a run that the status needs."""
 
@@ -203,6 +240,7 @@ class _Settings(msgspec.Struct):
     command: str = ""
     environment: str = ""
     official_name: str = OFFICIAL
+    provenance: _Provenance = msgspec.field(default_factory=_Provenance)
 
     @property
     def kind(self) -> str:
@@ -218,6 +256,8 @@ class _Ended(NamedTuple):
     official: float | None = None
     labels: frozenset[str] = frozenset()
     metrics: Mapping[str, float] = {}
+    code: str = ""
+    """The hash of the environment's file."""
 
     def graded(self, grade: Grade | None) -> _Ended:
         if grade is None or grade.reward is None:
@@ -226,102 +266,35 @@ class _Ended(NamedTuple):
         return self._replace(reward=grade.reward, official=grade.official, labels=labels, metrics=grade.metrics)
 
 
-@dataclass(slots=True)
-class _Paid:
-    """Tokens read and written, and their cost if it is known; `unpriced` counts the tokens without a known cost.
-    `models` is the cost of the models that the environment asked."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost: float | None = None
-    unpriced: tuple[int, int] = (0, 0)
-    models: float = 0.0
-
-    @classmethod
-    def by(cls, rollout: RolloutView) -> _Paid:
-        paid = cls.used(rollout.prompt_tokens, rollout.completion_tokens, rollout.cost)
-        paid.models = rollout.metrics.get(MODEL_COST, 0.0)
-        return paid
-
-    @classmethod
-    def used(cls, prompt_tokens: int, completion_tokens: int, cost: float | None) -> _Paid:
-        unpriced = (prompt_tokens, completion_tokens) if cost is None else (0, 0)
-        return cls(prompt_tokens, completion_tokens, cost, unpriced)
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-    def spent(self, prices: Prices | None) -> float:
-        """Return the cost. Tokens without a known cost are charged at `prices`, or left out if `prices` is None."""
-        return (self.cost or 0.0) + self.models + (prices.cost(*self.unpriced) if prices is not None else 0.0)
-
-    def add(self, other: _Paid, times: int = 1) -> None:
-        self.prompt_tokens += times * other.prompt_tokens
-        self.completion_tokens += times * other.completion_tokens
-        read, written = other.unpriced
-        self.unpriced = self.unpriced[0] + times * read, self.unpriced[1] + times * written
-        self.models += times * other.models
-        if other.cost is not None:
-            self.cost = (self.cost or 0.0) + times * other.cost
-
-
-@dataclass(slots=True)
-class _Flying(_Paid):
-    """The usage of a rollout in flight. `own` is the usage of its own reply in a turn that has not ended."""
-
-    own: _Paid | None = None
-
-    def take(self, line: _Line) -> None:
-        """Count a turn or a reply."""
-        paid = _Paid.used(*line.tokens, line.cost)
-        if line.event == "reply" and not line.branch:
-            self.own = paid
-            return
-        if line.recalled:  # the turn was counted as a reply
-            paid = self.own or _Paid()
-        if line.event == "messages":
-            self.own = None
-            self.models = line.model_calls.get(MODEL_COST, self.models)  # of all turns so far
-        self.add(paid)
-
-
-class _Line(LineView):
-    turn: int = 0
+class _Line(UsageLine):
     config: _Settings = msgspec.field(default_factory=_Settings)
-    turns: int = 0
-    replies: int = 0
-    cost: float | None = None
-    recalled: bool = False
-    branch: int = 0
-    model_calls: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 _LINES = msgspec.json.Decoder(_Line)
 
 
 class RunReader:
-    """Reads the status of one run. Each call of `read` returns the current status."""
+    """Reads the status of one run. Each call of `read` returns the current status. `own` are the run's own metrics, if
+    its file of metrics does not have them yet."""
 
-    def __init__(self, journal: Path) -> None:
+    def __init__(self, journal: Path, own: Mapping[str, float] | None = None) -> None:
         self.folder = journal.parent
         self.journal = journal
+        self._own = own
         self._offset = 0
         self._status = RunStatus()
         self._ended = ""
-        self._uncounted = False
         self._groups: dict[str, dict[str, _Ended]] = {}
         self._seconds: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
         self._group_ends: dict[str, bool] = {}
         self._nodes: dict[str, NodeStatus] = {}
         self._placed: dict[str, NodeStatus] = {}
         self._group_size = 0
+        self._code = ""
         self._task_ids: dict[str, str] = {}
         self._signs: dict[str, float] = {}
-        self._cut_off: dict[str, list[_Paid]] = {}
-        self._flying: defaultdict[str, _Flying] = defaultdict(_Flying)
-        self.settled = _Paid()
-        """The usage of attempts that have a record."""
+        self.usage = RunUsage()
+        self._asked_before: set[str] = set()
         self.paid: set[tuple[str, float]] = set()
         """The rollout id and start time of every attempt that ended."""
 
@@ -349,9 +322,11 @@ class RunReader:
                 status.run_id, status.env, status.model, status.started_at = line.run_id, line.env, line.model, line.at
                 self._group_size, status.kind = line.config.env.group_size, line.config.kind
                 status.official_name = line.config.official_name
+                self._code = line.config.provenance.environment_sha256
             case "resume":
                 status.paused_s += max(0.0, line.at - last_at)
                 self._group_size = line.config.env.group_size or self._group_size
+                self._code = line.config.provenance.environment_sha256 or self._code
                 # What was in flight or on a node when the earlier part ended is not there any more.
                 self._ended = ""
                 self._signs.clear()
@@ -365,10 +340,9 @@ class RunReader:
                 # Moved to the end, so that the rollout which has been idle longest comes first.
                 self._signs.pop(line.rollout_id, None)
                 self._signs[line.rollout_id] = line.at
-                self._flying[line.rollout_id].take(line)
-                self._uncounted = self._uncounted or (line.turn > 0 and line.tokens == (0, 0))
+                self.usage.take(line)
             case "rollout" | "discarded" if line.trajectory is not None:
-                self._rollout(line.trajectory, kept=line.event == "rollout")
+                self._rollout(line, line.trajectory, kept=line.event == "rollout")
             case "node":
                 node = self._nodes.setdefault(line.node, NodeStatus(line.node, line.host))
                 node.level, node.slots, node.lost = line.level, line.slots, line.lost
@@ -386,27 +360,24 @@ class RunReader:
         rollouts = self._groups.setdefault(group.group_id, {})
         # A resumed run plays rollouts again that were cut off.
         for rollout_id in [name for name, each in rollouts.items() if each.blame in CUT_OFF]:
-            del rollouts[rollout_id]
+            if rollouts.pop(rollout_id).outcome == Outcome.API_ERROR:
+                self._asked_before.add(rollout_id)
         if group.prepare_s:
             self._status.prepared += 1
             self._status.from_store += group.from_store
             self._seconds["prepare"].append(group.prepare_s)
         self._group_ends.pop(group.group_id, None)
 
-    def _rollout(self, rollout: RolloutView, *, kept: bool) -> None:
+    def _rollout(self, line: _Line, rollout: RolloutView, *, kept: bool) -> None:
         status = self._status
+        if not kept and rollout.outcome == Outcome.API_ERROR:
+            self._asked_before.add(rollout.rollout_id)
         self._signs.pop(rollout.rollout_id, None)
         key = rollout.rollout_id, rollout.beside.started_at
         if key not in self.paid:  # an attempt counts once, even if the journal has its record twice
             self.paid.add(key)
             status.discarded += not kept
-            paid, flown = _Paid.by(rollout), self._flying.pop(rollout.rollout_id, _Flying())
-            # Replies that were lost in a kill had a cost too.
-            if (flown.tokens, flown.models) > (paid.tokens, paid.models):
-                paid = flown
-            self.settled.add(paid)
-            if kept and rollout.blame in CUT_OFF:
-                self._cut_off.setdefault(rollout.rollout_id, []).append(paid)
+            self.usage.take(line)
             for stage, seconds in stage_seconds(rollout.beside):
                 self._seconds[stage].append(seconds)
         if kept:
@@ -420,21 +391,17 @@ class RunReader:
                 rollout.official,
                 frozenset(sys.intern(label.name) for label in rollout.labels),
                 {sys.intern(name): value for name, value in rollout.metrics.items()},
+                self._code,
             )
             self._groups.setdefault(rollout.group_id, {})[rollout.rollout_id] = ended
 
     def _taken_up(self, line: _Line) -> None:
-        """Move the cost of a continued rollout from its old record to the rollout in flight, whose new record will
-        contain it."""
         status = self._status
-        before = self._cut_off.pop(line.rollout_id, [])
+        self.usage.take(line)
         if line.anew:
             status.begun_anew[line.anew] = status.begun_anew.get(line.anew, 0) + 1
-            return
-        status.taken_up += 1
-        for part in before:
-            self.settled.add(part, -1)
-            self._flying[line.rollout_id].add(part)
+        else:
+            status.taken_up += 1
 
     def _standing(self) -> RunStatus:
         status = self._status
@@ -465,10 +432,10 @@ class RunReader:
         self._place(status)
         return status
 
-    @staticmethod
-    def _count_ends(status: RunStatus, tasks: Sequence[Sequence[_Ended]]) -> None:
+    def _count_ends(self, status: RunStatus, tasks: Sequence[Sequence[_Ended]]) -> None:
         rollouts = list(itertools.chain.from_iterable(tasks))
         status.rollouts = len(rollouts)
+        status.asked_again = sum(name in self._asked_before for group in self._groups.values() for name in group)
         status.outcomes = dict(Counter(each.outcome for each in rollouts).most_common())
         blamed = Counter(each.blame for each in rollouts if each.blame)
         status.blame = {
@@ -481,6 +448,13 @@ class RunReader:
         # Grades of rollouts that were discarded since do not count.
         ended = dict(recorded)
         before = [each.reward for each in ended.values() if each.reward is not None]
+        status.score_versions = dict(
+            Counter(
+                version(each.code, grades.get(name))
+                for name, each in ended.items()
+                if each.graded(grades.get(name)).reward is not None
+            )
+        )
         status.graded = sum(name in ended and grade.reward is not None for name, grade in grades.items())
         status.recorded_mean = math.fsum(before) / len(before) if before and status.graded else None
 
@@ -548,7 +522,10 @@ class RunReader:
         of an ended run have."""
         if not self._ended or self._status.kind != "eval":
             return []
-        return [self._group_size] * int(last_metrics(self.folder / "metrics.jsonl").get("tasks_left_out", 0))
+        return [self._group_size] * int(self._own_metrics().get("tasks_left_out", 0))
+
+    def _own_metrics(self) -> Mapping[str, float]:
+        return last_metrics(self.folder / "metrics.jsonl") if self._own is None else self._own
 
     def _lacking(self, groups: Sequence[str]) -> int:
         """Return the number of rollouts that are missing from these groups because the groups failed."""
@@ -557,16 +534,11 @@ class RunReader:
         )
 
     def _count(self, status: RunStatus) -> None:
-        """Add up the usage of finished attempts and of attempts in flight."""
-        paid = _Paid()
-        for each in (self.settled, *self._flying.values()):
-            paid.add(each)
-            if isinstance(each, _Flying) and each.own is not None:
-                paid.add(each.own)
-        status.prompt_tokens, status.completion_tokens = paid.prompt_tokens, paid.completion_tokens
-        status.cost = paid.cost if not paid.models else (paid.cost or 0.0) + paid.models
-        status.unpriced_tokens = sum(paid.unpriced)
-        status.tokens_unknown = self._uncounted and not paid.tokens
+        usage, total = self.usage, self.usage.total()
+        status.prompt_tokens, status.completion_tokens = total.prompt_tokens, total.completion_tokens
+        status.cost = usage.cost(self._own_metrics())
+        status.unpriced_tokens = sum(total.unpriced)
+        status.tokens_unknown, status.uncounted = usage.is_unknown, usage.uncounted
 
     def _in_flight(self, status: RunStatus) -> None:
         """Read the stages from `status.json`. Without it, only the rollouts' names are known, from the journal."""

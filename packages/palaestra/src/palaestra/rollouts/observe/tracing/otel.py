@@ -275,8 +275,8 @@ def _describe(span: Span, trajectory: Trajectory) -> None:
         attributes["palaestra.official"] = trajectory.official
     if trajectory.labels:
         attributes["palaestra.labels"] = [label.name for label in trajectory.labels]
-    if trajectory.cost is not None:
-        attributes["palaestra.cost"] = trajectory.cost
+    if (cost := trajectory.whole_cost) is not None:
+        attributes["palaestra.cost"] = cost
     if trajectory.blame is not None:
         attributes["palaestra.blame"] = trajectory.blame.value
     span.set_attributes(attributes)
