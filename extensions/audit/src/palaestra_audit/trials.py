@@ -21,6 +21,7 @@ from palaestra_audit.cheats.command_tool import TERMINAL, CommandTool, find_comm
 from palaestra_audit.cheats.left_files import LeftFiles, ReadWorkspaces, play_and_read
 from palaestra_audit.cheats.proof import writing
 from palaestra_audit.cheats.replies import actions
+from palaestra_audit.cheats.state_changes import TurnRecorder
 from palaestra_audit.opening import opened_environment
 from palaestra_audit.records import Step, Trial, Verdict, World
 from palaestra_slots.core.config import cache_folder
@@ -225,10 +226,11 @@ class Trials:
     """Plays trials on the tasks of an open environment. The workspace of a task is prepared once, and each trial starts
     from a fork of it."""
 
-    def __init__(self, environment: Environment, pool: SlotPool, runs: PolicyRuns) -> None:
+    def __init__(self, environment: Environment, pool: SlotPool, runs: PolicyRuns, turns: TurnRecorder) -> None:
         self.environment = environment
         self.pool = pool
         self.prepared = runs.prepared if runs.prepared is not None else {}
+        self.turns = turns
         self._runs = runs
 
     async def play(
@@ -289,5 +291,6 @@ async def open_trials(form: Form, parsed: RunLine) -> AsyncIterator[Trials]:
     async with opened_environment(form, parsed, WorldPool(made.config, made.backend)) as (environment, pool):
         workspaces = ReadWorkspaces(pool)
         workspaces.read_live(pool.rung)
-        async with policy_runs(environment, pool, workspaces, prepare_once=True) as runs:
-            yield Trials(environment, pool, runs)
+        turns = TurnRecorder()
+        async with policy_runs(environment, pool, workspaces, turns, prepare_once=True) as runs:
+            yield Trials(environment, pool, runs, turns)
