@@ -367,12 +367,11 @@ class EnvironmentProof:
             return []
         played = {task.id for task in tasks}
         with contextlib.suppress(PalaestraError):
-            async with contextlib.aclosing(environment.tasks()) as every:
-                async for task in every:
-                    if task.id not in played:
-                        found.append(task)
-                    if len(found) == MOST_SISTERS:
-                        break
+            async for task in environment.tasks():
+                if task.id not in played:
+                    found.append(task)
+                if len(found) == MOST_SISTERS:
+                    break
         return found
 
     async def run_tasks(self, tasks: Sequence[Task], further: Sequence[Task] = ()) -> Proof:
@@ -797,8 +796,9 @@ class EnvironmentProof:
             good = good and not high
             said = _IDLE if name == "noop" else _PAID
             if name == "noop":
-                found = ((task, leak_to_idle(self._fresh.get(task.id), each.reward, task.floor)) for task, each in high)
-                self._leak = next((f"{task.id}: {leaked}" for task, leaked in found if leaked), "")
+                for task, each in high:
+                    if found := leak_to_idle(self._fresh.get(task.id), each.reward, task.floor):
+                        self._leak = self._leak or f"{task.id}: {found}"
             error = error or self._leak
             error = error or next((said.format(task.id, each.reward, task.floor) for task, each in high), "")
             what = "doing nothing" if name == "noop" else WRONG_WORK

@@ -90,10 +90,10 @@ class TurnRecorder:
 
     def of(self, rollout_id: str) -> tuple[Leaves, Leaves, list[PlayedTurn]]:
         """Return the state before and after the last rollout with this id, and its turns, which are then forgotten."""
-        opening, *events = self._turns.pop(rollout_id, None) or [None]
-        before = after = leaves(opening.state) if opening is not None else {}
+        events = self._turns.pop(rollout_id, [])
+        before = after = leaves(events[0].state) if events else {}
         turns: list[PlayedTurn] = []
-        for event in events:
+        for event in events[1:]:
             now = leaves(event.state) if event.state is not None else after
             turns.append(PlayedTurn(frozenset(_called(event)), frozenset(changed(after, now))))
             after = now
