@@ -189,17 +189,19 @@ def test_plays_are_derived_only_from_calls_of_functions() -> None:
     every = [ASK, LOOK, BOOK, DONE]
     assert names(every) == [each.name for each in (IDLE, WORDS, CALLS, WITHOUT, WITHOUT)]
     assert names([BOOK, DONE]) == [WORDS.name, CALLS.name]
-    assert names([BOOK]) == [WITHOUT.name]
+    assert names([BOOK]) == []
     assert names(every, every, [ASK, PAY], "echo") == [*names(every), SISTER.name]
     assert names([LOOK] * 20).count(WITHOUT.name) == 8
     for others in ("echo hi", ["echo hi", BOOK], [ToolStep("terminal", {"command": "ls"})], [DONE], None, [7]):
         assert steps_of(Task("t", "p", solution=others)) is None  # type: ignore[arg-type]
 
 
-def play(before: object, *turns: tuple[Sequence[str], object], reward: float = 1.0) -> Play:
+def play(before: object, *turns: tuple[Sequence[str], object], reward: float = 1.0, replies: str = "") -> Play:
     states = [leaves(before), *(leaves(after) for _, after in turns)]
     taken = [
-        PlayedTurn(frozenset(tools), frozenset({path for path in {*old, *new} if old.get(path) != new.get(path)}))
+        PlayedTurn(
+            frozenset(tools), frozenset({path for path in {*old, *new} if old.get(path) != new.get(path)}), replies
+        )
         for (tools, _), old, new in zip(turns, states, states[1:], strict=False)
     ]
     return Play(reward, before=states[0], after=states[-1], turns=taken)
@@ -230,6 +232,28 @@ def test_a_value_that_every_call_changes_may_be_a_record() -> None:
 def test_with_one_tool_only_what_does_not_grow_is_certain(before: object, after: object, certain: bool) -> None:
     solved = play(before, (["only"], after))
     assert Changes(solved, solved).lacking(play(before))[1] is certain
+
+
+BOOKING = {"guest": "Ann", "dishes": [{"name": "soup", "price": 8}]}
+
+
+@pytest.mark.parametrize(
+    ("tool", "replies", "certain"),
+    [
+        ("open_booking", "opened", True),
+        ("open_booking", json.dumps(BOOKING), False),
+        ("open_booking", json.dumps({"told": json.dumps(BOOKING)}), False),
+        ("open_booking", json.dumps({**BOOKING, "guest": "Bob"}), True),
+        ("get_booking", "opened", False),
+        ("getaway", "opened", True),
+    ],
+)
+def test_what_a_lookup_keeps_of_its_reply_may_be_a_record(tool: str, replies: str, certain: bool) -> None:
+    start, kept, paid = {"paid": 0}, {"paid": 0, "bookings": {"B1": BOOKING}}, {"paid": 9, "bookings": {"B1": BOOKING}}
+    solved = play(start, ([tool], kept), (["pay"], paid), replies=replies)
+    assert Changes(solved, solved).lacking(play(start, (["pay"], {"paid": 9})))[1] is certain
+    changed = {"paid": 9, "bookings": {"B1": {**BOOKING, "guest": "Cy"}}}
+    assert Changes(solved, solved).lacking(play(start, (["pay"], changed))) == (["bookings.B1.guest"], True)
 
 
 def test_values_of_chance_are_no_evidence() -> None:

@@ -109,7 +109,7 @@ def derived_plays(task: Task, sisters: Sequence[Task]) -> Iterator[DerivedPlay]:
     calls = [place for place, step in enumerate(steps) if isinstance(step, ToolStep)]
     for place in calls[:_MOST_CALLS]:
         rest = [*steps[:place], *steps[place + 1 :]]
-        if len(calls) > 1 or not words:  # otherwise these are its words
+        if len(calls) > 1:  # otherwise these are its words, or nothing
             yield DerivedPlay(WITHOUT, f"its steps without {shown_step(steps[place])}", rest)
     for sister in sisters[:MOST_SISTERS]:
         others = steps_of(sister)
@@ -154,8 +154,8 @@ def _judged(task: Task, play: DerivedPlay, own: Play, solved: Play, changes: Cha
         what = f"{earned}, although its last words give {unread}, which a tool returned" if unread else ""
         return replace(silent, what=what, note=True)
     lacks, certain = changes.lacking(own)
-    if not lacks or (play.cheat is not WORDS and not certain and changes.certain):
-        return silent  # what is missing is only the record of a lookup
+    if not lacks or (not certain and (changes.works or play.cheat is not WORDS)):
+        return silent  # what is missing may only be the record of a lookup
     what = f"{earned}, although {_listed(lacks)} {'lack' if len(lacks) > 1 else 'lacks'} what the solution changes"
     if not full:
         return replace(silent, what=what if play.cheat is WORDS else "", note=True)

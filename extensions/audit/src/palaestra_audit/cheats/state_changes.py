@@ -7,6 +7,7 @@ that differ between two plays of the same reference solution, and what the user'
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -47,10 +48,16 @@ def named_files(files: Mapping[str, bytes]) -> Leaves:
 
 @dataclass(frozen=True, slots=True)
 class PlayedTurn:
-    """The tools that a turn called with success, and the paths whose values it changed."""
+    """The tools that a turn called with success, the paths whose values it changed, and what the tools replied."""
 
     tools: frozenset[str]
     changed: frozenset[str]
+    replies: str = ""
+
+    @property
+    def text(self) -> str:
+        """The replies without the escapes of JSON."""
+        return self.replies.replace("\\", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,8 @@ class TurnRecorder:
         turns: list[PlayedTurn] = []
         for event in events[1:]:
             now = leaves(event.state) if event.state is not None else after
-            turns.append(PlayedTurn(frozenset(_called(event)), frozenset(changed(after, now))))
+            replies = "\n".join(str(each.get("content")) for each in event.messages if each.get("role") == "tool")
+            turns.append(PlayedTurn(frozenset(_called(event)), frozenset(changed(after, now)), replies))
             after = now
         return before, after, turns
 
@@ -122,25 +130,64 @@ class Changes:
         by_user = {path for turn in solved.turns if not turn.tools for path in turn.changed}
         self.paths = changed(solved.before, solved.after) - changed(solved.after, again.after) - by_user
         self._turns = [turn for play in (solved, *others) for turn in play.turns if turn.tools]
-        self.certain = [path for path in self.paths if not self._may_be_record(path)]
+        self.works = self.lacking(Play(None, after=solved.before))[1]
+        """Whether the calls certainly change something but records."""
 
     def lacking(self, play: Play) -> tuple[list[str], bool]:
-        """Return the paths of the changes that a play lacks, and whether they certainly are the work. They may only be
-        a record of the calls: a value that every call changes or, if only one tool is known, one that grows."""
+        """Return the paths of the changes that a play lacks, and whether they certainly are the work. What a lookup
+        keeps of its reply is left out; a value that every call changes, or that only grows, may be a record of calls.
+        """
         lacks = sorted(path for path in self.paths
-                       if play.after.get(path, _ABSENT) != self._solved.after.get(path, _ABSENT))  # fmt: skip
-        certain = [path for path in lacks if path in self.certain]
+                       if play.after.get(path, _ABSENT) != self._solved.after.get(path, _ABSENT)
+                       and not self._is_kept_reply(path, play))  # fmt: skip
+        certain = [path for path in lacks if not self._may_be_record(path, play)]
         return certain or lacks, bool(certain)
 
-    def _may_be_record(self, path: str) -> bool:
-        if len({name for turn in self._turns for name in turn.tools}) > 1 and not path.startswith("file "):
+    def _may_be_record(self, path: str, play: Play) -> bool:
+        if self._knows_tools(path):
             return all(path in turn.changed for turn in self._turns)
+        return self._grows(path, play)
+
+    def _knows_tools(self, path: str) -> bool:
+        """Return whether calls of several tools were seen, and whether they changed this value."""
+        return not path.startswith("file ") and len({name for turn in self._turns for name in turn.tools}) > 1
+
+    def _is_kept_reply(self, path: str, play: Play) -> bool:
+        """Return whether only lookups added this value, or the tool that added it also replied with it."""
+        if not self._knows_tools(path) or not self._grows(path, play):
+            return False
+        makers = [turn for turn in self._turns if path in turn.changed]
+        if all(_LOOKUP.match(name) for turn in makers for name in turn.tools):
+            return True
+        values = [*_scalars(self._solved.after.get(path))]
+        return path not in self._solved.before and all(value in turn.text for value in values for turn in makers)
+
+    def _grows(self, path: str, play: Play) -> bool:
+        """Return whether the solution only adds to what was there, such as an item of a list, and the play does not."""
         before, after = self._solved.before.get(path), self._solved.after.get(path)
         if isinstance(before, list | bytes) and isinstance(after, list | bytes):
             return after[: len(before)] == before
         if type(before) is int and type(after) is int:
             return 0 < after - before <= len(self._turns)
-        return before is None
+        return before is None and path not in play.after
+
+
+def _scalars(value: object) -> Iterator[str]:
+    """Yield the texts and numbers in a value as the text of a reply has them."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _scalars(each)
+    elif isinstance(value, Mapping):
+        yield from _scalars([*value.values()])
+    elif isinstance(value, str):
+        yield value.replace("\\", "")
+    elif value is not None and not isinstance(value, bool):
+        yield str(value)
+
+
+_LOOKUP = re.compile(r"(get|find|list|search|look|read|show|view|query|fetch|describe|count|calculate)(_|$|[A-Z]|up)")
+"""How the names of tools begin that are lookups by convention. Names prove nothing, so they only turn a fault into a
+note."""
 
 
 def carried_over(first: Play, second: Play) -> list[str]:
