@@ -107,12 +107,12 @@ def test_a_page_shows_the_state_when_it_is_opened(run: Path) -> None:
 
     async def visit(page: Page, base: str) -> None:
         await go(page, base, "rollout", run=run.name, id="000000-a/0")
-        turn = page.locator("section[aria-label='turn 2'] details.state")
+        turn = page.locator("section[aria-label='turn 2'] details.state-values")
         assert not await turn.locator("ins").first.is_visible()
         await turn.locator("summary").click()
         assert 'seats.1A null → "Ann"' in " ".join((await turn.inner_text()).split())
-        assert await page.locator("section[aria-label='turn 3'] details.state").count() == 0
-        end = page.locator("section[aria-label=State] details.state")
+        assert await page.locator("section[aria-label='turn 3'] details.state-values").count() == 0
+        end = page.locator("section[aria-label=State] details.state-values")
         await end.locator("summary").first.click()
         assert "Ann" in await end.inner_text()
 

@@ -248,7 +248,7 @@ function conversation(rollout, source) {
 // What a turn changed in the environment's state.
 function stateChanges(changes) {
   const row = ([path, before, after]) => h("div.leaf", {}, h("span.key", {}, path), " ", h("del", {}, before ?? "(none)"), " → ", h("ins", {}, after ?? "(removed)"));
-  return h("details.state", {}, h("summary", {}, `state: ${plural(changes.length, "value")} changed`), changes.map(row));
+  return h("details.state-values", {}, h("summary", {}, `state: ${plural(changes.length, "value")} changed`), changes.map(row));
 }
 
 function* everySubagent(list) {
@@ -367,7 +367,7 @@ function endings(rollout, source) {
   for (const [name, value] of patches) sections.push(h("section.turn.r-end", { "aria-label": name }, h("header", {}, h("span.role", {}, name === "patch" ? "final changes" : name), h("span.notes", {}, changes(start(value)))), block(value, { source, name })));
   const rest = Object.fromEntries(detail.filter(([name]) => !patches.some(([each]) => each === name)));
   if (Object.keys(rest).length) sections.unshift(h("section.turn.r-end", { "aria-label": "Grading" }, h("header", {}, h("span.role", {}, "grading")), fields(rest, source, "values")));
-  if (rollout.state && Object.keys(rollout.state).length) sections.push(h("section.turn.r-end", { "aria-label": "State" }, h("header", {}, h("span.role", {}, rollout.in_flight ? "state so far" : "state at the end")), h("details.state", {}, h("summary", {}, plural(Object.keys(rollout.state).length, "value")), fields(rollout.state, source, "values"))));
+  if (rollout.state && Object.keys(rollout.state).length) sections.push(h("section.turn.r-end", { "aria-label": "State" }, h("header", {}, h("span.role", {}, rollout.in_flight ? "state so far" : "state at the end")), h("details.state-values", {}, h("summary", {}, plural(Object.keys(rollout.state).length, "value")), fields(rollout.state, source, "values"))));
   const beside = rollout.beside?.sandbox || {};
   if (Object.keys(beside).length) sections.push(h("section.turn.r-end", { "aria-label": "Sandbox" }, h("header", {}, h("span.role", {}, "sandbox")), fields(beside, source, "values")));
   if ((rollout.tools || []).length) sections.push(h("section.turn.r-end", { "aria-label": "Tools" }, h("header", {}, h("span.role", {}, "tools of the model"), h("span.notes", {}, plural(rollout.tools.length, "tool"))), h("details.tree", {}, h("summary", {}, rollout.tools.map((tool) => word((tool?.function || tool)?.name)).join(", ")), rollout.tools.map((tool) => tree(tool?.function || tool, source, word((tool?.function || tool)?.name), 1)))));
