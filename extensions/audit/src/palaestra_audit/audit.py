@@ -7,6 +7,7 @@ files of the environment. So an audit that was interrupted goes on where it stop
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -134,6 +135,9 @@ async def _audit(
             every = known | found
             audit.tasks = [*(every[each.id] for each in tasks if each.id in every), *others_kept]
 
+        with contextlib.suppress(InfraError):  # the audit of each task meets it again, and reports it
+            done = {name for name, each in known.items() if each.complete}
+            await trials.play_fresh({place: task for place, task in enumerate(tasks) if task.id not in done})
         width = asyncio.Semaphore(plan.jobs)
         salt = _salt(form, parsed, plan)
 

@@ -134,9 +134,7 @@ class Audited:
         """Play the reference solution, and read what it leaves. Raises `InfraError` if that cannot be read."""
         spec = self.trials.environment.slot_spec(self.task, Phase.GRADE)
         first = Trial(steps=[] if self.task.solution is None else [REFERENCE])
-        derives, fresh = steps_of(self.task) is not None, None
-        if derives:
-            fresh, _, _ = await self.play(Trial())
+        derives = steps_of(self.task) is not None
         for _ in range(min(self.repeats, _MOST_PREPARATIONS)):
             left = LeftFiles(spec)
             verdict, rollout, group = await self.play(first, left)
@@ -149,8 +147,8 @@ class Audited:
             await self._play_again(group)
         before = LeftFiles(spec, tuple(left.files) if self.left else ())
         idle, _, nothing = await self.play(Trial(), before)
-        if fresh is not None and not self.leak:
-            self.leak = leak_to_idle(fresh.reward, idle.reward, self.task.floor)
+        if self.holds and not self.leak:
+            self.leak = leak_to_idle(self.trials.fresh.get(self.given.id), idle.reward, self.task.floor)
             self.leaked_to = Trial(after=1), idle
         self.flaky = bool(self.leak)
         for each in (self.left, before):

@@ -18,6 +18,7 @@ from palaestra.envs.run.run_folder import RunLine
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra_audit.cheats.command_tool import TERMINAL, CommandTool, find_command_tool
+from palaestra_audit.cheats.derived_plays import steps_of
 from palaestra_audit.cheats.left_files import LeftFiles, ReadWorkspaces, play_and_read
 from palaestra_audit.cheats.proof import writing
 from palaestra_audit.cheats.replies import actions
@@ -59,6 +60,7 @@ LOCALE = "en_US.UTF-8"
 _LOCALE_AT = "/opt/palaestra/locales"
 
 _ENDING = "Done."
+_MOST_FRESH = 200
 _MOST_SHOWN = 500
 """The number of characters of a reply that are printed."""
 _OURS = (Blame.SANDBOX, Blame.ENGINE, Blame.RUN)
@@ -231,6 +233,8 @@ class Trials:
         self.pool = pool
         self.prepared = runs.prepared if runs.prepared is not None else {}
         self.turns = turns
+        self.fresh: dict[str, float | None] = {}
+        """What doing nothing scored before anything else was played, by task id."""
         self._runs = runs
 
     async def play(
@@ -251,6 +255,17 @@ class Trials:
             reward=played.reward, official=played.official, labels=labels, error=played.error, blame=played.blame
         )
         return verdict, played, group
+
+    async def play_fresh(self, tasks: Mapping[int, Task]) -> None:
+        """Do nothing on the first of these tasks, by their numbers, whose solutions call function tools, because data
+        that one rollout leaves may change what all later ones find. Raises `SandboxError`."""
+        for number, task in tasks.items():
+            if len(self.fresh) == _MOST_FRESH:
+                return
+            if steps_of(task) is not None:
+                verdict, _, _ = await self.play(task, Trial(), number)
+                self.fresh[task.id] = verdict.reward
+                await self.forget(task.id)
 
     async def command_tool(self, task: Task, nothing: Group, number: int, spec: SlotSpec) -> CommandTool | None:
         """Return the tool of the agent that runs commands, where `nothing` is the group of doing nothing."""

@@ -154,8 +154,9 @@ def test_the_command_of_a_witness_prints_its_steps(tmp_path: Path, capsys: pytes
         ("rooms == wanted and price in said", FRESH, set[str]()),
         ("price in said", FRESH, {"pays_for_nothing", "weak"}),
         ("rooms[task.data['room']]['guest'] != ''", '{"rooms": ROOMS, "asked": 0, "log": []}', {"flaky"}),
+        ("bool(LEDGER)", FRESH, {"flaky"}),
     ],
-    ids=["sound", "words", "shared-state"],
+    ids=["sound", "words", "shared-state", "paid-ever-after"],
 )
 def test_an_audit_has_witnesses_that_play_again(
     score: str,
