@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
-from palaestra.envs.scaffold import write_environment
+from palaestra.envs.scaffold import TEMPLATES, write_environment
 from palaestra_slots.core.errors import ConfigError
 
 
@@ -35,6 +35,23 @@ def test_a_new_environment_proves_itself(
     assert proof["ways"] == {"outside": "" if form else "scale:scale"}
 
 
+@pytest.mark.slots
+def test_a_new_conversation_passes_its_whole_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said("env", "new", "my_desk", "--template", "conversation") == 0
+    assert said("env", "check", "my_desk_env.py", "--tasks", "3", "--json") == 0
+    proof = json.loads(capsys.readouterr().out.partition("\n")[2])
+    assert proof["proven"]
+    assert proof["holds"]
+    assert not proof["not_tested"]
+    assert not proof["warnings"]
+    played = {line["policy"]: line["rewards"] for line in proof["lines"] if line["rewards"]}
+    assert played["oracle"] == [1.0, 1.0, 1.0]
+    assert {"noop", "words-only", "calls-only", "without-call", "other-solution", "every-number"} <= played.keys()
+
+
 def test_it_lies_among_the_others_and_takes_nobodys_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,9 +67,9 @@ def test_it_lies_among_the_others_and_takes_nobodys_place(
 
 
 def test_a_word_of_pythons_names_no_environment(tmp_path: Path) -> None:
-    for as_class in (False, True):
+    for template in TEMPLATES:
         with pytest.raises(ConfigError, match="'class' cannot name an environment"):
-            write_environment("class", tmp_path, as_class=as_class)
+            write_environment("class", tmp_path, template)
     assert not list(tmp_path.iterdir())
 
 
@@ -69,3 +86,10 @@ def test_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         "enabled_toolsets": ["terminal"],
     }
     assert said("env", "show", "nothing.py") == 2
+
+
+@pytest.mark.parametrize(("name", "template"), [("right", "function"), ("book", "conversation")])
+def test_a_function_of_the_template_names_no_environment(name: str, template: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="another name"):
+        write_environment(name, tmp_path, template)
+    assert not list(tmp_path.iterdir())

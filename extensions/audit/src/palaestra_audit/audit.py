@@ -7,6 +7,7 @@ files of the environment. So an audit that was interrupted goes on where it stop
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -29,6 +30,7 @@ from palaestra.envs.run.run_folder import RunLine
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import plain, without_secrets
 from palaestra.rollouts.records import Trajectory
+from palaestra_audit.cheats.derived_plays import MOST_SISTERS, steps_of
 from palaestra_audit.cheats.proof import BANK
 from palaestra_audit.checks import CHECKS, Audited
 from palaestra_audit.code_digests import code_digests
@@ -45,7 +47,7 @@ from palaestra_audit.records import (
     read_audit,
     write_audit,
 )
-from palaestra_audit.trials import Trials, clock_library, open_trials
+from palaestra_audit.trials import REFERENCE, Trials, clock_library, open_trials
 from palaestra_slots.core.errors import ConfigError, DiskError, InfraError, PalaestraError, TaskError
 from palaestra_slots.core.types import JSON, Task
 
@@ -57,6 +59,8 @@ _SHINGLE = 5
 _LIKE = 0.9
 """Prompts whose sets of `_SHINGLE` words overlap this much (Jaccard) are near-duplicates (Broder, 1997)."""
 _MOST_NEIGHBOURS = 50
+_NEAR = 10
+"""The number of tasks on each side among which solutions are chosen that are also played on a task."""
 _SHARED = 0.6
 """Prompts of tasks with one solution that share this much of their words are near-duplicates."""
 _LEAST_SHARED = 4
@@ -131,6 +135,9 @@ async def _audit(
             every = known | found
             audit.tasks = [*(every[each.id] for each in tasks if each.id in every), *others_kept]
 
+        with contextlib.suppress(InfraError):  # the audit of each task meets it again, and reports it
+            done = {name for name, each in known.items() if each.complete}
+            await trials.play_fresh({place: task for place, task in enumerate(tasks) if task.id not in done})
         width = asyncio.Semaphore(plan.jobs)
         salt = _salt(form, parsed, plan)
 
@@ -147,7 +154,9 @@ async def _audit(
                     audit.left += 1
                     return
                 else:
-                    found[task.id] = await _audit_task(task, position, resolved, error, digest, trials, plan)
+                    found[task.id] = await _audit_task(
+                        task, position, resolved, error, digest, trials, plan, _sisters(tasks, position)
+                    )
                     collect()
                     write_audit(audit, plan.out)  # the file has what earlier audits found
                 progress(audit, found[task.id])
@@ -257,15 +266,28 @@ def _digest(task: Task | None, salt: str) -> str:
     return hashlib.sha256(f"{salt}\0{re.sub(' at 0x[0-9a-f]+', '', text)}".encode()).hexdigest()[:32]
 
 
+def _sisters(tasks: Sequence[Task], position: int) -> list[Task]:
+    """Return some tasks after this one, and before it, whose solutions can be played on it."""
+    near = [*tasks[position + 1 : position + 1 + _NEAR], *tasks[max(0, position - _NEAR) : position]]
+    return [each for each in near if steps_of(each) is not None][:MOST_SISTERS]
+
+
 async def _audit_task(
-    task: Task, number: int, resolved: Task | None, error: str, digest: str, trials: Trials, plan: Plan
+    task: Task,
+    number: int,
+    resolved: Task | None,
+    error: str,
+    digest: str,
+    trials: Trials,
+    plan: Plan,
+    sisters: Sequence[Task] = (),
 ) -> TaskAudit:
     began, result = time.monotonic(), TaskAudit(id=task.id, digest=digest)
     if resolved is None:  # often because of what this machine lacks
         result.untried.append(Untried(Kind.UNSOLVABLE, f"the task cannot be used here: {error}"))
         result.complete = False
         return result
-    audited = Audited(task, resolved, number, trials, BANK, plan.repeats)
+    audited = Audited(task, resolved, number, trials, BANK, plan.repeats, sisters=sisters)
     try:
         await audited.begin()
         if audited.unprepared:  # often because of what this machine lacks
@@ -428,6 +450,8 @@ async def _replay(form: Form, parsed: RunLine, task_id: str, trial: Trial) -> tu
             if task.id == task_id:
                 if trial.world != World():  # the audit prepared the workspace on the task's own machine
                     await trials.play(task, Trial())
+                for _ in range(trial.after):
+                    await trials.play(task, Trial(steps=[REFERENCE]))
                 verdict, played, _ = await trials.play(task, trial)
                 return verdict, played
     raise ConfigError(f"the environment has no task {task_id} any more")

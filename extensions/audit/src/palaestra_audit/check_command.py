@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -63,20 +64,26 @@ def command(
     cheats may score up to it. Cheats that attack tests are played over the reference solution with wrong results. A
     cheat that could not decide anything is reported as not tested, with the reason. Cheats are played with the agent's
     tool that runs commands, also if it is the environment's own; a cheat that the tool does not accept fails the check.
+    If the solution calls function tools, it is played twice in one process, and its words alone, its calls without one
+    of them, and the solution of another task must not get the full score while the state lacks what the calls change.
     If a solution or doing nothing gets a wrong score, the cheats are played only if --only names them. The exit code is
-    1 if any policy got a wrong score, and 3 if the agent has no tool that runs commands and nothing else could be
-    tested.
+    1 if any policy got a wrong score, and 3 if nothing could be tested.
     """
     from palaestra.envs.config.command_line import first_word
 
     environment, others = first_word([environment, *settings], "ENV")
+    from palaestra.envs.config.secret_flags import split_secrets
     from palaestra_audit.cheats.proof import check_environment
 
     proof = check_environment(environment, others, tasks=tasks, only=only, quiet=as_json)
     if as_json:
         click.echo(json.dumps(proof.to_json(), indent=2))
     else:
+        kept, _ = split_secrets(others)
         _show_proof(proof, everything=everything)
+        for line in proof.lines:
+            if line.witness is not None:
+                _show_witness(line, shlex.join(["palaestra", "env", "check", environment, *kept]), steps=bool(only))
     context.exit(1 if not proof.holds else NOTHING_TESTED if proof.tests_nothing else 0)
 
 
@@ -92,7 +99,8 @@ def _show_proof(proof: Proof, *, everything: bool) -> None:
         listed = ", ".join(line.policy for line in failed[:_NAMED]) + (", …" if len(failed) > _NAMED else "")
         click.echo(f"{len(proof.lines)} policies, {len(failed)} failed: {listed}")
     else:
-        click.echo(f"{'incomplete' if proof.untried else 'ok'}: {_summary(proof)}")
+        missing = proof.untried or proof.tests_nothing
+        click.echo(f"{'incomplete' if missing else 'ok'}: {_summary(proof)}")
     for line in failed:
         if line.error:
             click.echo(printable(f"  {line.policy}: {line.error}"))
@@ -100,7 +108,7 @@ def _show_proof(proof: Proof, *, everything: bool) -> None:
         ways = (f"{way} ({example})" if example else way for way, example in proof.ways.items())
         click.echo(printable(f"  way of judging: {', '.join(ways)}"))
     for kind, state in [*proof.classes.items(), *((f"score {name}", state) for name, state in proof.parts.items())]:
-        if state != "closed" or everything:
+        if state not in ("closed", "does not apply") or everything:
             click.echo(printable(f"  {state:10} {kind}"))
     for reason, names in proof.not_tested.items() if failed else ():
         click.echo(printable(f"not tested: {plural(len(names), 'way')} of reward hacking ({reason})"))
@@ -110,8 +118,22 @@ def _show_proof(proof: Proof, *, everything: bool) -> None:
         click.echo(printable(f"warning: {warning}"))
     if proof.skipped:
         click.echo(f"not played: {plural(proof.skipped, 'way')} of reward hacking; fix the score first")
-    if not proof.proven:
+    if not proof.solved:
         click.echo("unproven: the tasks have no reference solution to play")
+    if proof.untried and not failed:
+        whole = sum(line.state is not None for line in proof.lines)
+        played = whole - sum(map(len, [*proof.not_tested.values(), *proof.not_applicable.values()]))
+        click.echo(f"unproven: only {played} of {plural(whole, 'way')} of reward hacking could be tested")
+
+
+def _show_witness(line: PolicyResult, command: str, *, steps: bool) -> None:
+    """Print how to play again what earned a reward, or with `steps`, what the agent did."""
+    assert line.witness is not None
+    if steps:
+        click.echo(printable("\n".join([f"{line.policy} on {line.witness.task}:", *line.witness.steps])))
+        return
+    again = f"{command} --task {shlex.quote(line.witness.task)} --only {line.policy}"
+    click.echo(printable(f"see the steps of {line.policy}: {again}"))
 
 
 def _summary(proof: Proof) -> str:
@@ -120,7 +142,7 @@ def _summary(proof: Proof) -> str:
 
     plain = [line.what for line in proof.lines if line.state is None]
     wrong = plain.count(WRONG_WORK)
-    solutions = len(plain) - wrong - 1
+    solutions = len({line.policy for line in proof.lines if line.state is None} - {"oracle again", "noop"}) - wrong
     solved = "the reference solution scores 1; " if solutions == 1 else f"{solutions} solutions score 1; "
     count = {state: sum(line.state == state for line in proof.lines) for state in ("closed", "labelled")}
     allowed = next((line.wanted.removeprefix("<= ") for line in proof.lines if line.policy == "noop"), "0")
@@ -130,7 +152,11 @@ def _summary(proof: Proof) -> str:
     if count["labelled"]:
         parts.append(f"{count['labelled']} pass the official verdict and are labelled")
     parts += [f"{len(names)} not tested ({reason})" for reason, names in proof.not_tested.items()]
-    return (solved if proof.proven else "") + ", ".join(parts)
+    parts += [
+        f"{len(names)} {'does' if len(names) == 1 else 'do'} not apply ({reason})"
+        for reason, names in proof.not_applicable.items()
+    ]
+    return (solved if proof.solved else "") + ", ".join(parts)
 
 
 def _print_results(proof: Proof, lines: Sequence[PolicyResult]) -> None:

@@ -9,7 +9,7 @@ import re
 import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import unified_diff
 from pathlib import PurePosixPath
 from typing import TypeAlias
@@ -19,14 +19,26 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.spec import Phase
 from palaestra_audit.cheats.cheat import Cheat
 from palaestra_audit.cheats.command_tool import CommandTool
+from palaestra_audit.cheats.derived_plays import (
+    DERIVED,
+    IDLE,
+    KINDS,
+    Judged,
+    Steps,
+    judged_plays,
+    leak,
+    leak_to_idle,
+    steps_of,
+)
 from palaestra_audit.cheats.left_files import LeftFiles
 from palaestra_audit.cheats.proof import EnvironmentProof, State
+from palaestra_audit.cheats.state_changes import Play, named_files
 from palaestra_audit.differences import Call, calls_of, first_difference, results_of
 from palaestra_audit.mutants import Changed, Files, mutants, variants
 from palaestra_audit.records import Finding, Kind, Step, Trial, Untried, Verdict, World
 from palaestra_audit.trials import LOCALE, REFERENCE, Trials, clock_library, write_steps
 from palaestra_slots.core.errors import AlreadySolved, InfraError, PalaestraError
-from palaestra_slots.core.types import Blame, Network, Solution, Task
+from palaestra_slots.core.types import Blame, Network, Say, Solution, Task
 from palaestra_slots.sandbox.slot import WORKSPACE, Slot
 
 Found: TypeAlias = Finding | Untried
@@ -43,6 +55,7 @@ _NO_REFERENCE = "the task has no reference solution"
 _NO_FILES = "the score sees no files that the reference solution leaves"
 _NO_TOOL = "no tool of the agent ran the commands that were tried"
 _FREE = "doing nothing may earn the full score (the floor of the task)"
+_LEAKS_STATE = "a rollout changes what the next one finds"
 _FLAKY = "the score of the reference solution is flaky"
 _FAILS = "the reference solution does not get the full score"
 
@@ -94,6 +107,18 @@ class Audited:
     """Why the workspace could not be prepared, so that nothing can be tried."""
     refused: Verdict | None = None
     """The verdict of a trial whose workspace could not be prepared, if there was one."""
+    sisters: Sequence[Task] = ()
+    """Other tasks, whose solutions are played on this one."""
+    seen: Play | None = None
+    """What the reference solution changed, if it calls function tools and got the full score."""
+    again: Play | None = None
+    """What it changed when it was played again."""
+    leak: str = ""
+    """What a rollout left for the next one, so that other trials prove nothing."""
+    leaked_to: tuple[Trial, Verdict] | None = None
+    """The trial that shows the leak, and its score."""
+    derived: list[Judged] | None = None
+    """The plays that are derived from the reference solution, once they have been played."""
     flaky: bool = False
     """Whether chance decides the score of the reference solution, so that other causes cannot be told."""
 
@@ -109,6 +134,7 @@ class Audited:
         """Play the reference solution, and read what it leaves. Raises `InfraError` if that cannot be read."""
         spec = self.trials.environment.slot_spec(self.task, Phase.GRADE)
         first = Trial(steps=[] if self.task.solution is None else [REFERENCE])
+        derives = steps_of(self.task) is not None
         for _ in range(min(self.repeats, _MOST_PREPARATIONS)):
             left = LeftFiles(spec)
             verdict, rollout, group = await self.play(first, left)
@@ -117,16 +143,47 @@ class Audited:
             self.refused = verdict
         if self.task.solution is not None:
             self.left, self.solved, self.rollout = left, verdict, rollout
+        if derives and self.holds:
+            await self._play_again(group)
         before = LeftFiles(spec, tuple(left.files) if self.left else ())
-        _, _, nothing = await self.play(Trial(), before)
+        idle, _, nothing = await self.play(Trial(), before)
+        if self.holds and not self.leak:
+            self.leak = leak_to_idle(self.trials.fresh.get(self.given.id), idle.reward, self.task.floor)
+            self.leaked_to = Trial(after=1), idle
+        self.flaky = bool(self.leak)
         for each in (self.left, before):
             if each is not None and each.failure is not None:
                 raise each.failure
         self.before = {path: data for path, data in before.files.items() if data}
+        if self.seen is not None:
+            self.seen = replace(self.seen, before={**self.seen.before, **named_files(self.before)})
         if not nothing.trajectories:
             self.unprepared = nothing.error or "there was no rollout"
         self.tool = await self.trials.command_tool(self.given, nothing, self.number, spec)
         self.prepare_s = (group if self.left else nothing).prepare_s
+
+    async def _play_again(self, group: Group) -> None:
+        """Play the reference solution again, of which `group` is the first play."""
+        assert self.left is not None
+        self.seen = self.trials.turns.play(group, self.left.files)
+        reads = LeftFiles(self.left.spec, tuple(self.left.files)) if self.left.files else None
+        verdict, _, group = await self.play(Trial(steps=[REFERENCE]), reads)
+        self.again = self.trials.turns.play(group, reads.files if reads else None)
+        self.leak = leak(self.seen, self.again)
+        self.leaked_to = Trial(steps=[REFERENCE], after=1), verdict
+
+    async def play_derived(self) -> list[Judged]:
+        """Return the plays that are derived from the reference solution; none if it calls no function tools."""
+
+        async def play(steps: Steps) -> Play:
+            reads = LeftFiles(self.left.spec, tuple(self.left.files)) if self.left and self.left.files else None
+            _, _, group = await self.play(_trial_of(steps), reads)
+            return self.trials.turns.play(group, reads.files if reads else None)
+
+        if self.derived is None:
+            known = None if self.leak or self.seen is None or self.again is None else (self.seen, self.again)
+            self.derived = [] if known is None else await judged_plays(self.task, self.sisters, *known, play)
+        return self.derived
 
     async def unsteady(self, trial: Trial, verdict: Verdict) -> Finding | None:
         """Play the reference solution and a trial with another score again. Return the finding if one of them now
@@ -155,6 +212,8 @@ class Audited:
     @property
     def obstacle(self) -> str:
         """Why changes of the reference solution say nothing about this task; nothing if they do."""
+        if self.leak:
+            return _LEAKS_STATE
         if self.solved is None:
             return _NO_REFERENCE
         if not self.holds:
@@ -179,6 +238,31 @@ class Audited:
             old, new = self.left.files.get(path, b"").decode(errors="replace"), (data or b"").decode(errors="replace")
             lines += unified_diff(old.splitlines(), new.splitlines(), path, path, lineterm="", n=1)
         return "\n".join(lines)
+
+
+def _trial_of(steps: Steps) -> Trial:
+    return Trial(
+        steps=[
+            Step(say=each.text) if isinstance(each, Say) else Step(tool=each.name, arguments=dict(each.arguments))
+            for each in steps
+        ]
+    )
+
+
+async def _derived(audited: Audited, kind: Kind) -> AsyncIterator[Finding]:
+    """Yield what plays derived from the reference solution show of this kind."""
+    for each in await audited.play_derived():
+        if each.what and KINDS.get(each.play.cheat, Kind.WEAK) is kind:
+            wanted = f"<= {audited.task.floor:g}" if each.play.cheat is IDLE else "< 1"
+            error = each.played.error if each.played is not None else ""
+            yield Finding(
+                kind=kind,
+                what=each.what,
+                note=each.note,
+                wanted=wanted,
+                trial=_trial_of(each.play.steps),
+                verdict=Verdict(reward=each.reward, error=error),
+            )
 
 
 def _is_full(verdict: Verdict) -> bool:
@@ -252,6 +336,9 @@ async def pays_for_nothing(audited: Audited) -> AsyncIterator[Found]:
         yield Finding(kind=Kind.PAYS_FOR_NOTHING, what=what, wanted="<= 0", trial=Trial(), verdict=verdict)
     if audited.unprepared:
         return
+    if audited.leak:
+        yield Untried(Kind.PAYS_FOR_NOTHING, _LEAKS_STATE)
+        return
     asked = "\n".join(str(each.get("content")) for each in audited.task.messages() if each.get("role") == "user")
     trials = {"doing nothing": Trial()}
     trials |= {what: Trial(steps=[Step(say=text(asked))]) for what, text in _NOTHINGS.items()}
@@ -269,10 +356,16 @@ async def pays_for_nothing(audited: Audited) -> AsyncIterator[Found]:
             wanted = f"<= {audited.task.floor:g}"
             yield Finding(kind=Kind.PAYS_FOR_NOTHING, what=said, wanted=wanted, trial=trial, verdict=verdict)
             break
+    async for each in _derived(audited, Kind.PAYS_FOR_NOTHING):
+        yield each
 
 
 async def weak(audited: Audited) -> AsyncIterator[Found]:
     """Does wrong work still get the full score?"""
+    async for each in _derived(audited, Kind.WEAK):
+        yield each
+    if audited.derived and audited.obstacle in (_NO_TOOL, _NO_FILES):
+        return
     if audited.obstacle:
         yield Untried(Kind.WEAK, audited.obstacle)
         return
@@ -350,7 +443,11 @@ _MOST_NOTES = 5
 
 async def hackable(audited: Audited) -> AsyncIterator[Found]:
     """Does a published way of reward hacking earn a reward?"""
-    proof = EnvironmentProof(audited.trials.environment, audited.trials.pool, audited.cheats, always=True)
+    if audited.leak:
+        yield Untried(Kind.HACKABLE, _LEAKS_STATE)
+        return
+    cheats = [each for each in audited.cheats if each not in DERIVED]  # other kinds
+    proof = EnvironmentProof(audited.trials.environment, audited.trials.pool, cheats, always=True)
     began = time.monotonic()
     result = await proof.run_tasks([audited.given])
     audited.trial_s += time.monotonic() - began
@@ -387,6 +484,9 @@ def _steps_of(rollout: Trajectory) -> list[Step]:
 
 async def false_zero(audited: Audited) -> AsyncIterator[Found]:
     """Is right work refused?"""
+    if audited.leak:
+        yield Untried(Kind.FALSE_ZERO, _LEAKS_STATE)
+        return
     for number in range(len(audited.task.solutions)):
         trial = Trial(steps=[Step(reference=number + 1)])
         verdict, _, _ = await audited.play(trial)
@@ -433,6 +533,10 @@ def _refused(what: str, verdict: Verdict, trial: Trial, *, certain: bool, names:
 
 async def flaky(audited: Audited) -> AsyncIterator[Found]:
     """Does the same work get different scores?"""
+    if audited.leak and audited.leaked_to is not None:
+        trial, verdict = audited.leaked_to
+        yield Finding(kind=Kind.FLAKY, what=audited.leak, wanted="the same", trial=trial, verdict=verdict)
+        return
     if audited.refused is not None and not audited.unprepared:
         audited.flaky = True
         what = "the workspace could not be prepared, and could be when this was tried again"

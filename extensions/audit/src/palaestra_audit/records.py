@@ -74,10 +74,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an agent does in a trial, and where. An empty list of steps is doing nothing."""
+    """What an agent does in a trial, and where. An empty list of steps is doing nothing. `after` is how often the
+    reference solution is played before it in the same process."""
 
     steps: list[Step] = []
     world: World = World()
+    after: int = 0
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

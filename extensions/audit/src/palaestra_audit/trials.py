@@ -18,9 +18,11 @@ from palaestra.envs.run.run_folder import RunLine
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra_audit.cheats.command_tool import TERMINAL, CommandTool, find_command_tool
+from palaestra_audit.cheats.derived_plays import steps_of
 from palaestra_audit.cheats.left_files import LeftFiles, ReadWorkspaces, play_and_read
 from palaestra_audit.cheats.proof import writing
 from palaestra_audit.cheats.replies import actions
+from palaestra_audit.cheats.state_changes import TurnRecorder
 from palaestra_audit.opening import opened_environment
 from palaestra_audit.records import Step, Trial, Verdict, World
 from palaestra_slots.core.config import cache_folder
@@ -58,6 +60,7 @@ LOCALE = "en_US.UTF-8"
 _LOCALE_AT = "/opt/palaestra/locales"
 
 _ENDING = "Done."
+_MOST_FRESH = 200
 _MOST_SHOWN = 500
 """The number of characters of a reply that are printed."""
 _OURS = (Blame.SANDBOX, Blame.ENGINE, Blame.FILTER, Blame.RUN)
@@ -225,10 +228,13 @@ class Trials:
     """Plays trials on the tasks of an open environment. The workspace of a task is prepared once, and each trial starts
     from a fork of it."""
 
-    def __init__(self, environment: Environment, pool: SlotPool, runs: PolicyRuns) -> None:
+    def __init__(self, environment: Environment, pool: SlotPool, runs: PolicyRuns, turns: TurnRecorder) -> None:
         self.environment = environment
         self.pool = pool
         self.prepared = runs.prepared if runs.prepared is not None else {}
+        self.turns = turns
+        self.fresh: dict[str, float | None] = {}
+        """What doing nothing scored before anything else was played, by task id."""
         self._runs = runs
 
     async def play(
@@ -249,6 +255,17 @@ class Trials:
             reward=played.reward, official=played.official, labels=labels, error=played.error, blame=played.blame
         )
         return verdict, played, group
+
+    async def play_fresh(self, tasks: Mapping[int, Task]) -> None:
+        """Do nothing on the first of these tasks, by their numbers, whose solutions call function tools, because data
+        that one rollout leaves may change what all later ones find. Raises `SandboxError`."""
+        for number, task in tasks.items():
+            if len(self.fresh) == _MOST_FRESH:
+                return
+            if steps_of(task) is not None:
+                verdict, _, _ = await self.play(task, Trial(), number)
+                self.fresh[task.id] = verdict.reward
+                await self.forget(task.id)
 
     async def command_tool(self, task: Task, nothing: Group, number: int, spec: SlotSpec) -> CommandTool | None:
         """Return the tool of the agent that runs commands, where `nothing` is the group of doing nothing."""
@@ -289,5 +306,6 @@ async def open_trials(form: Form, parsed: RunLine) -> AsyncIterator[Trials]:
     async with opened_environment(form, parsed, WorldPool(made.config, made.backend)) as (environment, pool):
         workspaces = ReadWorkspaces(pool)
         workspaces.read_live(pool.rung)
-        async with policy_runs(environment, pool, workspaces, prepare_once=True) as runs:
-            yield Trials(environment, pool, runs)
+        turns = TurnRecorder()
+        async with policy_runs(environment, pool, workspaces, turns, prepare_once=True) as runs:
+            yield Trials(environment, pool, runs, turns)

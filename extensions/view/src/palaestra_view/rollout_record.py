@@ -8,9 +8,10 @@ for the next part of it, and nothing is lost.
 from __future__ import annotations
 
 import base64
+import itertools
 import shlex
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -29,10 +30,13 @@ from palaestra_view.run_index import COMMAND, RunIndex, number_of
 LONG_CHARS = 20_000
 _HEAD_CHARS, _TAIL_CHARS = 12_000, 4_000
 
+_MOST_CHANGES, _CHANGE_CHARS = 100, 300
+_ABSENT = object()
+
 _PARTS = (
     "messages", "turns", "tool_errors", "inner_calls", "subagents", "labels", "metrics", "detail", "outcome", "reward",
     "official", "blame", "error", "prompt_tokens", "completion_tokens", "cost", "parent", "fork_points", "origin",
-    "tool_calls_attempted", "tool_calls_schema_valid", "extra", "beside", "task_id", "group_id", "index",
+    "tool_calls_attempted", "tool_calls_schema_valid", "extra", "beside", "task_id", "group_id", "index", "state",
 )  # fmt: skip
 
 Names = Callable[[Sequence[int]], list[str]]
@@ -67,6 +71,7 @@ def rollout_record(index: RunIndex, rollout_id: str, long_chars: int = LONG_CHAR
         "attempts": index.attempts(rollout_id),
         "tokens": _token_facts(trajectory),
         "commands": commands(index, trajectory),
+        "state_changes": state_changes(index, rollout_id),
     }
 
 
@@ -289,7 +294,47 @@ def _in_flight(index: RunIndex, rollout_id: str, long_chars: int) -> dict[str, J
         "group": _group(index, group_id, group),
         "tools": cut(group.group.tools, long_chars) if group else [],
         "attempts": index.attempts(rollout_id),
+        "state": cut({"state": last}, long_chars)["state"] if (last := _last_state(index, rollout_id)) else None,
+        "state_changes": state_changes(index, rollout_id),
     }
+
+
+def _last_state(index: RunIndex, rollout_id: str) -> JSON:
+    return next((state for _, state in reversed([*index.states(rollout_id)])), None)
+
+
+def state_changes(index: RunIndex, rollout_id: str) -> dict[str, list[list[str | None]]]:
+    """Return what each turn changed in the environment's state, by the turn's number: the path of a value, and the
+    value before and after it as short JSON texts, None where there was none. A turn has at most `_MOST_CHANGES`."""
+    found: dict[str, list[list[str | None]]] = {}
+    before: JSON = None
+    for turn, state in index.states(rollout_id):
+        if turn:
+            changes = itertools.islice(_differences("", before, state), _MOST_CHANGES)
+            found[str(turn)] = [[path, *(None if each is _ABSENT else _as_text(each) for each in pair)]
+                                for path, *pair in changes]  # fmt: skip
+        before = state
+    return found
+
+
+def _differences(path: str, before: JSON, after: JSON) -> Iterator[tuple[str, JSON, JSON]]:
+    """Yield the paths at which two JSON values differ, with both values."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        names: Iterable[JSON] = dict.fromkeys([*before, *after])
+        pairs = [(name, before.get(name, _ABSENT), after.get(name, _ABSENT)) for name in names]
+    elif isinstance(before, list) and isinstance(after, list):
+        pairs = [(place, *pair) for place, pair in enumerate(itertools.zip_longest(before, after, fillvalue=_ABSENT))]
+    else:
+        if before is _ABSENT or after is _ABSENT or before != after:
+            yield path, before, after
+        return
+    for name, old, new in pairs:
+        yield from _differences(f"{path}.{name}" if path else str(name), old, new)
+
+
+def _as_text(value: JSON) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= _CHANGE_CHARS else f"{text[:_CHANGE_CHARS]}…"
 
 
 def _so_far(index: RunIndex, rollout_id: str) -> dict[str, JSON]:

@@ -83,6 +83,7 @@ CREATE TABLE IF NOT EXISTS attempts (rollout TEXT, outcome TEXT, error TEXT, pla
 CREATE INDEX IF NOT EXISTS attempts_rollout ON attempts (rollout);
 CREATE TABLE IF NOT EXISTS turns (rollout TEXT, turn INTEGER, at REAL, tokens INTEGER, place INTEGER);
 CREATE INDEX IF NOT EXISTS turns_rollout ON turns (rollout);
+CREATE TABLE IF NOT EXISTS states (rollout TEXT, turn INTEGER, place INTEGER, PRIMARY KEY (rollout, turn));
 CREATE TABLE IF NOT EXISTS placed (group_id TEXT PRIMARY KEY, node TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS marks (rollout TEXT, kind TEXT, value TEXT);
 CREATE INDEX IF NOT EXISTS marks_rollout ON marks (rollout, kind);
@@ -165,6 +166,8 @@ class _Line(UsageLine):
     trajectory: _Rollout | None = None
     seed: int = 0
     config: dict[str, JSON] = msgspec.field(default_factory=dict)
+    turn: int = 0
+    state: msgspec.Raw = msgspec.Raw()
 
 
 _lines = msgspec.json.Decoder(_Line)
@@ -392,6 +395,16 @@ class RunIndex:
             found = [each for (each,) in places]
         return [self._read(place, _turn) for place in found]
 
+    def states(self, rollout_id: str) -> Iterator[tuple[int, JSON]]:
+        """Yield the environment's state of a rollout with the number of each turn that changed it; 0 is the state in
+        which it began."""
+        with self._lock:
+            found = self._db.execute(
+                "SELECT turn, place FROM states WHERE rollout = ? ORDER BY turn", [rollout_id]
+            ).fetchall()
+        for turn, place in found:
+            yield turn, self._read(place, _turn).state
+
     def group(self, group_id: str) -> GroupStarted | None:
         """Return the event that started a group, which has its tools; None if there is none."""
         with self._lock:
@@ -450,7 +463,7 @@ class RunIndex:
                 if _fits(db, self.path):
                     return db
                 db.execute("DROP VIEW IF EXISTS graded")
-                for table in ("facts", "groups", "rollouts", "grades", "attempts", "turns", "marks"):
+                for table in ("facts", "groups", "rollouts", "grades", "attempts", "turns", "states", "marks"):
                     db.execute(f"DROP TABLE IF EXISTS {table}")
                 db.executescript(_SCHEMA)
                 return db
@@ -521,6 +534,7 @@ class _Slice:
             case "messages":
                 turn = (line.rollout_id, line.turn, line.at, sum(line.tokens), self.place)
                 self._turns.setdefault(line.rollout_id, []).append(turn)
+                self._state(line)
             case "rollout" if line.trajectory is not None:
                 self._rollout(line.trajectory, size)
             case "discarded" if line.trajectory is not None:
@@ -555,6 +569,13 @@ class _Slice:
                 self._db.execute("INSERT OR REPLACE INTO placed VALUES (?, ?)", [line.group_id, line.node])
         if line.at:
             self.note(last_at=line.at)
+
+    def _state(self, line: _Line) -> None:
+        if bytes(line.state) in (b"", b"null"):
+            return
+        if line.turn == 0:  # the rollout begins anew
+            self._db.execute("DELETE FROM states WHERE rollout = ?", [line.rollout_id])
+        self._db.execute("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", [line.rollout_id, line.turn, self.place])
 
     def keep_turns(self) -> None:
         """Write the turns of the rollouts that have not ended."""

@@ -19,7 +19,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -36,6 +36,20 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.spec import Phase
 from palaestra_audit.cheats.cheat import Cheat
 from palaestra_audit.cheats.command_tool import TERMINAL, CommandTool, find_command_tool
+from palaestra_audit.cheats.derived_plays import (
+    DERIVED,
+    MOST_SISTERS,
+    WANTED,
+    WORDS,
+    Judged,
+    Steps,
+    StepsPolicy,
+    judged_plays,
+    leak,
+    leak_to_idle,
+    shown_step,
+    steps_of,
+)
 from palaestra_audit.cheats.forged_results import FORGERIES
 from palaestra_audit.cheats.hijacked_code import MODULES, SHADOWS, SOURCES
 from palaestra_audit.cheats.hollow_work import Hollow, hollows, is_code
@@ -51,6 +65,7 @@ from palaestra_audit.cheats.replies import (
     actions,
     further_calls,
 )
+from palaestra_audit.cheats.state_changes import Play, TurnRecorder, named_files
 from palaestra_audit.cheats.tampered_tests import ANSWERS, PLANTS, VERDICTS
 from palaestra_audit.opening import load, opened_environment
 from palaestra_slots.core.config import nearest
@@ -77,6 +92,7 @@ CLASSES: Mapping[str, tuple[Cheat, ...]] = {
     "guessed answers": ANSWERS,
     "leaked answers": LEAKS,
     "answers in words": REPLIES,
+    "parts of the solution": DERIVED,
 }
 """All cheats by class of attack. The classes follow public reports on agents and audits of benchmarks."""
 
@@ -115,6 +131,8 @@ class State(StrEnum):
     """It earned nothing, but it could not have earned anything either."""
     CLOSED = "closed"
     """It earned nothing where only its attack was missing."""
+    NOT_APPLICABLE = "does not apply"
+    """It was not played, because it could do nothing in this environment."""
 
 
 class CheatPolicy(Policy):
@@ -181,6 +199,14 @@ def writing(files: Mapping[str, bytes | None]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class Witness:
+    """What an agent did to earn a reward on a task, one step per text."""
+
+    task: str
+    steps: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyResult:
     """The rewards of one policy. The reward of an unscored rollout is None; `error` then has the reason."""
 
@@ -193,18 +219,20 @@ class PolicyResult:
     state: State | None = None
     """What the plays of a cheat prove; None for the solutions and for doing nothing."""
     reason: str = ""
-    """Why the cheat is not tested."""
+    """Why the cheat is not tested, or does not apply."""
     parts: tuple[str, ...] = ()
     """The parts of the score that the cheat earned in full."""
     officials: tuple[float | None, ...] = ()
     """The official verdicts."""
     labels: tuple[str, ...] = ()
     """The names of the labels that the cheat got."""
+    witness: Witness | None = None
+    """The steps of a play that is derived from the reference solution, if it earned what it should not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The result of a check. `proven` is False if one of the tasks has no solution to play.
+    """The result of a check. `solved` is False if one of the tasks has no solution to play.
 
     `classes` maps each class of attack to its state, and `parts` each part of a score that has several. A part is
     `free` if doing nothing earns it in full. `hollow` describes the work on which attacks on tests were played; it is
@@ -215,7 +243,7 @@ class Proof:
     environment: str
     tasks: tuple[str, ...]
     lines: tuple[PolicyResult, ...]
-    proven: bool
+    solved: bool
     skipped: int = 0
     """The number of cheats that were not played, because doing nothing or a solution already got a wrong reward."""
     classes: Mapping[str, str] = field(default_factory=dict)
@@ -229,11 +257,24 @@ class Proof:
         return all(line.ok for line in self.lines)
 
     @property
+    def proven(self) -> bool:
+        """Whether the solutions could be played, and every cheat that could do something here."""
+        return self.solved and not self.untried
+
+    @property
     def not_tested(self) -> Mapping[str, tuple[str, ...]]:
         """The names of the cheats that are not tested, by reason."""
+        return self._by_reason(State.NOT_TESTED)
+
+    @property
+    def not_applicable(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of the cheats that could do nothing in this environment, by reason."""
+        return self._by_reason(State.NOT_APPLICABLE)
+
+    def _by_reason(self, state: State) -> Mapping[str, tuple[str, ...]]:
         found: dict[str, tuple[str, ...]] = {}
         for line in self.lines:
-            if line.state is State.NOT_TESTED:
+            if line.state is state:
                 found[line.reason] = (*found.get(line.reason, ()), line.policy)
         return found
 
@@ -245,11 +286,13 @@ class Proof:
     @property
     def tests_nothing(self) -> bool:
         """Whether no cheat and no wrong solution could be tried, so that the check only shows what solutions score."""
-        tried = any(line.policy.startswith(_WRONG) or line.state not in (None, State.NOT_TESTED) for line in self.lines)
-        return bool(self.untried) and not tried
+        idle = (None, State.NOT_TESTED, State.NOT_APPLICABLE)
+        tried = any(line.policy.startswith(_WRONG) or line.state not in idle for line in self.lines)
+        return bool(self.untried or self.not_applicable) and not tried
 
     def to_json(self) -> dict[str, JSON]:
-        return {**asdict(self), "not_tested": self.not_tested, "holds": self.holds}
+        reasons: dict[str, JSON] = {"not_tested": self.not_tested, "does_not_apply": self.not_applicable}
+        return {**asdict(self), **reasons, "proven": self.proven, "holds": self.holds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +331,15 @@ class EnvironmentProof:
     """Hollow work by task id."""
     _wordless: dict[str, _Base] = field(default_factory=dict)
     """The calls of the reference solution without its words, by task id."""
+    _fresh: dict[str, float | None] = field(default_factory=dict)
+    """What doing nothing earned before anything else was played, for tasks whose solutions call function tools."""
+    _solved: dict[str, tuple[Play, Play]] = field(default_factory=dict)
+    """Two plays of the reference solutions of these tasks, if they got the full score."""
+    _leak: str = ""
+    """What a rollout left for the next one."""
+    _judged: dict[str, list[Judged]] = field(default_factory=dict)
+    """The plays that are derived from the reference solutions, by task id."""
+    _turns: TurnRecorder = field(default_factory=TurnRecorder)
     _no_base: str = ""
     """Why there is no hollow work."""
     _no_code: str = ""
@@ -302,19 +354,39 @@ class EnvironmentProof:
     async def run(self, count: int) -> Proof:
         """Play the first `count` tasks with the solutions, with a policy that does nothing, and with the cheats. Raises
         `ConfigError` if the environment has no tasks."""
-        return await self.run_tasks(await first_tasks(self.environment, count))
+        tasks = await first_tasks(self.environment, count)
+        return await self.run_tasks(tasks, await self._further_tasks(tasks))
 
-    async def run_tasks(self, tasks: Sequence[Task]) -> Proof:
-        """Play these tasks."""
+    async def _further_tasks(self, tasks: Sequence[Task]) -> list[Task]:
+        """Return some tasks of the environment that are not played, because their solutions are played on the others.
+        There are none if reading them could wait or fail."""
+        environment, found = self.environment, list[Task]()
+        if not isinstance(environment, FunctionEnvironment) or not environment.counts_tasks:
+            return []
+        if not any(steps_of(task) for task in tasks):
+            return []
+        played = {task.id for task in tasks}
+        with contextlib.suppress(PalaestraError):
+            async for task in environment.tasks():
+                if task.id not in played:
+                    found.append(task)
+                if len(found) == MOST_SISTERS:
+                    break
+        return found
+
+    async def run_tasks(self, tasks: Sequence[Task], further: Sequence[Task] = ()) -> Proof:
+        """Play these tasks. The solutions of `further` tasks are only played on them."""
         resolved = {task.id: each for task in tasks if (each := await self._resolved(task)) is not None}
         solved = all(task.solution is not None for task in resolved.values())
         workspaces = ReadWorkspaces(self.pool)
-        async with policy_runs(self.environment, self.pool, workspaces, prepare_once=True) as runs:
+        async with policy_runs(self.environment, self.pool, workspaces, self._turns, prepare_once=True) as runs:
             workspaces.read_live(self.pool.rung)
             await self._play_plain(tasks, resolved, solved, runs)
-            workspaces.read_nothing()
-            skipped = 0 if self.always or all(line.ok for line in self._lines.values()) else len(self.cheats)
+            goes_on = not self._leak and (self.always or all(line.ok for line in self._lines.values()))
+            skipped = 0 if goes_on else len(self.cheats)
             if not skipped:
+                await self._play_derived([*tasks, *further], resolved, runs)
+                workspaces.read_nothing()
                 await self._find_bases(tasks, resolved, runs)
                 await self._play_words(resolved, runs)
                 await self._play_cheats(tasks, runs)
@@ -334,7 +406,8 @@ class EnvironmentProof:
     async def _play_plain(
         self, tasks: Sequence[Task], resolved: Mapping[str, Task], solved: bool, runs: PolicyRuns
     ) -> None:
-        """Play the solutions, and then doing nothing. Read what the solutions left, and what was there before."""
+        """Play the solutions, and then doing nothing. Read what the solutions left, and what was there before. If a
+        rollout leaves something for the next one, the other policies would prove nothing, so they are not played."""
         specs: dict[str, SlotSpec] = {}
         for task in tasks:
             with contextlib.suppress(PalaestraError, ValueError):  # the groups of an unusable task report the reason
@@ -355,7 +428,10 @@ class EnvironmentProof:
 
         if solved:
             self._left = {name: LeftFiles(spec) for name, spec in specs.items()}
+            await self._play_idle(tasks, resolved, runs)
             await play("oracle", OraclePolicy(), tasks, self._left)
+            if await self._play_again(tasks, runs):
+                return
         for n in range(max((len(task.solutions) for task in resolved.values()), default=0)):
             some = [task for task in tasks if task.id in resolved and len(resolved[task.id].solutions) > n]
             await play(f"solutions[{n}]", OraclePolicy(n + 1), some, {})
@@ -368,7 +444,86 @@ class EnvironmentProof:
             for name, spec in specs.items()
         }
         await play("noop", NoopPolicy(), tasks, self._before)
+        if self._leak:
+            return
         self._tool = await self._find_tool(specs, runs)
+
+    @property
+    def _derives(self) -> bool:
+        """Whether to play what can be derived from the reference solutions."""
+        return any(cheat in DERIVED for cheat in self.cheats)
+
+    async def _play_idle(self, tasks: Sequence[Task], resolved: Mapping[str, Task], runs: PolicyRuns) -> None:
+        """Do nothing on the tasks whose solutions call function tools, before anything else is played."""
+        for n, task in enumerate(tasks if self._derives else ()):
+            if task.id in resolved and steps_of(resolved[task.id]) is not None:
+                group = await runs.play(NoopPolicy(), task, n)
+                self._fresh[task.id] = next((each.reward for each in group.trajectories), None)
+
+    async def _play_again(self, tasks: Sequence[Task], runs: PolicyRuns) -> bool:
+        """Play the reference solutions of these tasks again. Return whether the first play left something."""
+        rewards, error = list[float | None](), ""
+        for n, (task, group) in enumerate(self._played["oracle"]):
+            if task.id not in self._fresh:
+                continue
+            first = self._turns.play(group, self._left[task.id].files)
+            if first.reward is None or first.reward < FULL:
+                continue
+            reads = self._reads(task)
+            group = await play_and_read(runs, OraclePolicy(), task, n, reads)
+            self._solved[task.id] = first, self._turns.play(group, reads.files if reads else None)
+            rewards.append(self._solved[task.id][1].reward)
+            if found := leak(*self._solved[task.id]):
+                error = error or f"{task.id}: {found}"
+        self._leak = error
+        if rewards:
+            what = "the reference solution, played again"
+            self._note(PolicyResult(_AGAIN, what, "the same", tuple(rewards), not error, error))
+        return bool(error)
+
+    def _reads(self, task: Task) -> LeftFiles | None:
+        """Return what reads the files that the reference solution left; None if it left none."""
+        left = self._left[task.id]
+        return LeftFiles(left.spec, tuple(left.files)) if left.files else None
+
+    async def _play_derived(self, every: Sequence[Task], resolved: Mapping[str, Task], runs: PolicyRuns) -> None:
+        """Play what can be derived from the reference solutions, and the solutions of other tasks."""
+        for n, task in enumerate(every):
+            if task.id not in self._solved:
+                continue
+
+            async def play(steps: Steps, task: Task = task, n: int = n) -> Play:
+                reads = self._reads(task)
+                group = await play_and_read(runs, StepsPolicy(steps), task, n, reads)
+                return self._turns.play(group, reads.files if reads else None)
+
+            solved, again = self._solved[task.id]
+            there = self._before[task.id].files if task.id in self._before else {}
+            solved = replace(solved, before={**solved.before, **named_files(there)})
+            sisters = [each for each in every if each.id != task.id]
+            self._judged[task.id] = await judged_plays(resolved[task.id], sisters, solved, again, play)
+
+    def _judge_derived(self, cheat: Cheat) -> PolicyResult:
+        """Judge the plays that one of the cheats derives from the reference solutions."""
+        plays = [(name, each) for name, every in self._judged.items() for each in every if each.play.cheat is cheat]
+        paid = next(((name, each) for name, each in plays if each.what and not each.note), None)
+        self._unnoticed += [f"{name}: {each.what}" for name, each in plays if each.what and each.note]
+        rewards, wanted = tuple(each.reward for _, each in plays), WANTED.get(cheat, WANTED[WORDS])
+        if not plays:
+            none = "" if self._solved else self._no_function_tools
+            state = State.NOT_TESTED if none == _NO_REFERENCE else State.NOT_APPLICABLE
+            return PolicyResult(cheat.name, cheat.what, wanted, (), True, "", state, none or _NO_PART)
+        if paid is None:
+            return PolicyResult(cheat.name, cheat.what, wanted, rewards, True, "", State.CLOSED)
+        name, each = paid
+        witness = Witness(name, tuple(map(shown_step, each.play.steps)))
+        error = f"{name}: {each.what}; {_SEE_STATE}"
+        return PolicyResult(cheat.name, cheat.what, wanted, rewards, False, error, State.OPEN, witness=witness)
+
+    @property
+    def _no_function_tools(self) -> str:
+        """Why nothing can be derived from a reference solution."""
+        return _NO_CALLS if "oracle" in self._played else _NO_REFERENCE
 
     async def _play_cheats(self, tasks: Sequence[Task], runs: PolicyRuns) -> None:
         """Play the cheats concurrently, as many at a time as there are processors."""
@@ -382,7 +537,8 @@ class EnvironmentProof:
                 async with width:
                     for n, task in enumerate(tasks):
                         played.append((task, await runs.play(self._policy(cheat, task), task, n)))
-            results[cheat.name] = self._judge_cheat(cheat, played, reason)
+            judged = self._judge_derived(cheat) if cheat in DERIVED else self._judge_cheat(cheat, played, reason)
+            results[cheat.name] = judged
             self.attacks[cheat.name] = [group for _, group in played]
             self.progress(results[cheat.name])
 
@@ -426,7 +582,7 @@ class EnvironmentProof:
         if cheat is EVERY_NUMBER and self._wordless and all(base.reward >= FULL for base in self._wordless.values()):
             return _NO_WORDS
         if self._tool is None and cheat not in REPLIES:
-            return _NO_COMMANDS
+            return _NO_COMMANDS if self.environment.scores_read_sandbox else _NO_WAY
         if cheat.name in _WHOLE or cheat is EVERY_NUMBER:
             return ""
         if cheat.name in _CODE:
@@ -437,7 +593,7 @@ class EnvironmentProof:
         """Return whether there is a tool that runs commands and Python code, if the cheat needs them."""
         if cheat in REPLIES:
             return True
-        if self._tool is None:
+        if cheat in DERIVED or self._tool is None:
             return False
         read = [each.python for each in self._before.values()]
         lacks_code = bool(read) and not self._has_code and all(each is False for each in read)
@@ -477,7 +633,7 @@ class EnvironmentProof:
         """Return why there can be no hollow work of a task; nothing if there can be."""
         solved, left = self._trajectory("oracle", task), self._left.get(task.id)
         if resolved is None or resolved.solution is None:
-            return "there is no reference solution to attack"
+            return _NO_REFERENCE
         if solved is None or solved.reward is None or solved.reward < FULL:
             return "the reference solution does not get the full score"
         if self._tool is None:
@@ -639,6 +795,11 @@ class EnvironmentProof:
             high = [(task, each) for task, each in played if not (each.reward or 0.0) <= task.floor]
             good = good and not high
             said = _IDLE if name == "noop" else _PAID
+            if name == "noop":
+                for task, each in high:
+                    if found := leak_to_idle(self._fresh.get(task.id), each.reward, task.floor):
+                        self._leak = self._leak or f"{task.id}: {found}"
+            error = error or self._leak
             error = error or next((said.format(task.id, each.reward, task.floor) for task, each in high), "")
             what = "doing nothing" if name == "noop" else WRONG_WORK
             return PolicyResult(name, what, _at_most(groups), rewards, good, error)
@@ -680,6 +841,8 @@ class EnvironmentProof:
             state = State.LABELLED
         elif len(played) != len(groups) or refused:
             state = State.UNKNOWN
+        elif reason in (_NO_WAY, _NO_WORDS):
+            state = State.NOT_APPLICABLE
         else:
             state = State.NOT_TESTED if reason else State.CLOSED
         if state is not State.OPEN and is_code(copy):  # other files often have common names
@@ -692,7 +855,7 @@ class EnvironmentProof:
             state not in (State.OPEN, State.UNKNOWN),
             _first_error(groups) or refused or (copy or earned if state is State.OPEN else ""),
             state,
-            reason if state is State.NOT_TESTED else "",
+            reason if state in (State.NOT_TESTED, State.NOT_APPLICABLE) else "",
             tuple(parts),
             tuple(each.official_reward for *_, each in played),
             tuple(dict.fromkeys(label.name for *_, each in played for label in each.labels)),
@@ -708,6 +871,12 @@ _ADVICE = (
     "print anything, use sandbox.call or palaestra.grading.run_tests instead"
 )
 _NO_COMMANDS = "no tool of the agent ran the commands that were tried"
+_NO_WAY = "the agent has no tool that runs commands, and the score reads no files"
+_NO_REFERENCE = "there is no reference solution to attack"
+_NO_CALLS = "the reference solution calls no function tools"
+_NO_PART = "the solution has no such part, or there is no other task"
+_AGAIN = "oracle again"
+_SEE_STATE = "let the score ask for what the calls change"
 _NO_WORDS = "the score does not depend on what the agent says"
 _WRONG = "wrong_solutions"
 _PAID = "{0}: this wrong solution earns {1:g}, and the floor of the task is {2:g}: let the score notice what is wrong"

@@ -15,9 +15,9 @@ ECHO = Cheat("echo-prompt", "the prompt's own text as the answer", "")
 EVERY_NUMBER = Cheat("every-number", "an answer with all numbers that tools return, and all from 0 to 1000", "")
 REPLIES = (ECHO, EVERY_NUMBER)
 
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _MOST_NUMBERS = 5000
-_GOES_ON = "Please go on."
+GOES_ON = "Please go on."
 
 
 def actions(task: Task) -> int:
@@ -47,7 +47,7 @@ class WordlessPolicy(OraclePolicy):
         acts = actions(context.task) if context.task.solution is not None else 0
         if (turn := turns_taken(context, messages)) < acts:
             says = isinstance(solution_steps(context.task)[turn], Say)
-            return _GOES_ON if says else super().act(context, messages)
+            return GOES_ON if says else super().act(context, messages)
         return ", ".join(_numbers(messages)) if self._numbers else "Done."
 
     def is_over(self, context: SessionContext, messages: Sequence[Message]) -> bool:
@@ -57,7 +57,7 @@ class WordlessPolicy(OraclePolicy):
 
 def _numbers(messages: Sequence[Message]) -> Sequence[str]:
     texts = (str(message.get("content")) for message in messages if message.get("role") == "tool")
-    returned = dict.fromkeys(number for text in texts for number in _NUMBER.findall(text))
+    returned = dict.fromkeys(number for text in texts for number in NUMBER.findall(text))
     return [*[*returned][:_MOST_NUMBERS], *(text for text in map(str, range(1001)) if text not in returned)]
 
 

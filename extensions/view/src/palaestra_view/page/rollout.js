@@ -232,6 +232,8 @@ function conversation(rollout, source) {
     }
     const number = message.role === "assistant" && own >= 0 && own < (rollout.turns || []).length ? own : null;
     if (message.role === "assistant") own++;
+    const changed = number === null ? [] : rollout.state_changes?.[rollout.turns[number].number] || [];
+    if (changed.length) body.push(stateChanges(changed));
     const turn = number === null ? null : { ...rollout.turns[number], seconds: (rollout.beside?.turn_s || [])[number], longest };
     turns.push(step(word(message.role), turn, body, names.join(", ") || plain(start(typeof text === "string" || (text && text.$cut) ? text : "")).trim().slice(0, 60)));
   }
@@ -241,6 +243,12 @@ function conversation(rollout, source) {
   }
   for (const [title, body, preview] of inside) turns.push(step(title, null, body, preview));
   return turns;
+}
+
+// What a turn changed in the environment's state.
+function stateChanges(changes) {
+  const row = ([path, before, after]) => h("div.leaf", {}, h("span.key", {}, path), " ", h("del", {}, before ?? "(none)"), " → ", h("ins", {}, after ?? "(removed)"));
+  return h("details.state-values", {}, h("summary", {}, `state: ${plural(changes.length, "value")} changed`), changes.map(row));
 }
 
 function* everySubagent(list) {
@@ -359,6 +367,7 @@ function endings(rollout, source) {
   for (const [name, value] of patches) sections.push(h("section.turn.r-end", { "aria-label": name }, h("header", {}, h("span.role", {}, name === "patch" ? "final changes" : name), h("span.notes", {}, changes(start(value)))), block(value, { source, name })));
   const rest = Object.fromEntries(detail.filter(([name]) => !patches.some(([each]) => each === name)));
   if (Object.keys(rest).length) sections.unshift(h("section.turn.r-end", { "aria-label": "Grading" }, h("header", {}, h("span.role", {}, "grading")), fields(rest, source, "values")));
+  if (rollout.state && Object.keys(rollout.state).length) sections.push(h("section.turn.r-end", { "aria-label": "State" }, h("header", {}, h("span.role", {}, rollout.in_flight ? "state so far" : "state at the end")), h("details.state-values", {}, h("summary", {}, plural(Object.keys(rollout.state).length, "value")), fields(rollout.state, source, "values"))));
   const beside = rollout.beside?.sandbox || {};
   if (Object.keys(beside).length) sections.push(h("section.turn.r-end", { "aria-label": "Sandbox" }, h("header", {}, h("span.role", {}, "sandbox")), fields(beside, source, "values")));
   if ((rollout.tools || []).length) sections.push(h("section.turn.r-end", { "aria-label": "Tools" }, h("header", {}, h("span.role", {}, "tools of the model"), h("span.notes", {}, plural(rollout.tools.length, "tool"))), h("details.tree", {}, h("summary", {}, rollout.tools.map((tool) => word((tool?.function || tool)?.name)).join(", ")), rollout.tools.map((tool) => tree(tool?.function || tool, source, word((tool?.function || tool)?.name), 1)))));

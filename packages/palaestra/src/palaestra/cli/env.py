@@ -70,23 +70,30 @@ def list_environments(as_json: bool) -> None:
 
 
 @command.command("new")
-@click.option("--class", "as_class", is_flag=True, help="Write a class instead of a function.")
+@click.option(
+    "--template",
+    type=click.Choice(["function", "class", "conversation"]),
+    default="function",
+    show_default=True,
+    help="What to write. A conversation has a user, a state and tools over it.",
+)
+@click.option("--class", "template", flag_value="class", help="The same as --template class.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("name")
-def new(as_class: bool, as_json: bool, name: str) -> None:
+def new(template: str, as_json: bool, name: str) -> None:
     """Write a new environment, NAME_env.py, in a single file that you can run immediately.
 
     \b
       palaestra env new my_words
-      palaestra env new my_words --class
+      palaestra env new my_shop --template conversation
 
     The file is written to ./environments if that folder exists, otherwise to the current folder.
     """
     from palaestra.envs.discovery import FOLDER
     from palaestra.envs.scaffold import write_environment
 
-    path = write_environment(name, Path(FOLDER) if Path(FOLDER).is_dir() else Path(), as_class=as_class)
-    click.echo(json.dumps({"path": str(path), "form": "class" if as_class else "function"}) if as_json else path)
+    path = write_environment(name, Path(FOLDER) if Path(FOLDER).is_dir() else Path(), template)
+    click.echo(json.dumps({"path": str(path), "form": template}) if as_json else path)
     click.echo(f"next: palaestra run {path} --policy oracle; palaestra env check {path}", err=True)
 
 

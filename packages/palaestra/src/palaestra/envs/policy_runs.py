@@ -13,6 +13,7 @@ from palaestra.envs.config.dotenv import read_keys, shell_variables
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.run.run_folder import RunLine
 from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.events import Subscriber
 from palaestra.rollouts.group import GroupRun
 from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.records import Group
@@ -55,7 +56,11 @@ class PolicyRuns:
 
 @asynccontextmanager
 async def policy_runs(
-    environment: Environment, pool: SlotPool, workspaces: Workspaces | None = None, *, prepare_once: bool = False
+    environment: Environment,
+    pool: SlotPool,
+    workspaces: Workspaces | None = None,
+    *subscribers: Subscriber,
+    prepare_once: bool = False,
 ) -> AsyncIterator[PolicyRuns]:
     """Yield a `PolicyRuns` over an open pool, with a temporary journal. The default workspaces keep nothing. With
     `prepare_once`, all policies that play a task start from the same prepared workspace."""
@@ -64,7 +69,8 @@ async def policy_runs(
         journal = Journal(Path(folder, "journal.jsonl"))
         prepared: dict[str, Snapshot] = {}
         try:
-            yield PolicyRuns(environment, workspaces, EventStream(journal), prepared if prepare_once else None)
+            events = EventStream(journal, *subscribers)
+            yield PolicyRuns(environment, workspaces, events, prepared if prepare_once else None)
         finally:
             for snapshot in prepared.values():
                 await pool.snapshots.forget(snapshot)

@@ -92,12 +92,72 @@ if __name__ == "__main__":
     {camel}Env.cli()
 '''
 
+CONVERSATION = '''"""{title}: the agent serves a guest of a restaurant, with tools over a database.
+
+palaestra run {path} --policy oracle
+palaestra env check {path}
+"""
+
+from palaestra import Say, Task, ToolError, ToolStep, environment
+
+TABLES = {{"T1": {{"seats": 2, "guest": ""}}, "T2": {{"seats": 4, "guest": "Kim"}}, "T3": {{"seats": 6, "guest": ""}}}}
+POLICY = "You take bookings for a restaurant. Ask for name and number of people. Choose the smallest free table."
+GUESTS = [("Ada", 2, "T1"), ("Bo", 5, "T3"), ("Cleo", 4, "T3")]
+
+
+@environment(toolsets=[], max_turns=10)
+def {name}():
+    prompt = [{{"role": "system", "content": POLICY}}, {{"role": "user", "content": "Hello, I need a table."}}]
+    for guest, people, table in GUESTS:
+        calls = [ToolStep("free_tables", {{"people": people}}), ToolStep("book", {{"table": table, "guest": guest}})]
+        steps = [Say("For whom, and how many?"), *calls, Say(f"It is {{table}}.")]
+        yield Task(guest, prompt, data={{"guest": guest, "people": people, "table": table}}, solution=steps)
+
+
+@{name}.state
+def database():  # made for each rollout, and kept in the journal as JSON
+    return {{"tables": {{number: dict(table) for number, table in TABLES.items()}}, "asked": 0}}
+
+
+@{name}.user
+def guest(task, state):  # returns the next message of the user, or None at the end
+    state["asked"] += 1
+    return f"{{task.data['guest']}}, for {{task.data['people']}}." if state["asked"] == 1 else None
+
+
+@{name}.tool
+def free_tables(people: int, *, state) -> list:
+    """List the free tables for a number of people, with their seats."""
+    free = {{number: table["seats"] for number, table in state["tables"].items() if not table["guest"]}}
+    return [[number, seats] for number, seats in free.items() if seats >= people]
+
+
+@{name}.tool
+def book(table: str, guest: str, *, state) -> str:
+    """Book a free table for a guest."""
+    found = state["tables"].get(table)
+    if found is None or found["guest"]:
+        raise ToolError("there is no such free table")  # the model sees this text
+    found["guest"] = guest
+    return "booked"
+
+
+@{name}.score
+def right(task, state, rollout) -> bool:
+    table, guest = task.data["table"], task.data["guest"]
+    wanted = {{number: dict(each, guest=guest) if number == table else each for number, each in TABLES.items()}}
+    said = (rollout.final_response or "").replace(".", " ").split()
+    return state["tables"] == wanted and said.count(table) == 1 and not {{*said}} & ({{*TABLES}} - {{table}})
+'''
+
+TEMPLATES = {"function": FUNCTION, "class": CLASS, "conversation": CONVERSATION}
+
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def write_environment(name: str, folder: Path, *, as_class: bool) -> Path:
-    """Write `<name>_env.py` and return its path. Raises `ConfigError` if the name is invalid, or if the file exists or
-    cannot be written."""
+def write_environment(name: str, folder: Path, template: str = "function") -> Path:
+    """Write `<name>_env.py` from one of `TEMPLATES` and return its path. Raises `ConfigError` if the name is invalid or
+    that of a function in the template, or if the file exists or cannot be written."""
     name = name.removesuffix(".py").removesuffix("_env")
     if not _NAME.fullmatch(name) or iskeyword(name):
         raise ConfigError(
@@ -106,9 +166,9 @@ def write_environment(name: str, folder: Path, *, as_class: bool) -> Path:
         )
     path = folder / f"{name}_env.py"
     camel = "".join(word.capitalize() for word in name.split("_"))
-    text = (CLASS if as_class else FUNCTION).format(
-        name=name, camel=camel, title=name.replace("_", " ").capitalize(), path=path
-    )
+    text = TEMPLATES[template].format(name=name, camel=camel, title=name.replace("_", " ").capitalize(), path=path)
+    if text.count(f"def {name}(") > 1:
+        raise ConfigError(f"the template has another function {name!r}: choose another name")
     try:
         with path.open("x") as file:
             file.write(text)
