@@ -44,7 +44,7 @@ IMPORTS = "imports"
 COMMAND = "import"
 """The command in the settings of such a journal."""
 
-_FORMAT = "9"
+_FORMAT = "10"
 _TAIL_BYTES = 4096
 _EXIT = re.compile(rb'\\?"exit_code\\?":\s*-?[1-9]')
 _PREVIEW_CHARS = 240
@@ -166,7 +166,6 @@ class _Line(UsageLine):
     trajectory: _Rollout | None = None
     seed: int = 0
     config: dict[str, JSON] = msgspec.field(default_factory=dict)
-    turn: int = 0
     state: msgspec.Raw = msgspec.Raw()
 
 
