@@ -22,7 +22,7 @@ from palaestra_slots.sandbox.isolation.self_test import explain, prove
 from palaestra_slots.sandbox.local.client import Requests, SlotClient
 from palaestra_slots.sandbox.local.local_slot import LocalSlot
 from palaestra_slots.sandbox.python_call import PACKAGES_DIR
-from palaestra_slots.sandbox.slot import Change, Rung, Slot, SlotSpec, Snapshot, View
+from palaestra_slots.sandbox.slot import WORKSPACE, Change, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra_slots.sandbox.slotd.network import allowlist
 from palaestra_slots.sandbox.slotd.protocol.frames import Fields
 
@@ -125,6 +125,11 @@ class ServerBackend(StartedBackend):
         """Whether the slots' default root is an image that has passwords, which are not the host's."""
         return False
 
+    @property
+    def places_workspace(self) -> bool:
+        """Whether slots can have their workspace at a second path (`SlotSpec.workspace`)."""
+        return self.rung >= Rung.USERNS
+
     @abstractmethod
     async def _start_server(self, rung: Rung) -> None:
         """Start the server at an isolation level. Raises `SandboxError` or `OSError`."""
@@ -212,6 +217,11 @@ class ServerBackend(StartedBackend):
                 f"slots of the backend {self.name} cannot be joined by a network of their own at {self.rung.label}: "
                 f"{self.joins_fix}"
             )
+        if spec.workspace and not self.places_workspace:
+            raise ConfigError(
+                f"slots of the backend {self.name} have their workspace only at {WORKSPACE} at {self.rung.label}: leave "
+                "out the workspace's path, or use the level userns or full"
+            )
         fields: dict[str, JSON] = {
             **await self._place(spec),
             "layers": [] if snapshot is None else list(snapshot.layers),
@@ -223,6 +233,8 @@ class ServerBackend(StartedBackend):
             fields["continued"] = True
         if spec.on_demand:
             fields["on_demand"] = list(spec.on_demand)
+        if spec.workspace:
+            fields["workspace"] = spec.workspace
         if spec.group is not None:
             fields["group"] = [spec.group.group, spec.group.number, spec.group.members]
         server = await self._living()

@@ -394,6 +394,11 @@ class RemoteBackend(StartedBackend):
         return Rung.FULL if known is None else known
 
     @property
+    def places_workspace(self) -> bool:
+        """Whether slots can have their workspace at a second path (`SlotSpec.workspace`)."""
+        return self.rung >= Rung.USERNS
+
+    @property
     def level_fix(self) -> str:
         return "request a lower level (isolation, require_sandbox), or use a backend or image that allows this one"
 

@@ -49,6 +49,7 @@ CONTROL, USERS, LIST, _FREE = 3, 4, 5, 6
 _SETTINGS = USERS
 _GROUPS, _OWN_GROUPS = 8, 16  # the first descriptors of the control groups of commands and of the init
 _NETWORK = 24  # the network namespace to enter, if the init does not make one
+_SPARE = 25
 
 _CONNECTED = ("network", "allow", "group")  # the settings of slots whose network the server changes
 
@@ -74,6 +75,9 @@ class NamespaceDriver:
         try:
             trees = self._host.trees(image, fields["network"])
             binds = self._host.binds(fields["mounts"], image)
+            targets = [bind.target for bind in binds]
+            if fields.get("workspace"):
+                targets += [WORKSPACE, fields["workspace"]]
         except OSError as error:
             raise CannotMake(_advice(error)) from None
         store = LayerStore(f"/slots/{next(self._stores)}", disk, self._host.owner)
@@ -82,7 +86,7 @@ class NamespaceDriver:
                 os.mkdir(f"{store.path}/{kind}")
             uncover = not fields.get("continued")  # such a slot's changes are copied to the place of new ones
             stacked = tuple(
-                self._lay_out(store, tree, layers, _places(tree, trees, binds), uncover=uncover) for tree in trees
+                self._lay_out(store, tree, layers, _places(tree, trees, targets), uncover=uncover) for tree in trees
             )
             shared = fields["network"] and not self._host.tunnel
             groups = self._join_groups(name, fields["limits"], shared)
@@ -176,7 +180,10 @@ class NamespaceDriver:
         overlays = [Overlay(tree.target, tree.lowers, files.upper(tree), files.work(tree)) for tree in files.trees]
         return NamespaceInit(
             program=host.init,
-            root=RootPlan(tuple(overlays), binds, _STAGE, disk, host.owner, host.user_xattrs, host.own_devices),
+            root=RootPlan(
+                tuple(overlays), binds, _STAGE, disk, host.owner, host.user_xattrs, host.own_devices,
+                fields.get("workspace", ""),
+            ),
             shared_network=shared_network,
             groups=tuple((group, cgroups.init_group(group)) for group in groups),
             user_namespaces=host.user_namespaces,
@@ -196,6 +203,7 @@ class NamespaceDriver:
             raise OSError(errno.EINVAL, "there are no layers to show")
         trees, binds = self._host.trees(image, fields["network"]), self._host.binds(fields["mounts"], image)
         targets = [*(tree.target for tree in trees if tree.target != "/"), *(bind.target for bind in binds)]
+        targets += [fields["workspace"]] if fields.get("workspace") else []
         # The view has no mounts, so a path below one would show the empty directory under it.
         if any(f"{target}/".startswith(f"{place}/") for target in targets for place in fields["on_demand"]):
             raise OSError(errno.EOPNOTSUPP, "something else is mounted there")
@@ -398,7 +406,7 @@ class NamespaceInit:
         yield BuildStep(Do.HOST_NAME, ("slot",))
         # So that the modes of the root's files and directories are exactly those that `rootfs` gives.
         yield BuildStep(Do.UMASK, (), 0)
-        yield from rootfs.build(self.root, _FREE)
+        yield from rootfs.build(self.root, _FREE, _SPARE)
         yield BuildStep(Do.UMASK, (), 0o022)
 
 
@@ -459,9 +467,9 @@ def _kind(entry: StackEntry) -> int:
     return stat.S_IFMT(entry.status.st_mode)
 
 
-def _places(tree: Tree, trees: tuple[Tree, ...], binds: tuple[Bind, ...]) -> list[str]:
-    """Return the mount points of `binds` in a tree, relative to the tree."""
-    return [bind.target[len(tree.target) :].strip("/") for bind in binds if _tree_of(bind.target, trees) == tree]
+def _places(tree: Tree, trees: tuple[Tree, ...], targets: Sequence[str]) -> list[str]:
+    """Return those of the mount points that are in a tree, relative to the tree."""
+    return [target[len(tree.target) :].strip("/") for target in targets if _tree_of(target, trees) == tree]
 
 
 def _tree_of(path: str, trees: tuple[Tree, ...]) -> Tree:

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .. import packages, syscalls
+from ..files import WORKSPACE
 from ..layers.layer_store import Tree, most_inodes
 from ..layers.overlay import OverlayMarks
 from ..rung import HOST
@@ -88,6 +89,8 @@ class RootPlan:
     owner: int
     user_xattrs: bool
     own_devices: bool
+    workspace: str = ""
+    """A second path of the workspace, or nothing."""
 
 
 class Lowers:
@@ -228,9 +231,9 @@ def system_links() -> dict[str, str]:
     return {name: os.readlink(path) for name, path in paths.items() if os.path.islink(path)}
 
 
-def build(plan: RootPlan, place: int) -> Iterator[BuildStep | bytes]:
+def build(plan: RootPlan, place: int, spare: int) -> Iterator[BuildStep | bytes]:
     """Yield the steps, some of them encoded, that mount the root at `plan.stage` and make it the process's `/`, in the
-    slot's own mount namespace. The descriptors `place` and `place` + 1 must be free."""
+    slot's own mount namespace. The descriptors `place`, `place` + 1 and `spare` must be free."""
     root, inside = place, place + 1
     # The server mounts and unmounts parts of other slots later, and none of that may reach this slot.
     yield native_init.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
@@ -244,11 +247,7 @@ def build(plan: RootPlan, place: int) -> Iterator[BuildStep | bytes]:
     yield BuildStep(Do.OPEN_INSIDE, ("tmp",), inside, root)
     yield from _volatile(plan, f"/proc/self/fd/{inside}")
     for bind in plan.binds:
-        target = bind.target.lstrip("/")
-        if target.startswith("tmp/"):  # the slot's /tmp is new and empty, so it holds no links
-            names = target.split("/")
-            yield from (BuildStep(Do.MKDIR, ("/".join(names[:count]),), 0o777, 1) for count in range(2, len(names) + 1))
-        yield BuildStep(Do.OPEN_INSIDE, (target,), inside, root)
+        yield from _mount_point(bind.target, inside, root)
         if bind.layered:
             lowers = f"{bind.above}:{bind.source}" if bind.above else f"{bind.source}:{_EMPTY}"
             options = f"lowerdir={lowers}" + (",userxattr" if plan.user_xattrs else "")
@@ -256,7 +255,21 @@ def build(plan: RootPlan, place: int) -> Iterator[BuildStep | bytes]:
             yield native_init.mount("overlay", f"/proc/self/fd/{inside}", "overlay", flags, options)
         else:
             yield native_init.mount(bind.source, f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
+    if plan.workspace:
+        # A layer can have a link at this place, too.
+        yield BuildStep(Do.OPEN_INSIDE, (WORKSPACE.lstrip("/"),), spare, root)
+        yield from _mount_point(plan.workspace, inside, root)
+        yield native_init.mount(f"/proc/self/fd/{spare}", f"/proc/self/fd/{inside}", flags=MS_BIND)
     yield BuildStep(Do.BECOME_ROOT)
+
+
+def _mount_point(path: str, inside: int, root: int) -> Iterator[BuildStep]:
+    """Yield the steps that open the place at `path` under the number `inside`."""
+    target = path.lstrip("/")
+    if target.startswith("tmp/"):  # the slot's /tmp is new and empty, so it holds no links
+        names = target.split("/")
+        yield from (BuildStep(Do.MKDIR, ("/".join(names[:count]),), 0o777, 1) for count in range(2, len(names) + 1))
+    yield BuildStep(Do.OPEN_INSIDE, (target,), inside, root)
 
 
 def overlay_options(lowers: Sequence[str], user_xattrs: bool) -> list[str]:
