@@ -40,7 +40,7 @@ from palaestra_chat.workdir import NONE, WorkFolder
 from palaestra_slots.core.config import COMMAND_LINE, host_path, setting
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Limits, Network
-from palaestra_slots.sandbox.slot import SlotSpec
+from palaestra_slots.sandbox.slot import WORKSPACE, SlotSpec
 from palaestra_tokens.config import APIServerConfig
 
 OF_RUNS = frozenset(BaseEnvConfig.model_fields) - {
@@ -175,7 +175,10 @@ async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncI
 
 def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
     """Return the system prompt, followed by what the project's folder and the person's own tell the agent."""
-    return project(folder).prompt(system_prompt(config))
+    system = system_prompt(config)
+    if system and folder is not None and folder.place != WORKSPACE:
+        system += f" Commands start in {folder.place}, a copy of the user's folder; {WORKSPACE} is the same folder."
+    return project(folder).prompt(system)
 
 
 def project(folder: WorkFolder | None) -> Project:

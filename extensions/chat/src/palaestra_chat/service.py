@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias
@@ -217,14 +217,19 @@ class ChatService:
                     self._kept[slot.trajectory_id] = slot
                 await self.processes.recover_from_checkpoint(slots)
 
-    async def lease(self, conversation: str, snapshot: Snapshot | None = None) -> tuple[Slot, bool]:
+    async def lease(
+        self, conversation: str, snapshot: Snapshot | None = None, workspace: str = ""
+    ) -> tuple[Slot, bool]:
         """Return a slot for a conversation, and whether it is the slot that the conversation had in an earlier
-        service."""
+        service. A new slot has its workspace also at the path `workspace`, if the backend can do that."""
         await self.start()
         kept = self._kept.pop(conversation, None)
         if kept is not None:
             return kept, True
-        return await self.pool.acquire(conversation, spec=self.settings.spec, snapshot=snapshot), False
+        spec = self.settings.spec
+        if workspace and getattr(self.pool.backend, "places_workspace", False):
+            spec = replace(spec, workspace=workspace)
+        return await self.pool.acquire(conversation, spec=spec, snapshot=snapshot), False
 
     async def release(self, slot: Slot) -> None:
         """Kill a conversation's processes, delete their records and release its slot."""

@@ -30,9 +30,10 @@ from palaestra_chat.folder_changes import FolderChange, history_only
 from palaestra_chat.folders import settings_file
 from palaestra_chat.generated_files import LEAN, generated, ignored_by_git
 from palaestra_chat.git_files import HISTORY, bare_repositories, fingerprint, history_of, makes_git_run, split
+from palaestra_chat.host_git import give_identity
 from palaestra_slots.core.errors import ConfigError, SandboxError
 from palaestra_slots.core.printable import without_middle
-from palaestra_slots.sandbox.slot import WORKSPACE, Slot
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot, hides_system
 
 T = TypeVar("T")
 
@@ -154,8 +155,14 @@ class WorkFolder:
             raise ConfigError(f"the folder to work in, {self.root}, does not exist or is not a folder")
         self.root = self.root.resolve()
 
+    @property
+    def place(self) -> str:
+        """The path of the copy in a sandbox: that of the folder, or `/workspace` if the folder would hide a part of the
+        sandbox's system."""
+        return WORKSPACE if hides_system(str(self.root)) else str(self.root)
+
     async def fill(self, slot: Slot) -> None:
-        """Copy the folder into a new slot's workspace. Raises `ConfigError` if the folder is too large, and
+        """Copy the folder into a new slot's workspace, and the person's name for commits. Raises `ConfigError` if the folder is too large, and
         `SandboxError` if the copy fails."""
         with tempfile.NamedTemporaryFile(prefix="palaestra-", suffix=".tar") as file:
             self.lean = not await asyncio.to_thread(fits, self.root)
@@ -167,6 +174,7 @@ class WorkFolder:
             raise SandboxError(
                 f"{self.root} could not be copied into the sandbox: {without_middle(done.output.strip(), 500)}"
             )
+        await give_identity(slot, self.root)
         self._listed = await self._list(slot)
 
     async def refresh(self, slot: Slot) -> Refreshed:
