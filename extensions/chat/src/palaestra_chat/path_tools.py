@@ -22,7 +22,7 @@ _PIPX = (".local/share/pipx/venvs", ".local/pipx/venvs")
 _HOME: Mapping[str, Sequence[str]] = {
     ".asdf": (),
     ".bun/bin": (),
-    ".cargo/bin": (".rustup/toolchains",),
+    ".cargo/bin": (".rustup",),
     ".deno/bin": (),
     ".dotnet": (),
     ".fnm": (),
@@ -76,7 +76,9 @@ def tools_from(path: str, home: Path, project: Path | None) -> PathTools:
         folder = Path(entry).resolve()
         trees = [] if _in(folder, _SYSTEM) or _inside(folder, project) else list(_trees(folder, home, project))
         mounted.update(dict.fromkeys(trees))
-        if trees or _in(folder, _SYSTEM) or _inside(folder, project):
+        if _in(folder, _SYSTEM):
+            shown.append(entry)
+        elif trees or _inside(folder, project):
             shown.append(str(folder))
         else:
             missing.append(str(folder))

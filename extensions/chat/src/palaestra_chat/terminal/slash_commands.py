@@ -240,7 +240,9 @@ async def _toolset(desk: Desk, rest: str) -> None:
 
 
 async def _sandbox(desk: Desk, rest: str) -> None:
+    from palaestra_chat.current_folder import short
     from palaestra_chat.folder_changes import edits
+    from palaestra_chat.model_servers import some
     from palaestra_chat.one_shot import day
 
     talk, screen = desk.talk, desk.screen
@@ -276,12 +278,18 @@ async def _sandbox(desk: Desk, rest: str) -> None:
             "/sandbox new"
         )
     else:
-        slot, since = talk.seat.slot, talk.history.record.created_at
+        slot, since, settings = talk.seat.slot, talk.history.record.created_at, desk.opened.service.settings
         screen.prose(f"{desk.folder()}\nthe conversation began {day(since)}")
         screen.prose(
             "no sandbox yet: the first command creates one" if slot is None else
             f"{slot.slot_id}: backend {desk.opened.service.pool.backend.name}, isolation {slot.rung.label}"
         )  # fmt: skip
+        if settings.spec.mounts:
+            names = [short(mount.target) for mount in settings.spec.mounts]
+            screen.prose(printable(f"programs of your PATH, read-only: {some(names, 20)}"))
+        if settings.missing_tools:
+            names = [short(each) for each in settings.missing_tools]
+            screen.prose(printable(f"in your PATH, but not in the sandbox: {some(names, 20)}"))
 
 
 async def _background(desk: Desk, rest: str) -> None:

@@ -147,10 +147,17 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A host directory, for example with interpreters or wheels, that is mounted read-only at `target` in a slot."""
+    """A host directory, for example with interpreters or wheels, that is mounted read-only at `target` in a slot. If it
+    is a Python installation, its packages are hidden unless it is mounted `whole`."""
 
     source: str
     target: str
+    whole: bool = False
+
+    @property
+    def fields(self) -> list[str | bool]:
+        """The mount in a request: the source, the target, and True if it is `whole`."""
+        return [self.source, self.target, *([True] if self.whole else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -699,7 +706,7 @@ class SnapshotSource(Protocol):
 def encode_lease(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
     """Return a slot's trajectory ID and settings as JSON, which a service keeps for the next client."""
     network = spec.network.value if isinstance(spec.network, Network) else list(spec.network.hosts)
-    mounts = [[mount.source, mount.target] for mount in spec.mounts]
+    mounts = [mount.fields for mount in spec.mounts]
     about: dict[str, JSON] = {"trajectory_id": trajectory_id, "image": spec.image, "network": network}
     about |= {"limits": asdict(spec.limits), "mounts": mounts, "env": [list(pair) for pair in spec.env]}
     return about | ({"workspace": spec.workspace} if spec.workspace else {})

@@ -60,7 +60,7 @@ from palaestra_slots.sandbox.server_backend import (
     snapshot_of,
 )
 from palaestra_slots.sandbox.service import service_client
-from palaestra_slots.sandbox.slot import WORKSPACE, Rung, Slot, SlotSpec, Snapshot, decode_lease, encode_lease
+from palaestra_slots.sandbox.slot import WORKSPACE, Mount, Rung, Slot, SlotSpec, Snapshot, decode_lease, encode_lease
 from palaestra_slots.sandbox.slotd.protocol.frames import CHUNK
 
 if TYPE_CHECKING:
@@ -233,11 +233,12 @@ def _allowed(spec: SlotSpec) -> JSON:
     return hosts
 
 
-def _mounts(spec: SlotSpec) -> list[list[str]]:
+def _mounts(spec: SlotSpec) -> list[list[str | bool]]:
     for mount in spec.mounts:
         if not os.path.isdir(mount.source):
             raise ConfigError(f"cannot mount {mount.source!r} into a slot: it is not a directory on this machine")
         if not os.path.isabs(mount.target) or os.path.normpath(mount.target) == "/":
             raise ConfigError(f"cannot mount at {mount.target!r}: give an absolute path below the root")
     # The server finds the path below /host, where an absolute link in it would lead elsewhere.
-    return [[os.path.realpath(mount.source), os.path.normpath(mount.target)] for mount in spec.mounts]
+    real = (Mount(os.path.realpath(each.source), os.path.normpath(each.target), each.whole) for each in spec.mounts)
+    return [mount.fields for mount in real]

@@ -152,7 +152,7 @@ class Place(ServerBackend):
         )
 
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
-        mounts = [[mount.target, mount.target] for mount in spec.mounts]
+        mounts = [replace(mount, source=mount.target).fields for mount in spec.mounts]
         return {"image": self.spec.root, "allow": allowed_hosts(spec), "mounts": mounts, "env": environment(spec)}
 
 

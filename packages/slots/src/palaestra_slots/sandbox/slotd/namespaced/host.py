@@ -17,6 +17,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from .. import syscalls
 from ..layers.layer_store import Tree
@@ -102,9 +103,9 @@ class HostSetup:
         named = [line.split()[1:2] for line in lines if line.startswith("nameserver")]
         return self.tunnel and all(address[:1] in ([], ["::1"]) or address[0].startswith("127.") for address in named)
 
-    def binds(self, mounts: list[list[str]], image: str | None) -> tuple[Bind, ...]:
+    def binds(self, mounts: list[list[Any]], image: str | None) -> tuple[Bind, ...]:
         """Return the read-only mounts of a root."""
-        wanted = tuple(self.lowers.bind(source, target) for source, target in mounts)
+        wanted = tuple(self.lowers.bind(source, target, *whole) for source, target, *whole in mounts)
         return wanted if image is not None or self.prefix is None else (self.prefix, *wanted)
 
 

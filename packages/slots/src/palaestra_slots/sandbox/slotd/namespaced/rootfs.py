@@ -114,13 +114,13 @@ class Lowers:
             self._known[key] = self._attach(source, os.path.isdir(source), self._idmap if owned else None)
         return self._known[key]
 
-    def bind(self, path: str, target: str) -> Bind:
-        """Return the read-only mount of the host's `path` at `target`. The slot's root user owns the files only if it
+    def bind(self, path: str, target: str, whole: bool = False) -> Bind:
+        """Return the read-only mount of the host's `path` at `target`, with its packages if `whole`. The slot's root user owns the files only if it
         could not read them otherwise, because the kernel reveals more about a file to its owner than to other users."""
         private = os.stat(f"{HOST}{path}").st_mode & _OPEN_TO_ALL != _OPEN_TO_ALL
         source = self.get(path, owned=private)
         layered = os.path.isdir(source) and source not in self._whole
-        above = self.hide_packages(path) if layered and packages.is_interpreter(source) else ()
+        above = self.hide_packages(path) if layered and not whole and packages.is_interpreter(source) else ()
         return Bind(source, target, layered, *above)
 
     def hide_packages(self, path: str) -> tuple[str, ...]:
