@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from palaestra_chat.terminal.open_ports import OpenPorts
 from palaestra_chat.terminal.people import FolderChanges, TerminalPeople
 from palaestra_chat.terminal.screen import Screen
 from palaestra_chat.terminal.styles import DIM, PLAIN, YELLOW
@@ -55,6 +56,7 @@ class Desk:
         self.changes = FolderChanges(screen, people)
         self.stop = stop
         self.finish = finish
+        self.ports = OpenPorts(lambda: None if self._talk is None else self._talk.seat.slot)
         self._opened: Opened | None = None
         self._talk: Conversation | None = None
         self._own_commands = 0

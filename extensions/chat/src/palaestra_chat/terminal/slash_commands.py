@@ -292,6 +292,20 @@ async def _sandbox(desk: Desk, rest: str) -> None:
             screen.prose(printable(f"in your PATH, but not in the sandbox: {some(names, 20)}"))
 
 
+async def _port(desk: Desk, rest: str) -> None:
+    action, _, number = rest.partition(" ")
+    if action == "close":
+        if not await desk.ports.close(_number(number.strip())):
+            raise ConfigError(f"port {number.strip()} is not open; /port lists the open ports")
+    elif rest:
+        port, colon, here = rest.partition(":")
+        await desk.ports.open(_number(port), _number(here if colon else port))
+    for here, port in desk.ports.numbers.items():
+        desk.screen.prose(f"http://127.0.0.1:{here} leads to port {port} of the sandbox")
+    if not desk.ports.numbers:
+        desk.screen.prose("no port of the sandbox is open; /port 8000 opens http://127.0.0.1:8000 on this machine")
+
+
 async def _background(desk: Desk, rest: str) -> None:
     processes, task = desk.opened.service.processes, desk.talk.id
     action, _, more = rest.partition(" ")
@@ -427,6 +441,9 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "/hooks": SlashCommand("", "list your hooks, which run before and after tool calls", _hooks, at_once=True),
     "/sandbox": SlashCommand(
         "[diff|write [ask|yes|no]|new]", "show the sandbox or its changes, write them back, or get a new one", _sandbox
+    ),
+    "/port": SlashCommand(
+        "[NUMBER[:HERE] | close HERE]", "open a port of the sandbox here, such as that of a server", _port, at_once=True
     ),
     "/background": SlashCommand(
         "[ID | write ID TEXT | kill ID]", "list, read, write to or end background processes", _background, at_once=True
