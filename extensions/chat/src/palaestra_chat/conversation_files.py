@@ -87,7 +87,8 @@ class ConversationSlots:
     async def lease(self) -> Slot:
         """Lease a slot, or take over the one that the conversation had in an earlier service."""
         place = "" if self.folder is None or self.folder.place == WORKSPACE else self.folder.place
-        slot, kept = await self._service.lease(self._id, self._snapshot, place)
+        copies = None if self.folder is None else self.folder.uncopied
+        slot, kept = await self._service.lease(self._id, self._snapshot, place, copies)
         fresh, self._snapshot = self._snapshot is None and not kept, None
         prepare = self.folder.fill if self.folder is not None else self._service.settings.prepare
         if fresh and prepare is not None:
@@ -155,7 +156,7 @@ def _about_copy(folder: WorkFolder, slot: Slot) -> list[str]:
         where = f"In the sandbox, {escaped(str(folder.root))} is at {slot.workspace_dir}"
         why = "that path belongs to its system" if folder.place == WORKSPACE else "it cannot have other paths"
         found.append(f"{where}, because {why}; programs that name the folder's own path do not work there.")
-    if folder.lean:
+    if folder.lean and not slot.spec.copies:
         found.append(LEAN_COPY)
     if git := without_history(folder.root):
         found.append(f"{git}.")

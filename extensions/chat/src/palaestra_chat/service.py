@@ -38,7 +38,7 @@ from palaestra_slots.processes.notifications import Notifications
 from palaestra_slots.processes.registry import ProcessRegistry
 from palaestra_slots.processes.session import ProcessSession
 from palaestra_slots.sandbox.pool import SlotPool
-from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot
+from palaestra_slots.sandbox.slot import Mount, Slot, SlotSpec, Snapshot
 from palaestra_tokens.chat_server import ServerEngine
 from palaestra_tokens.config import APIServerConfig, ServerBaseline
 from palaestra_tokens.engines.openai import OpenAIEngine
@@ -219,10 +219,15 @@ class ChatService:
                 await self.processes.recover_from_checkpoint(slots)
 
     async def lease(
-        self, conversation: str, snapshot: Snapshot | None = None, workspace: str = ""
+        self,
+        conversation: str,
+        snapshot: Snapshot | None = None,
+        workspace: str = "",
+        copies: Callable[[], Awaitable[Sequence[Mount]]] | None = None,
     ) -> tuple[Slot, bool]:
         """Return a slot for a conversation, and whether it is the slot that the conversation had in an earlier
-        service. A new slot has its workspace also at the path `workspace`, if the backend can do that."""
+        service. If the backend can do that, a new slot has its workspace also at the path `workspace`, and begins with
+        the folders that `copies` returns."""
         await self.start()
         kept = self._kept.pop(conversation, None)
         if kept is not None:
@@ -230,6 +235,13 @@ class ChatService:
         spec = self.settings.spec
         if workspace and getattr(self.pool.backend, "places_workspace", False):
             spec = replace(spec, workspace=workspace)
+        if copies is not None and getattr(self.pool.backend, "copies_folders", False):
+            with_folders = replace(spec, copies=tuple(await copies()))
+            try:
+                return await self.pool.acquire(conversation, spec=with_folders, snapshot=snapshot), False
+            except SandboxError:  # some file systems cannot be the lower part of a slot's
+                if not with_folders.copies:
+                    raise
         return await self.pool.acquire(conversation, spec=spec, snapshot=snapshot), False
 
     async def release(self, slot: Slot) -> None:

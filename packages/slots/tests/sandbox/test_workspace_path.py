@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from palaestra_slots.core.errors import ConfigError, IsolationUnavailable, SandboxError
 from palaestra_slots.sandbox.backends.local import LocalBackend
-from palaestra_slots.sandbox.slot import Rung, SlotSpec, decode_lease, encode_lease
+from palaestra_slots.sandbox.slot import Mount, Rung, SlotSpec, decode_lease, encode_lease
 
 pytestmark = pytest.mark.slots
 
@@ -114,3 +115,46 @@ def test_a_level_without_mounts_refuses_it() -> None:
 def test_a_service_keeps_the_path_of_its_slots() -> None:
     spec = SlotSpec(workspace="/home/ann/shop")
     assert decode_lease(encode_lease("t", spec)) == ("t", spec)
+
+
+def test_a_slot_begins_with_directories_and_changes_only_its_own(tmp_path: Path) -> None:
+    for name in ("a", "b/c"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "theirs").write_text("host\n")
+    copies = tuple(Mount(str(tmp_path / name), f"/workspace/{name}") for name in ("a", "b/c"))
+    spec = SlotSpec(workspace="/home/ann/shop", copies=copies)
+    assert decode_lease(encode_lease("t", spec)) == ("t", spec)
+
+    async def body(backend: LocalBackend) -> None:
+        if not backend.copies_folders:
+            with pytest.raises(ConfigError, match="begin with"):
+                await backend.create(replace(spec, workspace=""), "t")
+            return
+        slot = await backend.create(spec, "t")
+        command = "cat a/theirs /workspace/b/c/theirs; echo more >> a/theirs; rm b/c/theirs; echo new > b/c/new"
+        assert (await slot.execute(command)).output == "host\nhost\n"
+        snapshot = await backend.checkpoint(slot)
+        await slot.execute("rm -rf a/* b/c/*")
+        again = await backend.create(snapshot.spec, "again", snapshot)
+        assert (await again.execute("cat a/* b/c/*; ls -A b/c")).output == "host\nmore\nnew\nnew\n"
+        other = Mount(str(tmp_path / "b"), "/workspace/later")
+        more = replace(snapshot.spec, copies=(other, *copies))
+        third = await backend.create(more, "third", replace(snapshot, continued=True))
+        assert (await third.execute("cat a/* later/c/*")).output == "host\nmore\nhost\n"
+        assert [path.read_text() for path in sorted(tmp_path.rglob("theirs"))] == ["host\n"] * 2
+        assert not list(tmp_path.rglob("new"))
+
+    for rung in (Rung.FULL, Rung.USERNS, Rung.NONE):
+        with_backend(rung, body)
+
+
+def test_a_link_in_place_of_such_a_directory_leads_nowhere_outside_the_slot(tmp_path: Path) -> None:
+    async def body(backend: LocalBackend) -> None:
+        slot = await backend.create(SlotSpec(), "t")
+        await slot.execute("ln -s /../../../../slots a; ln -s /etc b; mkdir /home/own")
+        snapshot = await backend.seal(slot)
+        copies = (Mount(str(tmp_path), "/workspace/a"), Mount(str(tmp_path), "/workspace/b"))
+        again = await backend.create(SlotSpec(copies=copies), "again", snapshot)
+        assert (await again.execute("echo x > a/x; ls -l / | grep -c slots; cat a/x; ls -A b")).output == "0\nx\n"
+
+    with_backend(Rung.FULL, body)

@@ -203,7 +203,9 @@ class SlotSpec:
     the backend sets, and may override these four. `group` joins the slot to others by a network of their own, at the
     levels `userns` and `full` of the backend `local`. With `on_demand`, a backend may make the slot only once a request
     does more than read files below these absolute paths. `workspace` is a second path of the workspace, at which
-    commands start, at the levels `userns` and `full`. Raises ValueError for an unknown `network`, for an `image` that
+    commands start, at the levels `userns` and `full`. `copies` are directories of this machine that a slot has as its
+    own from the beginning, without the time for a copy: its changes are layers over them. They should not change
+    meanwhile, and need the backend `local` at these levels. Raises ValueError for an unknown `network`, for an `image` that
     is neither a path nor the name of an image, for variables that no process can have, and for a `workspace` that
     would hide a part of the system.
     """
@@ -216,6 +218,7 @@ class SlotSpec:
     group: GroupAddress | None = None
     on_demand: tuple[str, ...] = ()
     workspace: str = ""
+    copies: tuple[Mount, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "network", network(self.network))
@@ -709,7 +712,8 @@ def encode_lease(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
     mounts = [mount.fields for mount in spec.mounts]
     about: dict[str, JSON] = {"trajectory_id": trajectory_id, "image": spec.image, "network": network}
     about |= {"limits": asdict(spec.limits), "mounts": mounts, "env": [list(pair) for pair in spec.env]}
-    return about | ({"workspace": spec.workspace} if spec.workspace else {})
+    about |= {"workspace": spec.workspace} if spec.workspace else {}
+    return about | ({"copies": [mount.fields for mount in spec.copies]} if spec.copies else {})
 
 
 def decode_lease(about: dict[str, JSON]) -> tuple[str, SlotSpec]:
@@ -722,5 +726,6 @@ def decode_lease(about: dict[str, JSON]) -> tuple[str, SlotSpec]:
         mounts=tuple(Mount(*mount) for mount in about["mounts"]),
         env=tuple((name, value) for name, value in about["env"]),
         workspace=about.get("workspace", ""),
+        copies=tuple(Mount(*mount) for mount in about.get("copies", ())),
     )
     return about["trajectory_id"], spec

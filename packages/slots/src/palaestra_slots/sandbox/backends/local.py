@@ -57,10 +57,11 @@ from palaestra_slots.sandbox.server_backend import (
     host_path,
     levels,
     limits_of,
+    mounts_of,
     snapshot_of,
 )
 from palaestra_slots.sandbox.service import service_client
-from palaestra_slots.sandbox.slot import WORKSPACE, Mount, Rung, Slot, SlotSpec, Snapshot, decode_lease, encode_lease
+from palaestra_slots.sandbox.slot import WORKSPACE, Rung, Slot, SlotSpec, Snapshot, decode_lease, encode_lease
 from palaestra_slots.sandbox.slotd.protocol.frames import CHUNK
 
 if TYPE_CHECKING:
@@ -156,6 +157,11 @@ class LocalBackend(ServerBackend):
         return 1 if self.rung is Rung.CONFINED and os.geteuid() != 0 else None
 
     @property
+    def copies_folders(self) -> bool:
+        # At `userns`, the slots of the host's root have another user, to whom the directories do not belong.
+        return self.rung is Rung.FULL or (self.rung is Rung.USERNS and os.geteuid() != 0)
+
+    @property
     def server_pid(self) -> int:
         """The pid of the process that watches the slot server, or of the service."""
         return self._running().pid
@@ -163,7 +169,7 @@ class LocalBackend(ServerBackend):
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
         image = await self._image(spec)
         env = environment(spec, host_path() if image is None else SYSTEM_PATH)
-        return {"image": image, "allow": _allowed(spec), "mounts": _mounts(spec), "env": env}
+        return {"image": image, "allow": _allowed(spec), "mounts": mounts_of(spec.mounts), "env": env}
 
     def _about(self, trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
         return {} if self._service is None else {"about": encode_lease(trajectory_id, spec)}
@@ -183,7 +189,8 @@ class LocalBackend(ServerBackend):
         None if that takes a slot: for many or large files, for paths outside the workspace, with an image or mounts,
         and at levels without layers."""
         data = b"".join(files.values())
-        bare = self._server is not None and self.rung >= Rung.USERNS and spec.image is None and not spec.mounts
+        bare = self._server is not None and self.rung >= Rung.USERNS and spec.image is None
+        bare = bare and not spec.mounts and not spec.copies
         if not bare or len(files) > _MOST_FILES or len(data) > CHUNK or not all(map(_is_plain, files)):
             return None
         sizes = [[path, len(content)] for path, content in files.items()]
@@ -231,14 +238,3 @@ def _allowed(spec: SlotSpec) -> JSON:
     if hosts is not None and os.geteuid() != 0:  # the proxy's socket is made inside the slot's network namespace
         raise IsolationUnavailable("a list of hosts needs root here; use network 'on' or 'off', or run as root")
     return hosts
-
-
-def _mounts(spec: SlotSpec) -> list[list[str | bool]]:
-    for mount in spec.mounts:
-        if not os.path.isdir(mount.source):
-            raise ConfigError(f"cannot mount {mount.source!r} into a slot: it is not a directory on this machine")
-        if not os.path.isabs(mount.target) or os.path.normpath(mount.target) == "/":
-            raise ConfigError(f"cannot mount at {mount.target!r}: give an absolute path below the root")
-    # The server finds the path below /host, where an absolute link in it would lead elsewhere.
-    real = (Mount(os.path.realpath(each.source), os.path.normpath(each.target), each.whole) for each in spec.mounts)
-    return [mount.fields for mount in real]

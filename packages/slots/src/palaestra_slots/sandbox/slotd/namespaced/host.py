@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import hashlib
 import os
 import shutil
 from collections.abc import Iterable
@@ -43,6 +44,9 @@ PUBLIC_SETTINGS = (
     "ssl/certs", "ssl/cert.pem", "ssl/openssl.cnf", "terminfo", "timezone", "xml",
 )  # fmt: skip
 _NEVER_COPIED = ("*.key", "private", "*shadow*")
+
+COPY = "copy-"
+"""How the names of trees of host directories begin."""
 
 _WRITTEN = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\ndaemon:x:1:1:daemon:/usr/sbin:/usr/sbin/nologin\n"
@@ -107,6 +111,12 @@ class HostSetup:
         """Return the read-only mounts of a root."""
         wanted = tuple(self.lowers.bind(source, target, *whole) for source, target, *whole in mounts)
         return wanted if image is not None or self.prefix is None else (self.prefix, *wanted)
+
+    def copies(self, mounts: Iterable[list[Any]]) -> tuple[Tree, ...]:
+        """Return the trees of host directories that a slot has as its own. Their names are the same in every slot,
+        because layers have changes by the name of the tree."""
+        named = ((source, target, hashlib.sha256(os.fsencode(target)).hexdigest()[:16]) for source, target, *_ in mounts)
+        return tuple(Tree(f"{COPY}{name}", target, (self.lowers.get(source),)) for source, target, name in named)
 
 
 def _lacks(image: str, name: str, word: bytes) -> bool:

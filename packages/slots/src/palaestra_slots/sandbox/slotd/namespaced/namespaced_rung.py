@@ -39,7 +39,7 @@ from ..network import metadata_block
 from ..protocol.frames import Fields
 from ..rung import HOST, CannotMake, NetworkScope, NewSlot, SlotPath
 from . import cgroups, namespaces, native_init, privileges, rootfs
-from .host import HostSetup, prepare
+from .host import COPY, HostSetup, prepare
 from .native_init import BuildStep, Do
 from .rootfs import Bind, Overlay, RootPlan
 
@@ -75,7 +75,8 @@ class NamespaceDriver:
         try:
             trees = self._host.trees(image, fields["network"])
             binds = self._host.binds(fields["mounts"], image)
-            targets = [bind.target for bind in binds]
+            copies = self._host.copies(fields.get("copies", ()))
+            targets = [bind.target for bind in (*binds, *copies)]
             if fields.get("workspace"):
                 targets += [WORKSPACE, fields["workspace"]]
         except OSError as error:
@@ -88,6 +89,7 @@ class NamespaceDriver:
             stacked = tuple(
                 self._lay_out(store, tree, layers, _places(tree, trees, targets), uncover=uncover) for tree in trees
             )
+            stacked += tuple(self._lay_out(store, tree, layers, [], uncover=uncover) for tree in copies)
             shared = fields["network"] and not self._host.tunnel
             groups = self._join_groups(name, fields["limits"], shared)
             exposed = self._guard_network(name) if shared else ""
@@ -177,12 +179,14 @@ class NamespaceDriver:
         fields: Fields,
     ) -> NamespaceInit:
         host, limits = self._host, fields["limits"]
-        overlays = [Overlay(tree.target, tree.lowers, files.upper(tree), files.work(tree)) for tree in files.trees]
+        overlays = {tree: Overlay(tree.target, tree.lowers, files.upper(tree), files.work(tree)) for tree in files.trees}
+        copies = tuple(overlay for tree, overlay in overlays.items() if tree.name.startswith(COPY))
+        roots = tuple(overlay for tree, overlay in overlays.items() if not tree.name.startswith(COPY))
         return NamespaceInit(
             program=host.init,
             root=RootPlan(
-                tuple(overlays), binds, _STAGE, disk, host.owner, host.user_xattrs, host.own_devices,
-                fields.get("workspace", ""),
+                roots, binds, _STAGE, disk, host.owner, host.user_xattrs, host.own_devices,
+                fields.get("workspace", ""), copies,
             ),
             shared_network=shared_network,
             groups=tuple((group, cgroups.init_group(group)) for group in groups),
@@ -599,7 +603,7 @@ class OverlayCheckpoints:
         return find
 
     def restore(self, files: OverlayFiles, layer: OverlayLayer) -> Iterator[None]:
-        for tree in files.trees:
+        for tree in (tree for tree in files.trees if tree.name in layer.trees):  # a new slot may have more copies
             # The copy makes this directory, with the owner, mode and marks that it has in the layer.
             os.rmdir(files.upper(tree))
             yield from TreeCopy().tree(layer.trees[tree.name], files.upper(tree))

@@ -91,6 +91,8 @@ class RootPlan:
     own_devices: bool
     workspace: str = ""
     """A second path of the workspace, or nothing."""
+    copies: tuple[Overlay, ...] = ()
+    """The slot's own changes over host directories, at places of the root."""
 
 
 class Lowers:
@@ -238,7 +240,7 @@ def build(plan: RootPlan, place: int, spare: int) -> Iterator[BuildStep | bytes]
     # The server mounts and unmounts parts of other slots later, and none of that may reach this slot.
     yield native_init.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
     for overlay in plan.overlays:
-        yield _overlay(overlay, plan)
+        yield _overlay(overlay, plan, plan.stage + overlay.target.rstrip("/"))
     yield BuildStep(Do.CHANGE_DIRECTORY, (plan.stage,))
     yield BuildStep(Do.OPEN, (".",), root)
     yield _dev(plan.own_devices, plan.owner)
@@ -255,11 +257,14 @@ def build(plan: RootPlan, place: int, spare: int) -> Iterator[BuildStep | bytes]
             yield native_init.mount("overlay", f"/proc/self/fd/{inside}", "overlay", flags, options)
         else:
             yield native_init.mount(bind.source, f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
+    for copy in plan.copies:
+        yield from _mount_point(copy.target, inside, root)
+        yield _overlay(copy, plan, f"/proc/self/fd/{inside}")
     if plan.workspace:
         # A layer can have a link at this place, too.
         yield BuildStep(Do.OPEN_INSIDE, (WORKSPACE.lstrip("/"),), spare, root)
         yield from _mount_point(plan.workspace, inside, root)
-        yield native_init.mount(f"/proc/self/fd/{spare}", f"/proc/self/fd/{inside}", flags=MS_BIND)
+        yield native_init.mount(f"/proc/self/fd/{spare}", f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
     yield BuildStep(Do.BECOME_ROOT)
 
 
@@ -279,11 +284,10 @@ def overlay_options(lowers: Sequence[str], user_xattrs: bool) -> list[str]:
     return [f"lowerdir={':'.join(lowers)}", *own]
 
 
-def _overlay(overlay: Overlay, plan: RootPlan) -> BuildStep:
+def _overlay(overlay: Overlay, plan: RootPlan, target: str) -> BuildStep:
     options = overlay_options(overlay.lowers, plan.user_xattrs)
     # The upper directory is in memory, so a sync has nothing to save; `volatile` lets overlayfs skip it.
     options += [f"upperdir={overlay.upper}", f"workdir={overlay.work}", *([] if plan.user_xattrs else ["volatile"])]
-    target = plan.stage + overlay.target.rstrip("/")
     return native_init.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
 
 
