@@ -1,5 +1,6 @@
-"""What a sandbox gets of git on this machine: the person's name and address, and no other setting, because aliases,
-hooks, filters and credential helpers would be programs and secrets. Also why git does not work in a copy of a folder."""
+"""What a sandbox gets of git on this machine: the person's name and address. It gets no other setting, because aliases,
+hooks, filters and credential helpers would be programs and secrets. Also why git does not work in a copy of a folder.
+"""
 
 from __future__ import annotations
 

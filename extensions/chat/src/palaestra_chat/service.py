@@ -63,7 +63,8 @@ class ChatSettings:
 
     `max_turns` is the maximum number of model calls for one message, and `budget` limits tokens and cost for one
     message. `context_tokens` is the size of the model's context window, or None for what the server reports. `spec`
-    describes the slots, `missing_tools` names programs of the user's PATH that they lack, and `prepare` puts files into each new slot; `workdir` is a folder of this machine that each
+    describes the slots, `missing_tools` names programs of the user's PATH that they lack, and `prepare` puts files into
+    each new slot; `workdir` is a folder of this machine that each
     new slot gets a copy of, instead. `checkpoints` is the maximum number of turns of a conversation whose files can be
     restored. `mode` is the permission mode (`permissions.py`), and `rules_folder` the folder for which approvals are
     kept, or None to keep them for all folders. `hooks` are the user's commands around tool calls. `models` are further

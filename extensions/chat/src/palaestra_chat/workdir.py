@@ -66,9 +66,9 @@ NEVER_WRITTEN = frozenset({MAKES_GIT_RUN, CONFIGURES_CHAT, GIVES_KEYS, LEADS_OUT
 """The reasons for which a file is never written back."""
 
 _LIST_BYTES = 32 << 20
-_LIST = rf"find . -xdev ! -type d ! -path './.palaestra-*' -printf '%P\0%y\0%s %T@\0%m\0%l\0' > "
-"""Lists to a file, because names and the targets of links may be bytes that no text has. Folders that are not copied are
-file systems of their own, which are not listed."""
+_LIST = r"find . -xdev ! -type d ! -path './.palaestra-*' -printf '%P\0%y\0%s %T@\0%m\0%l\0' > "
+"""Lists to a file, because names and the targets of links may be bytes that no text has. Does not list folders that a
+slot has without a copy, because they are file systems of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +172,8 @@ class WorkFolder:
         return [Mount(str(each), f"{WORKSPACE}/{each.relative_to(self.root).as_posix()}") for each in found]
 
     async def fill(self, slot: Slot) -> None:
-        """Copy the folder into a new slot's workspace, and the person's name for commits. Raises `ConfigError` if the folder is too large, and
-        `SandboxError` if the copy fails."""
+        """Copy the folder into a new slot's workspace, and the person's name for commits. Raises `ConfigError` if the
+        folder is too large, and `SandboxError` if the copy fails."""
         with tempfile.NamedTemporaryFile(prefix="palaestra-", suffix=".tar") as file:
             if self.lean is None:
                 await self.uncopied()

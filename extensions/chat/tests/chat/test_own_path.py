@@ -63,7 +63,7 @@ def test_a_virtual_environment_with_absolute_paths_works(tmp_path: Path, rung: R
     (tmp_path / "private").write_text("key")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root / ".venv")], check=True)
     script = root / ".venv/bin/where"
-    script.write_text("#!/bin/sh\nexec \"$(dirname \"$0\")/python\" -c 'import sys; print(sys.prefix)'\n")
+    script.write_text('#!/bin/sh\nexec "$(dirname "$0")/python" -c \'import sys; print(sys.prefix)\'\n')
     script.chmod(0o755)
 
     async def body(folder: WorkFolder, slot: Slot) -> None:
@@ -131,7 +131,7 @@ def test_a_folder_without_its_history_is_explained(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     assert without_history(root) == without_history(tmp_path / "plain") == ""
     for folder in (root / "src", tmp_path / "tree", root / "part"):
-        assert "Start the chat there" in without_history(folder) and str(root) in without_history(folder)
+        assert str(root) in without_history(folder)
 
     async def body(folder: WorkFolder, slot: Slot) -> None:
         done = await slot.execute("git -C part log --format=%s; git submodule status --cached | wc -l; git status -s")
@@ -157,8 +157,9 @@ def test_a_large_folder_begins_with_its_packages_and_offers_none(
         paths = "node_modules/left/index.js web/node_modules/right/index.js target/debug/out .venv/bin/tool"
         assert (await slot.execute(f"cat {paths}")).success is bool(slot.spec.copies)
         assert bool(slot.spec.copies) is (rung is Rung.FULL)
-        await slot.execute(f"for f in {paths}; do mkdir -p $(dirname $f); echo mine > $f; done; rm -rf node_modules/left")
-        await slot.execute("mkdir -p node_modules/new; touch node_modules/new/x x.pyc; echo own > own.txt")
+        await slot.execute(f"for f in {paths}; do mkdir -p $(dirname $f); echo mine > $f; done")
+        await slot.execute("rm -rf node_modules/left; mkdir -p node_modules/new; touch node_modules/new/x x.pyc")
+        await slot.execute("echo own > own.txt")
         assert [change.path for change in await folder.changes(slot)] == ["own.txt"]
         assert (root / "node_modules/left/index.js").read_text() == "theirs\n"
 

@@ -1,4 +1,4 @@
-"""The programs of a person's PATH in a real sandbox: those in folders of toolchains run, and nothing else is visible."""
+"""The programs of a person's PATH in a real sandbox: those in folders of toolchains run; nothing else is visible."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_programs_of_toolchains_run_and_the_rest_of_the_home_directory_is_not_th
     tools = tools_from(f"{path}:/usr/bin:relative", home, project)
     assert tools.missing == [str(home / "src/own"), str(home / ".local/bin/own")]
     assert tools.path.startswith(":".join(path.split(":")[:3]) + ":/usr/bin:")
-    output = run(tools, home, f"uv; fmt; cargo; own; find {home} -type f; touch {home}/.local/bin/x {home}/.cargo/bin/x")
+    touch = f"touch {home}/.local/bin/x {home}/.cargo/bin/x"
+    output = run(tools, home, f"uv; fmt; cargo; own; find {home} -type f; {touch}")
     assert output.splitlines()[:3] == ["uv", "formatted", f"cargo {home}/.rustup"]
     shown = [line for line in output.splitlines() if line.startswith(str(home))]
     assert sorted(Path(line).name for line in shown) == ["cargo", "fmt", "uv"]
@@ -67,7 +68,8 @@ def test_a_project_cannot_choose_a_folder_by_path(tmp_path: Path, chosen: str) -
     home = tmp_path / "home"
     program(home / chosen / "run")
     tools = tools_from(f"{home / chosen}:{tmp_path}", home, home / "shop")
-    assert not tools.mounts and set(tools.missing) == {str(home / chosen), str(tmp_path)}
+    assert not tools.mounts
+    assert set(tools.missing) == {str(home / chosen), str(tmp_path)}
 
 
 def test_a_link_in_place_of_a_toolchain_leads_nowhere(tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ class Desk:
             "no": "its changes are written back only by /sandbox write",
         }
         place = folder.place if self.talk.seat.slot is None else self.talk.seat.slot.workspace_dir
-        where = "at the same path" if place == str(folder.root) else f"at {place}"
-        return printable(f"The sandbox has a copy of {short(folder.root)} {where}; {written[self.write_mode]}")
+        where = "" if place == str(folder.root) else f" at {place}"
+        return printable(f"The sandbox has a copy of {short(folder.root)}{where}; {written[self.write_mode]}")
 
     async def show_turn(self, events: AsyncGenerator[Event, None]) -> None:
         """Show a turn as it happens, then offer to write the agent's changes back to the shared folder."""

@@ -224,8 +224,8 @@ class ServerBackend(StartedBackend):
             )
         if spec.workspace and not self.places_workspace:
             raise ConfigError(
-                f"slots of the backend {self.name} have their workspace only at {WORKSPACE} at {self.rung.label}: leave "
-                "out the workspace's path, or use the level userns or full"
+                f"slots of the backend {self.name} have their workspace only at {WORKSPACE} at {self.rung.label}: "
+                "leave out the workspace's path, or use the level userns or full"
             )
         if spec.copies and not self.copies_folders:
             raise ConfigError(

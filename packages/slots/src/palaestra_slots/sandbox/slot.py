@@ -205,8 +205,8 @@ class SlotSpec:
     does more than read files below these absolute paths. `workspace` is a second path of the workspace, at which
     commands start, at the levels `userns` and `full`. `copies` are directories of this machine that a slot has as its
     own from the beginning, without the time for a copy: its changes are layers over them. They should not change
-    meanwhile, and need the backend `local` at these levels. Raises ValueError for an unknown `network`, for an `image` that
-    is neither a path nor the name of an image, for variables that no process can have, and for a `workspace` that
+    meanwhile, and need the backend `local` at these levels. Raises ValueError for an unknown `network`, for an `image`
+    that is neither a path nor the name of an image, for variables that no process can have, and for a `workspace` that
     would hide a part of the system.
     """
 

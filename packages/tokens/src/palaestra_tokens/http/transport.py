@@ -166,9 +166,7 @@ class Transport:
         self.failures += 1
         return refused(url, status, body, self.model)
 
-    async def look(
-        self, method: str, url: URL, body: Body | None = None, *, retry: RetryPolicy = AT_START
-    ) -> Response:
+    async def look(self, method: str, url: URL, body: Body | None = None, *, retry: RetryPolicy = AT_START) -> Response:
         """Send a request that fails within seconds if no server answers, for checks at startup. Raises
         `EngineUnavailable`."""
         return await self.request(method, url, body, retry=retry, timeout_s=LOOK_TIMEOUT_S)

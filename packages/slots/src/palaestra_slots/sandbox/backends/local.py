@@ -44,7 +44,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from palaestra_slots.core.errors import ConfigError, IsolationUnavailable
+from palaestra_slots.core.errors import IsolationUnavailable
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.local.client import SlotClient
 from palaestra_slots.sandbox.local.direct.direct_slot import DirectClient

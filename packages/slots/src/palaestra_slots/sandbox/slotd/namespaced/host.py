@@ -16,7 +16,7 @@ import fnmatch
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,11 +112,12 @@ class HostSetup:
         wanted = tuple(self.lowers.bind(source, target, *whole) for source, target, *whole in mounts)
         return wanted if image is not None or self.prefix is None else (self.prefix, *wanted)
 
-    def copies(self, mounts: Iterable[list[Any]]) -> tuple[Tree, ...]:
+    def copies(self, mounts: Sequence[list[Any]]) -> tuple[Tree, ...]:
         """Return the trees of host directories that a slot has as its own. Their names are the same in every slot,
         because layers have changes by the name of the tree."""
-        named = ((source, target, hashlib.sha256(os.fsencode(target)).hexdigest()[:16]) for source, target, *_ in mounts)
-        return tuple(Tree(f"{COPY}{name}", target, (self.lowers.get(source),)) for source, target, name in named)
+        names = (f"{COPY}{hashlib.sha256(os.fsencode(target)).hexdigest()[:16]}" for _, target, *_ in mounts)
+        lowers = ((target, (self.lowers.get(source),)) for source, target, *_ in mounts)
+        return tuple(Tree(name, *place) for name, place in zip(names, lowers, strict=True))
 
 
 def _lacks(image: str, name: str, word: bytes) -> bool:

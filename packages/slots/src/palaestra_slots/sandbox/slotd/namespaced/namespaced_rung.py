@@ -179,14 +179,22 @@ class NamespaceDriver:
         fields: Fields,
     ) -> NamespaceInit:
         host, limits = self._host, fields["limits"]
-        overlays = {tree: Overlay(tree.target, tree.lowers, files.upper(tree), files.work(tree)) for tree in files.trees}
-        copies = tuple(overlay for tree, overlay in overlays.items() if tree.name.startswith(COPY))
-        roots = tuple(overlay for tree, overlay in overlays.items() if not tree.name.startswith(COPY))
+        overlays: dict[bool, list[Overlay]] = {True: [], False: []}  # by whether they are over copies
+        for tree in files.trees:
+            overlay = Overlay(tree.target, tree.lowers, files.upper(tree), files.work(tree))
+            overlays[tree.name.startswith(COPY)].append(overlay)
         return NamespaceInit(
             program=host.init,
             root=RootPlan(
-                roots, binds, _STAGE, disk, host.owner, host.user_xattrs, host.own_devices,
-                fields.get("workspace", ""), copies,
+                tuple(overlays[False]),
+                binds,
+                _STAGE,
+                disk,
+                host.owner,
+                host.user_xattrs,
+                host.own_devices,
+                fields.get("workspace", ""),
+                tuple(overlays[True]),
             ),
             shared_network=shared_network,
             groups=tuple((group, cgroups.init_group(group)) for group in groups),

@@ -117,8 +117,9 @@ class Lowers:
         return self._known[key]
 
     def bind(self, path: str, target: str, whole: bool = False) -> Bind:
-        """Return the read-only mount of the host's `path` at `target`, with its packages if `whole`. The slot's root user owns the files only if it
-        could not read them otherwise, because the kernel reveals more about a file to its owner than to other users."""
+        """Return the read-only mount of the host's `path` at `target`, with its packages if `whole`. The slot's root
+        user owns the files only if it could not read them otherwise, because the kernel reveals more about a file to
+        its owner than to other users."""
         private = os.stat(f"{HOST}{path}").st_mode & _OPEN_TO_ALL != _OPEN_TO_ALL
         source = self.get(path, owned=private)
         layered = os.path.isdir(source) and source not in self._whole
