@@ -26,7 +26,7 @@ from palaestra_slots.core.errors import DiskError, SandboxError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.printable import escaped
 from palaestra_slots.core.types import JSON
-from palaestra_slots.sandbox.slot import WORKSPACE, Slot, Snapshot
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot, SlotSpec, Snapshot
 
 MANY_LAYERS = 32
 """The number of layers from which on a restored slot copies its topmost layer, so that undoing for hours adds none."""
@@ -156,7 +156,8 @@ def _about_copy(folder: WorkFolder, slot: Slot) -> list[str]:
         where = f"In the sandbox, {escaped(str(folder.root))} is at {slot.workspace_dir}"
         why = "that path belongs to its system" if folder.place == WORKSPACE else "it cannot have other paths"
         found.append(f"{where}, because {why}; programs that name the folder's own path do not work there.")
-    if folder.lean and not slot.spec.copies:
+    spec: SlotSpec | None = getattr(slot, "spec", None)
+    if folder.lean and (spec is None or not spec.copies):
         found.append(LEAN_COPY)
     if git := without_history(folder.root):
         found.append(f"{git}.")

@@ -49,7 +49,7 @@ _HOME: Mapping[str, Sequence[str]] = {
 """Folders of the home directory that are mounted if PATH has them or a folder in them, and further folders that their
 programs need."""
 
-_MACHINE = ("/opt/*", "/home/linuxbrew/.linuxbrew", "/nix/store", "/nix/var/nix/profiles")
+_MACHINE = ("/opt/*", "/nix/store")
 """Folders outside the home directory that are mounted likewise, if they belong to the system and everybody may read
 them."""
 

@@ -15,7 +15,7 @@ from palaestra_slots.sandbox.slot import Mount, Rung, SlotSpec, decode_lease, en
 
 pytestmark = pytest.mark.slots
 
-PLACES = ("/home/ann/my shop", "/tmp/a/b", "/usr/local/src/p", "/data")
+PLACES = ("/home/user/my shop", "/tmp/a/b", "/usr/local/src/p", "/data")
 
 
 def with_backend(rung: Rung, body: Callable[[LocalBackend], Awaitable[None]]) -> None:
@@ -78,11 +78,11 @@ def test_nothing_around_the_second_path_is_visible(rung: Rung, tmp_path: Path) -
 def test_a_link_in_place_of_the_workspace_leads_nowhere_outside_the_slot() -> None:
     async def body(backend: LocalBackend) -> None:
         slot = await backend.create(SlotSpec(), "t")
-        await slot.execute("cd /; rm -rf /workspace; ln -s /../../host/etc /workspace; ln -s /etc /home/ann")
-        spec = SlotSpec(workspace="/home/ann/shop")
+        await slot.execute("cd /; rm -rf /workspace; ln -s /../../host/etc /workspace; ln -s /etc /home/user")
+        spec = SlotSpec(workspace="/home/user/shop")
         again = await backend.create(spec, "again", await backend.seal(slot))
         done = await again.execute("pwd; ls -A; echo x > x; ls /workspace")
-        assert done.output == "/home/ann/shop\nx\n"
+        assert done.output == "/home/user/shop\nx\n"
 
     with_backend(Rung.USERNS, body)
 
@@ -106,14 +106,14 @@ def test_a_level_without_mounts_refuses_it() -> None:
     async def body(backend: LocalBackend) -> None:
         assert not backend.places_workspace
         with pytest.raises(ConfigError, match="userns or full"):
-            await backend.create(SlotSpec(workspace="/home/ann/shop"), "t")
+            await backend.create(SlotSpec(workspace="/home/user/shop"), "t")
         assert (await backend.create(SlotSpec(), "t")).workspace_dir == "/workspace"
 
     with_backend(Rung.NONE, body)
 
 
 def test_a_service_keeps_the_path_of_its_slots() -> None:
-    spec = SlotSpec(workspace="/home/ann/shop")
+    spec = SlotSpec(workspace="/home/user/shop")
     assert decode_lease(encode_lease("t", spec)) == ("t", spec)
 
 
@@ -122,7 +122,7 @@ def test_a_slot_begins_with_directories_and_changes_only_its_own(tmp_path: Path)
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "theirs").write_text("host\n")
     copies = tuple(Mount(str(tmp_path / name), f"/workspace/{name}") for name in ("a", "b/c"))
-    spec = SlotSpec(workspace="/home/ann/shop", copies=copies)
+    spec = SlotSpec(workspace="/home/user/shop", copies=copies)
     assert decode_lease(encode_lease("t", spec)) == ("t", spec)
 
     async def body(backend: LocalBackend) -> None:
@@ -151,7 +151,7 @@ def test_a_slot_begins_with_directories_and_changes_only_its_own(tmp_path: Path)
 def test_a_link_in_place_of_such_a_directory_leads_nowhere_outside_the_slot(tmp_path: Path) -> None:
     async def body(backend: LocalBackend) -> None:
         slot = await backend.create(SlotSpec(), "t")
-        await slot.execute("ln -s /../../../../slots a; ln -s /etc b; mkdir /home/own")
+        await slot.execute("ln -s /../../../../slots a; ln -s /etc b; mkdir /home/user")
         snapshot = await backend.seal(slot)
         copies = (Mount(str(tmp_path), "/workspace/a"), Mount(str(tmp_path), "/workspace/b"))
         again = await backend.create(SlotSpec(copies=copies), "again", snapshot)

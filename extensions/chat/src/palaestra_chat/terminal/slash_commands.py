@@ -298,8 +298,8 @@ async def _port(desk: Desk, rest: str) -> None:
         if not await desk.ports.close(_number(number.strip())):
             raise ConfigError(f"port {number.strip()} is not open; /port lists the open ports")
     elif rest:
-        port, colon, here = rest.partition(":")
-        await desk.ports.open(_number(port), _number(here if colon else port))
+        inside, colon, outside = rest.partition(":")
+        await desk.ports.open(_number(inside), _number(outside if colon else inside))
     for here, port in desk.ports.numbers.items():
         desk.screen.prose(f"http://127.0.0.1:{here} leads to port {port} of the sandbox")
     if not desk.ports.numbers:

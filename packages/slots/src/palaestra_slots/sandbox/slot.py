@@ -399,7 +399,7 @@ class Slot(Protocol):
     @property
     def workspace_dir(self) -> str:
         """The directory where commands start, as a path inside the slot."""
-        return self.spec.workspace or WORKSPACE
+        return WORKSPACE
 
     @property
     def state(self) -> SlotState: ...

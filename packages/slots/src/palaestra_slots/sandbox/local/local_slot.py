@@ -134,9 +134,13 @@ class LocalSlot(Slot):
             self.running -= 1
         return self.result(reply, timeout_s)
 
+    @property
+    def workspace_dir(self) -> str:
+        return self.spec.workspace or WORKSPACE
+
     def _start_of(self, cwd: str) -> str:
         """Return the directory in which a command starts: the workspace has a second path in some slots."""
-        return self.spec.workspace or cwd if cwd == WORKSPACE else cwd
+        return self.workspace_dir if cwd == WORKSPACE else cwd
 
     async def shell(
         self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""

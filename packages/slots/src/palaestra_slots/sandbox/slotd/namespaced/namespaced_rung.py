@@ -76,7 +76,7 @@ class NamespaceDriver:
             trees = self._host.trees(image, fields["network"])
             binds = self._host.binds(fields["mounts"], image)
             copies = self._host.copies(fields.get("copies", ()))
-            targets = [bind.target for bind in (*binds, *copies)]
+            targets = [*(bind.target for bind in binds), *(copy.target for copy in copies)]
             if fields.get("workspace"):
                 targets += [WORKSPACE, fields["workspace"]]
         except OSError as error:
