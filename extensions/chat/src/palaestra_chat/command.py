@@ -50,6 +50,7 @@ Exit codes with -p: 0 answered, 1 failed, 2 usage, 4 model server, 5 isolation, 
 _SETTINGS = {
     "--workdir": "--env.workdir",
     "--write": "--env.write",
+    "--tools-from-path": "--env.tools_from_path",
     "--mode": "--env.mode",
     "--toolsets": "--env.enabled_toolsets",
     "--image": "--env.image",

@@ -32,6 +32,7 @@ from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra_chat.folders import settings_file, state_folder
 from palaestra_chat.hooks import read_hooks
 from palaestra_chat.model_servers import with_model, with_provider_key
+from palaestra_chat.path_tools import PathTools, tools_from, variables
 from palaestra_chat.permissions import Mode
 from palaestra_chat.project import Project
 from palaestra_chat.service import SYSTEM_PROMPT, TOOLSETS, ChatService, ChatSettings
@@ -40,7 +41,7 @@ from palaestra_chat.workdir import NONE, WorkFolder
 from palaestra_slots.core.config import COMMAND_LINE, host_path, setting
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Limits, Network
-from palaestra_slots.sandbox.slot import SlotSpec
+from palaestra_slots.sandbox.slot import WORKSPACE, SlotSpec
 from palaestra_tokens.config import APIServerConfig
 
 OF_RUNS = frozenset(BaseEnvConfig.model_fields) - {
@@ -67,6 +68,11 @@ class ChatConfig(HermesAgentEnvConfig):
         None,
         "The folder that is copied into the sandbox as its workspace, or none for an empty one. Default in a terminal: "
         "the current folder, if it is a project.",
+    )
+    tools_from_path: bool = setting(
+        True,
+        "Whether a sandbox on this machine sees the programs of your PATH, read-only: those in folders of toolchains "
+        "such as ~/.local/bin, ~/.cargo/bin, ~/.pyenv, ~/.nvm and /opt/NAME. /sandbox lists them.",
     )
     write: Literal["ask", "yes", "no"] = setting(
         "ask",
@@ -145,6 +151,7 @@ async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncI
     async with AsyncExitStack() as stack:
         servers = mcp_servers(config)
         about = project(folder)
+        tools = path_tools(config, folder)
         skills = () if config.skills_dir else about.skill_tools()
         if servers is not None:
             await stack.enter_async_context(servers)
@@ -160,7 +167,8 @@ async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncI
             tool_timeout_s=command_timeout_s(config),
             budget=replace(budget(config), wall_s=None),  # a person may let a message take its time
             prices=prices(config),
-            spec=spec(config),
+            spec=spec(config, tools),
+            missing_tools=tools.missing,
             memory=Path(config.memory_dir) if config.memory_dir else state_folder() / "memory",
             workdir=None if folder is None else folder.root,
             checkpoints=config.checkpoints,
@@ -175,7 +183,10 @@ async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncI
 
 def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
     """Return the system prompt, followed by what the project's folder and the person's own tell the agent."""
-    return project(folder).prompt(system_prompt(config))
+    system = system_prompt(config)
+    if system and folder is not None and folder.place != WORKSPACE:
+        system += f" Commands start in {folder.place}, a copy of the user's folder; {WORKSPACE} is the same folder."
+    return project(folder).prompt(system)
 
 
 def project(folder: WorkFolder | None) -> Project:
@@ -202,6 +213,15 @@ def named_models(
     return found
 
 
-def spec(config: ChatConfig) -> SlotSpec:
+def path_tools(config: ChatConfig, folder: WorkFolder | None) -> PathTools:
+    """Return the programs of the person's PATH that a sandbox gets: none with an image, and on other machines."""
+    if not config.tools_from_path or config.image is not None or config.slot_backend != "local":
+        return PathTools()
+    return tools_from(os.environ.get("PATH", ""), Path.home(), None if folder is None else folder.root)
+
+
+def spec(config: ChatConfig, tools: PathTools) -> SlotSpec:
     """Return the specification of a conversation's sandbox."""
-    return SlotSpec(image=config.image, network=Network.ON if config.allow_network else Network.OFF, limits=Limits())
+    network = Network.ON if config.allow_network else Network.OFF
+    env = variables(tools, Path.home())
+    return SlotSpec(image=config.image, network=network, limits=Limits(), mounts=tuple(tools.mounts), env=env)

@@ -61,10 +61,6 @@ from palaestra_slots.processes.session import ProcessSession
 from palaestra_toolsets.tools.memory import Notes
 from palaestra_toolsets.tools.session_search import Sessions, message_text
 
-LEAN_COPY = (
-    "The whole folder is too large to copy, so the sandbox has no folders of installed packages and caches (such as "
-    "node_modules and .venv)."
-)
 NEW_SANDBOX = "The sandbox is new: the earlier one is gone with its processes and all files that were not copied out."
 ENDED_PROCESSES = "The user undid messages, so the files of that time were restored, and all processes were ended."
 
@@ -430,9 +426,9 @@ class Conversation:
     def _leased(self) -> None:
         first = not self.history.record.settings.get("sandbox")
         self.history.change_settings(sandbox=True)
-        if first and self.slots.folder is not None and self.slots.folder.lean:
-            self.history.note(LEAN_COPY)
-            self.notices.report_in_turn(Notice(text=LEAN_COPY, kind="workdir"))
+        for text in self.slots.about if first else ():
+            self.history.note(text)
+            self.notices.report_in_turn(Notice(text=text, kind="workdir"))
 
     def _emit(self, event: Event) -> None:
         if self._turn is not None:

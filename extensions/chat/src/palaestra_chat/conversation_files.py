@@ -15,6 +15,7 @@ from typing import cast
 
 from palaestra.agent.seat import Seat
 from palaestra_chat.folder_changes import FolderChange
+from palaestra_chat.host_git import without_history
 from palaestra_chat.model_servers import some
 from palaestra_chat.service import ChatService
 from palaestra_chat.turn import WatchedSlot
@@ -23,8 +24,9 @@ from palaestra_chat.unwritten_changes import UnwrittenChanges
 from palaestra_chat.workdir import WorkFolder
 from palaestra_slots.core.errors import DiskError, SandboxError
 from palaestra_slots.core.exits import plural
+from palaestra_slots.core.printable import escaped
 from palaestra_slots.core.types import JSON
-from palaestra_slots.sandbox.slot import Slot, Snapshot
+from palaestra_slots.sandbox.slot import WORKSPACE, Slot, SlotSpec, Snapshot
 
 MANY_LAYERS = 32
 """The number of layers from which on a restored slot copies its topmost layer, so that undoing for hours adds none."""
@@ -33,6 +35,11 @@ COPIED_SANDBOX = "The sandbox is a copy: it has the files after the last turn of
 CURRENT_FILES = (
     "The sandbox is a copy: it has the current files, although this history ends earlier, because no checkpoint of "
     "that time was kept. It has no processes."
+)
+
+LEAN_COPY = (
+    "The whole folder is too large to copy, so the sandbox has no folders of installed packages and caches (such as "
+    "node_modules and .venv)."
 )
 
 _COPIED_AGAIN = "The user changed files on their machine, and the sandbox has the new versions. Read them again: "
@@ -66,6 +73,8 @@ class ConversationSlots:
         """What was not written back to the folder, of this sandbox and earlier ones."""
         self.folder = None if workdir is None else WorkFolder(workdir)
         """The folder of this machine that new slots get a copy of."""
+        self.about: Sequence[str] = ()
+        """What the person and the model should know about the copy in the present slot."""
 
     def share(self, folder: WorkFolder | None) -> None:
         """Copy this folder into each new slot, or none."""
@@ -77,11 +86,14 @@ class ConversationSlots:
 
     async def lease(self) -> Slot:
         """Lease a slot, or take over the one that the conversation had in an earlier service."""
-        slot, kept = await self._service.lease(self._id, self._snapshot)
+        place = "" if self.folder is None or self.folder.place == WORKSPACE else self.folder.place
+        copies = None if self.folder is None else self.folder.uncopied
+        slot, kept = await self._service.lease(self._id, self._snapshot, place, copies)
         fresh, self._snapshot = self._snapshot is None and not kept, None
         prepare = self.folder.fill if self.folder is not None else self._service.settings.prepare
         if fresh and prepare is not None:
             await self._prepared(slot, prepare)
+        self.about = () if self.folder is None else _about_copy(self.folder, slot)
         self._leased()
         return cast("Slot", WatchedSlot(slot, self._emit))
 
@@ -135,6 +147,21 @@ class ConversationSlots:
     async def copy(self, slot: Slot) -> Snapshot:
         """Return a snapshot of the files in the slot. Raises `SandboxError` if it cannot be copied."""
         return await self._service.pool.checkpoint(_own(slot))
+
+
+def _about_copy(folder: WorkFolder, slot: Slot) -> list[str]:
+    """Return what is not in the copy of a folder, or not as on the person's machine."""
+    found = []
+    if slot.workspace_dir != str(folder.root):
+        where = f"In the sandbox, {escaped(str(folder.root))} is at {slot.workspace_dir}"
+        why = "that path belongs to its system" if folder.place == WORKSPACE else "it cannot have other paths"
+        found.append(f"{where}, because {why}; programs that name the folder's own path do not work there.")
+    spec: SlotSpec | None = getattr(slot, "spec", None)
+    if folder.lean and (spec is None or not spec.copies):
+        found.append(LEAN_COPY)
+    if git := without_history(folder.root):
+        found.append(f"{git}.")
+    return found
 
 
 def _own(slot: Slot) -> Slot:

@@ -8,12 +8,15 @@ ignores there keeps only its own files back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from palaestra_slots.sandbox.slot import WORKSPACE, Slot
 
 LEAN = frozenset({"node_modules", ".venv", "venv", ".tox", ".nox", "__pycache__", "site-packages"})
 """Folders that are left out of the copy of a folder that is too large: programs can make them again."""
+
+_TAG = ("CACHEDIR.TAG", b"Signature: 8a477f597d28d172789f06886806bc55")
+"""The file with which programs mark a folder that they can make again. Source: https://bford.info/cachedir/"""
 
 _FOLDERS = LEAN | {
     ".cache", ".eggs", ".gradle", ".hypothesis", ".ipynb_checkpoints", ".mypy_cache", ".parcel-cache", ".pytest_cache",
@@ -34,6 +37,18 @@ def generated(path: str) -> bool:
         or name in _FILES
         or PurePosixPath(name).suffix in _SUFFIXES
     )
+
+
+def is_left_out(folder: Path) -> bool:
+    """Return whether a folder is left out of the copy of a folder that is too large."""
+    name, start = _TAG
+    if folder.name in LEAN:
+        return True
+    try:
+        with open(folder / name, "rb") as file:
+            return file.read(len(start)) == start
+    except OSError:
+        return False
 
 
 async def ignored_by_git(slot: Slot, paths: Sequence[str]) -> set[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from yarl import URL
 
 from palaestra_slots.core.errors import ConfigError, EngineError
+from palaestra_slots.core.retry import AT_START, RetryPolicy
 from palaestra_tokens.config import APIServerConfig
 from palaestra_tokens.engines.openai import OpenAIEngine
 from palaestra_tokens.http.chat_completions import listed_models
@@ -32,6 +33,8 @@ PROVIDERS: Mapping[str, tuple[str, str]] = {
 """By the variable with the key, the provider and the address of its chat completions."""
 
 _PROBE_S = 2.0
+ONCE = RetryPolicy(attempts=1)
+"""For a server that may not be there: a person who waits for the answer sees no retries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ async def local_servers(ports: Mapping[str, int] = PORTS) -> list[FoundServer]:
         url = f"http://127.0.0.1:{port}/v1"
         try:
             async with asyncio.timeout(_PROBE_S):
-                models = await models_at(APIServerConfig(base_url=url))
+                models = await models_at(APIServerConfig(base_url=url), retry=ONCE)
         except (EngineError, TimeoutError):
             return None
         return FoundServer(f"a server at {url} (the port of {name})", url, models) if models else None
@@ -67,12 +70,12 @@ def provider_servers(environ: Mapping[str, str]) -> list[FoundServer]:
     ]  # fmt: skip
 
 
-async def models_at(server: APIServerConfig) -> list[str]:
+async def models_at(server: APIServerConfig, retry: RetryPolicy = AT_START) -> list[str]:
     """Return the models that a server lists; none if it has no list. Raises `EngineError` if it does not answer or
     refuses the key, and `ConfigError` for an unusable address."""
     engine = OpenAIEngine(server)
     try:
-        reply = await engine.transport.list_models(engine.base_url / "models")
+        reply = await engine.transport.list_models(engine.base_url / "models", retry=retry)
     finally:
         await engine.aclose()
     return [model.id for model in listed_models(reply.body)] if reply.status == 200 else []

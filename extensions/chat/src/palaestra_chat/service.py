@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias
@@ -38,7 +38,7 @@ from palaestra_slots.processes.notifications import Notifications
 from palaestra_slots.processes.registry import ProcessRegistry
 from palaestra_slots.processes.session import ProcessSession
 from palaestra_slots.sandbox.pool import SlotPool
-from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot
+from palaestra_slots.sandbox.slot import Mount, Slot, SlotSpec, Snapshot
 from palaestra_tokens.chat_server import ServerEngine
 from palaestra_tokens.config import APIServerConfig, ServerBaseline
 from palaestra_tokens.engines.openai import OpenAIEngine
@@ -63,7 +63,8 @@ class ChatSettings:
 
     `max_turns` is the maximum number of model calls for one message, and `budget` limits tokens and cost for one
     message. `context_tokens` is the size of the model's context window, or None for what the server reports. `spec`
-    describes the slots, and `prepare` puts files into each new slot; `workdir` is a folder of this machine that each
+    describes the slots, `missing_tools` names programs of the user's PATH that they lack, and `prepare` puts files into
+    each new slot; `workdir` is a folder of this machine that each
     new slot gets a copy of, instead. `checkpoints` is the maximum number of turns of a conversation whose files can be
     restored. `mode` is the permission mode (`permissions.py`), and `rules_folder` the folder for which approvals are
     kept, or None to keep them for all folders. `hooks` are the user's commands around tool calls. `models` are further
@@ -94,6 +95,7 @@ class ChatSettings:
     checkpoints: int = 0
     mode: str = "auto"
     rules_folder: Path | None = None
+    missing_tools: Sequence[str] = ()
     hooks: Hooks | None = None
     models: Mapping[str, APIServerConfig] = field(default_factory=dict)
     shared: Sequence[object] = ()
@@ -217,14 +219,31 @@ class ChatService:
                     self._kept[slot.trajectory_id] = slot
                 await self.processes.recover_from_checkpoint(slots)
 
-    async def lease(self, conversation: str, snapshot: Snapshot | None = None) -> tuple[Slot, bool]:
+    async def lease(
+        self,
+        conversation: str,
+        snapshot: Snapshot | None = None,
+        workspace: str = "",
+        copies: Callable[[], Awaitable[Sequence[Mount]]] | None = None,
+    ) -> tuple[Slot, bool]:
         """Return a slot for a conversation, and whether it is the slot that the conversation had in an earlier
-        service."""
+        service. If the backend can do that, a new slot has its workspace also at the path `workspace`, and begins with
+        the folders that `copies` returns."""
         await self.start()
         kept = self._kept.pop(conversation, None)
         if kept is not None:
             return kept, True
-        return await self.pool.acquire(conversation, spec=self.settings.spec, snapshot=snapshot), False
+        spec = self.settings.spec
+        if workspace and getattr(self.pool.backend, "places_workspace", False):
+            spec = replace(spec, workspace=workspace)
+        if copies is not None and getattr(self.pool.backend, "copies_folders", False):
+            with_folders = replace(spec, copies=tuple(await copies()))
+            try:
+                return await self.pool.acquire(conversation, spec=with_folders, snapshot=snapshot), False
+            except SandboxError:  # some file systems cannot be the lower part of a slot's
+                if not with_folders.copies:
+                    raise
+        return await self.pool.acquire(conversation, spec=spec, snapshot=snapshot), False
 
     async def release(self, slot: Slot) -> None:
         """Kill a conversation's processes, delete their records and release its slot."""

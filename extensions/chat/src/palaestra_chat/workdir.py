@@ -28,11 +28,12 @@ from typing import TypeVar
 from palaestra.envs.config.dotenv import DOTENV
 from palaestra_chat.folder_changes import FolderChange, history_only
 from palaestra_chat.folders import settings_file
-from palaestra_chat.generated_files import LEAN, generated, ignored_by_git
+from palaestra_chat.generated_files import generated, ignored_by_git, is_left_out
 from palaestra_chat.git_files import HISTORY, bare_repositories, fingerprint, history_of, makes_git_run, split
+from palaestra_chat.host_git import give_identity
 from palaestra_slots.core.errors import ConfigError, SandboxError
 from palaestra_slots.core.printable import without_middle
-from palaestra_slots.sandbox.slot import WORKSPACE, Slot
+from palaestra_slots.sandbox.slot import WORKSPACE, Mount, Rung, Slot, hides_system
 
 T = TypeVar("T")
 
@@ -42,6 +43,9 @@ MAX_KEPT_BYTES = 256 << 20
 MAX_BYTES, MAX_FILES = 512 << 20, 20_000
 """The maximum total size, in bytes, and the maximum number of files. Both apply to the folder when it is copied, and to
 the changes in the sandbox."""
+
+MOST_UNCOPIED = 64
+"""The maximum number of generated folders that a sandbox has without a copy."""
 
 MAX_HISTORY_BYTES = 64 << 20
 """The maximum size of what is new in a repository on this machine and copied into a sandbox that has its history."""
@@ -62,10 +66,9 @@ NEVER_WRITTEN = frozenset({MAKES_GIT_RUN, CONFIGURES_CHAT, GIVES_KEYS, LEADS_OUT
 """The reasons for which a file is never written back."""
 
 _LIST_BYTES = 32 << 20
-_ARCHIVE = "/tmp/palaestra-folder.tar"  # noqa: S108 - a path in the slot, which nobody else shares
-_LISTED = "/tmp/palaestra-folder.list"  # noqa: S108
-_LIST = rf"find . ! -type d ! -path './.palaestra-*' -printf '%P\0%y\0%s %T@\0%m\0%l\0' > {_LISTED}"
-"""Lists to a file, because names and the targets of links may be bytes that no text has."""
+_LIST = r"find . -xdev ! -type d ! -path './.palaestra-*' -printf '%P\0%y\0%s %T@\0%m\0%l\0' > "
+"""Lists to a file, because names and the targets of links may be bytes that no text has. Does not list folders that a
+slot has without a copy, because they are file systems of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +113,9 @@ class WorkFolder:
     folder is too large."""
 
     root: Path
-    lean: bool = False
-    """Whether the copy leaves out the folders `LEAN`, because the whole folder is too large."""
+    lean: bool | None = None
+    """Whether the copy leaves out generated folders (`is_left_out`), because the whole folder is too large. None before
+    that was looked up."""
     staying: int = 0
     """The number of generated files that `changes` found, which stay in the sandbox."""
     _copied: dict[str, str] = field(default_factory=dict)
@@ -154,19 +158,35 @@ class WorkFolder:
             raise ConfigError(f"the folder to work in, {self.root}, does not exist or is not a folder")
         self.root = self.root.resolve()
 
+    @property
+    def place(self) -> str:
+        """The path of the copy in a sandbox: that of the folder, or `/workspace` if the folder would hide a part of the
+        sandbox's system."""
+        return WORKSPACE if hides_system(str(self.root)) else str(self.root)
+
+    async def uncopied(self) -> list[Mount]:
+        """Return the folders that the copy leaves out, with their places in a slot that begins with them, if it
+        can."""
+        self.lean = not await asyncio.to_thread(fits, self.root)
+        found = await asyncio.to_thread(_left_out, self.root) if self.lean else []
+        return [Mount(str(each), f"{WORKSPACE}/{each.relative_to(self.root).as_posix()}") for each in found]
+
     async def fill(self, slot: Slot) -> None:
-        """Copy the folder into a new slot's workspace. Raises `ConfigError` if the folder is too large, and
-        `SandboxError` if the copy fails."""
+        """Copy the folder into a new slot's workspace, and the person's name for commits. Raises `ConfigError` if the
+        folder is too large, and `SandboxError` if the copy fails."""
         with tempfile.NamedTemporaryFile(prefix="palaestra-", suffix=".tar") as file:
-            self.lean = not await asyncio.to_thread(fits, self.root)
+            if self.lean is None:
+                await self.uncopied()
             self._stamps = await asyncio.to_thread(self._all_stamps)
             self._copied = await asyncio.to_thread(self._pack, Path(file.name))
-            await slot.upload(Path(file.name), _ARCHIVE)
-        done = await slot.execute(f"tar -xf {_ARCHIVE} -C {WORKSPACE} && rm -f {_ARCHIVE}", timeout_s=300)
+            archive = await _scratch(slot, "tar")
+            await slot.upload(Path(file.name), archive)
+        done = await slot.execute(f"tar -xf {archive} && rm -f {archive}", timeout_s=300)
         if not done.success:
             raise SandboxError(
                 f"{self.root} could not be copied into the sandbox: {without_middle(done.output.strip(), 500)}"
             )
+        await give_identity(slot, self.root)
         self._listed = await self._list(slot)
 
     async def refresh(self, slot: Slot) -> Refreshed:
@@ -225,10 +245,11 @@ class WorkFolder:
                     elif data is not None:
                         info.size = len(data)
                         tar.addfile(info, io.BytesIO(data))
-            await slot.upload(Path(file.name), _ARCHIVE)
+            archive = await _scratch(slot, "tar")
+            await slot.upload(Path(file.name), archive)
         # Deleted first, because a folder may have the name of an earlier file.
         names = "\0".join(files).encode(errors="surrogateescape")
-        command = f"xargs -0 rm -f -- && tar -xf {_ARCHIVE} -C {WORKSPACE} && rm -f {_ARCHIVE}"
+        command = f"xargs -0 rm -f -- && tar -xf {archive} && rm -f {archive}"
         done = await slot.execute(command, cwd=WORKSPACE, stdin=names, timeout_s=300)
         if not done.success:
             raise SandboxError(
@@ -252,7 +273,7 @@ class WorkFolder:
 
     def _all_stamps(self) -> dict[str, tuple[int, int, int]]:
         found = {}
-        for path in _files(self.root, lean=self.lean):
+        for path in _files(self.root, lean=bool(self.lean)):
             with contextlib.suppress(OSError):
                 info = path.lstat()
                 if not stat.S_ISDIR(info.st_mode):
@@ -441,7 +462,7 @@ class WorkFolder:
         copied: dict[str, str] = {}
         total = 0
         with tarfile.open(archive, "w") as tar:
-            for path in _files(self.root, lean=self.lean):
+            for path in _files(self.root, lean=bool(self.lean)):
                 name = path.relative_to(self.root).as_posix()
                 info = tar.gettarinfo(path, name)
                 info.uid = info.gid = 0
@@ -465,13 +486,14 @@ class WorkFolder:
 
     async def _list(self, slot: Slot) -> dict[str, _Listed]:
         """Return every file and symlink in the workspace."""
-        done = await slot.execute(_LIST, cwd=WORKSPACE, timeout_s=120)
+        listed = await _scratch(slot, "list")
+        done = await slot.execute(f"{_LIST}{listed}", cwd=WORKSPACE, timeout_s=120)
         if not done.success:
             raise SandboxError(
                 f"the files of the sandbox could not be listed: {without_middle(done.output.strip(), 300)}"
             )
         try:
-            fields = (await slot.read_bytes(_LISTED, max_bytes=_LIST_BYTES)).split(b"\0")
+            fields = (await slot.read_bytes(listed, max_bytes=_LIST_BYTES)).split(b"\0")
         except OSError as error:
             raise SandboxError(f"the files of the sandbox could not be listed: {error}") from None
         names = map(os.fsdecode, fields[:-1])
@@ -544,11 +566,29 @@ def fits(root: Path, *, files: int = MAX_FILES, lean: bool = False) -> bool:
     return True
 
 
+async def _scratch(slot: Slot, kind: str) -> str:
+    """Return the path of a file in the slot that is in no snapshot."""
+    folder = "/tmp"  # noqa: S108 - a path in the slot, which nobody else shares
+    if slot.rung < Rung.USERNS:  # such a slot has a folder of its own in place of /tmp
+        folder = (await slot.execute('printf %s "${TMPDIR:-/tmp}"', timeout_s=60)).output or folder
+    return f"{folder}/palaestra-folder.{kind}"
+
+
+def _left_out(root: Path) -> list[Path]:
+    """Return the outermost folders that a lean copy leaves out, but for byte code, at most `MOST_UNCOPIED`."""
+    found: list[Path] = []
+    for folder, folders, _ in os.walk(root):
+        left = sorted(name for name in folders if is_left_out(Path(folder, name)))
+        found += [Path(folder, name) for name in left if name != "__pycache__" and not Path(folder, name).is_symlink()]
+        folders[:] = sorted(set(folders).difference(left))
+    return found[:MOST_UNCOPIED]
+
+
 def _files(root: Path, *, lean: bool) -> Iterator[Path]:
     """Yield the folders, files and symlinks of a folder, each folder before what is in it."""
     for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if not (lean and name in LEAN))
         here = Path(folder)
+        folders[:] = sorted(name for name in folders if not (lean and is_left_out(here / name)))
         yield from (here / name for name in folders)
         for name in sorted(files):
             if stat.S_IFMT((here / name).lstat().st_mode) in (stat.S_IFREG, stat.S_IFLNK):

@@ -129,13 +129,14 @@ def test_a_start_is_the_first_one_if_nothing_names_a_server(
     assert not is_first_start(words, environ)
 
 
-def test_servers_are_found_on_ports_and_by_keys() -> None:
+def test_servers_are_found_on_ports_and_by_keys(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> list[FoundServer]:
         async with EchoChatServer() as server:
             port = int(server.url.rpartition(":")[2].partition("/")[0])
             return await local_servers({"Ollama": port, "nothing": 9})
 
     (found,) = asyncio.run(scene())
+    assert not caplog.records
     assert "the port of Ollama" in found.about
     assert found.models == ["echo"]
     assert [each.base_url for each in provider_servers({"GROQ_API_KEY": "k"})] == [PROVIDERS["GROQ_API_KEY"][1]]

@@ -114,6 +114,7 @@ class ChatTerminal:
         loop = asyncio.get_running_loop()
         async with self._stack:
             self._stack.enter_context(self._logs_above_the_prompt())
+            self._stack.push_async_callback(self._desk.ports.aclose)
             # Between two prompts the terminal sends a signal for Ctrl-C, which must not end the chat.
             loop.add_signal_handler(signal.SIGINT, self._stop)
             main = asyncio.current_task()

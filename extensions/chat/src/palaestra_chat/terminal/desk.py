@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from palaestra_chat.terminal.open_ports import OpenPorts
 from palaestra_chat.terminal.people import FolderChanges, TerminalPeople
 from palaestra_chat.terminal.screen import Screen
 from palaestra_chat.terminal.styles import DIM, PLAIN, YELLOW
@@ -55,6 +56,7 @@ class Desk:
         self.changes = FolderChanges(screen, people)
         self.stop = stop
         self.finish = finish
+        self.ports = OpenPorts(lambda: None if self._talk is None else self._talk.seat.slot)
         self._opened: Opened | None = None
         self._talk: Conversation | None = None
         self._own_commands = 0
@@ -116,7 +118,9 @@ class Desk:
             "yes": "its changes are written back after each turn",
             "no": "its changes are written back only by /sandbox write",
         }
-        return printable(f"The sandbox has a copy of {short(folder.root)}; {written[self.write_mode]}")
+        place = folder.place if self.talk.seat.slot is None else self.talk.seat.slot.workspace_dir
+        where = "" if place == str(folder.root) else f" at {place}"
+        return printable(f"The sandbox has a copy of {short(folder.root)}{where}; {written[self.write_mode]}")
 
     async def show_turn(self, events: AsyncGenerator[Event, None]) -> None:
         """Show a turn as it happens, then offer to write the agent's changes back to the shared folder."""

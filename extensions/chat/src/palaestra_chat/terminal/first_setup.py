@@ -12,6 +12,7 @@ import yaml
 
 from palaestra_chat.folders import settings_file
 from palaestra_chat.model_servers import (
+    ONCE,
     FoundServer,
     first_reply,
     local_servers,
@@ -71,7 +72,7 @@ def _server() -> APIServerConfig:
         key = os.environ.get("OPENAI_API_KEY") if chosen.models is None else None
         try:
             server = with_provider_key(APIServerConfig(base_url=chosen.base_url, api_key=key), os.environ)
-            listed = chosen.models if chosen.models is not None else asyncio.run(models_at(server))
+            listed = chosen.models if chosen.models is not None else asyncio.run(models_at(server, ONCE))
         except (EngineError, ValueError) as error:  # a ConfigError too, and an address that is none
             click.echo(f"{YELLOW}{printable(str(error))}{PLAIN}")
             continue

@@ -240,7 +240,9 @@ async def _toolset(desk: Desk, rest: str) -> None:
 
 
 async def _sandbox(desk: Desk, rest: str) -> None:
+    from palaestra_chat.current_folder import short
     from palaestra_chat.folder_changes import edits
+    from palaestra_chat.model_servers import some
     from palaestra_chat.one_shot import day
 
     talk, screen = desk.talk, desk.screen
@@ -276,12 +278,32 @@ async def _sandbox(desk: Desk, rest: str) -> None:
             "/sandbox new"
         )
     else:
-        slot, since = talk.seat.slot, talk.history.record.created_at
+        slot, since, settings = talk.seat.slot, talk.history.record.created_at, desk.opened.service.settings
         screen.prose(f"{desk.folder()}\nthe conversation began {day(since)}")
         screen.prose(
             "no sandbox yet: the first command creates one" if slot is None else
             f"{slot.slot_id}: backend {desk.opened.service.pool.backend.name}, isolation {slot.rung.label}"
         )  # fmt: skip
+        if settings.spec.mounts:
+            names = [short(mount.target) for mount in settings.spec.mounts]
+            screen.prose(printable(f"programs of your PATH, read-only: {some(names, 20)}"))
+        if settings.missing_tools:
+            names = [short(each) for each in settings.missing_tools]
+            screen.prose(printable(f"in your PATH, but not in the sandbox: {some(names, 20)}"))
+
+
+async def _port(desk: Desk, rest: str) -> None:
+    action, _, number = rest.partition(" ")
+    if action == "close":
+        if not await desk.ports.close(_number(number.strip())):
+            raise ConfigError(f"port {number.strip()} is not open; /port lists the open ports")
+    elif rest:
+        inside, colon, outside = rest.partition(":")
+        await desk.ports.open(_number(inside), _number(outside if colon else inside))
+    for here, port in desk.ports.numbers.items():
+        desk.screen.prose(f"http://127.0.0.1:{here} leads to port {port} of the sandbox")
+    if not desk.ports.numbers:
+        desk.screen.prose("no port of the sandbox is open; /port 8000 opens http://127.0.0.1:8000 on this machine")
 
 
 async def _background(desk: Desk, rest: str) -> None:
@@ -419,6 +441,9 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "/hooks": SlashCommand("", "list your hooks, which run before and after tool calls", _hooks, at_once=True),
     "/sandbox": SlashCommand(
         "[diff|write [ask|yes|no]|new]", "show the sandbox or its changes, write them back, or get a new one", _sandbox
+    ),
+    "/port": SlashCommand(
+        "[NUMBER[:HERE] | close HERE]", "open a port of the sandbox here, such as that of a server", _port, at_once=True
     ),
     "/background": SlashCommand(
         "[ID | write ID TEXT | kill ID]", "list, read, write to or end background processes", _background, at_once=True

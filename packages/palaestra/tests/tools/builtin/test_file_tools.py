@@ -172,7 +172,7 @@ def test_in_a_large_directory_names_that_begin_alike_are_suggested(at_desk: AtDe
 @pytest.mark.parametrize(
     ("old", "content", "said"),
     [
-        (b"\xef\xbb\xbfone\r\ntwo\r\n", "one\nTWO\n", ["byte order mark", "CRLF"]),
+        (b"\xef\xbb\xbfone\r\ntwo\r\n", "one\r\nTWO\n", ["byte order mark", "CRLF"]),
         (b"\xef\xbb\xbfone\n", "two\n", ["byte order mark"]),
         (b"one\r\ntwo\r\n", "one\r\nTWO\n", ["CRLF"]),
         (b"one\n", "two", ["line end at its end"]),
@@ -193,5 +193,31 @@ def test_a_form_that_is_lost_is_named(at_desk: AtDesk, old: bytes | None, conten
         assert await desk.slot.read_bytes("w.txt") == content.encode()
         assert ("note" in reply) is bool(said)
         assert all(part in reply["note"] for part in said)
+
+    at_desk(scenario)
+
+
+@pytest.mark.parametrize(
+    ("old", "content", "new"),
+    [
+        (b"one\r\ntwo\r\n", "one\nTWO\nthree\n", b"one\r\nTWO\r\nthree\r\n"),
+        (b"one\r\ntwo\r\nthree\n", "a\nb\n", b"a\r\nb\r\n"),
+        (b"one\r\n", "a\nb", b"a\r\nb"),
+        (b"one\r\ntwo\r\n", "one\r\nTWO\n", b"one\r\nTWO\n"),
+        (b"one\r\ntwo\nthree\n", "a\nb\n", b"a\nb\n"),
+        (b"one\rtwo\r", "a\nb\n", b"a\nb\n"),
+        (b"one\r\n", "alone", b"alone"),
+        (b"a\0b\r\n", "a\nb\n", b"a\nb\n"),
+    ],
+)
+def test_a_rewritten_file_keeps_the_line_ends_that_most_lines_had(
+    at_desk: AtDesk, old: bytes, content: str, new: bytes
+) -> None:
+    async def scenario(desk: Desk) -> None:
+        await desk.slot.write_bytes("w.txt", old)
+        reply = await desk.call("write_file", path="w.txt", content=content)
+        assert await desk.slot.read_bytes("w.txt") == new
+        assert reply["bytes_written"] == len(new)
+        assert ("has the CRLF" in reply.get("note", "")) is (new != content.encode())
 
     at_desk(scenario)

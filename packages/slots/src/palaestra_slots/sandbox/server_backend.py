@@ -23,7 +23,7 @@ from palaestra_slots.sandbox.isolation.self_test import explain, prove
 from palaestra_slots.sandbox.local.client import Requests, SlotClient
 from palaestra_slots.sandbox.local.local_slot import LocalSlot
 from palaestra_slots.sandbox.python_call import PACKAGES_DIR
-from palaestra_slots.sandbox.slot import Change, Rung, Slot, SlotSpec, Snapshot, View
+from palaestra_slots.sandbox.slot import WORKSPACE, Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra_slots.sandbox.slotd.network import allowlist
 from palaestra_slots.sandbox.slotd.protocol.frames import Fields
 
@@ -126,6 +126,16 @@ class ServerBackend(StartedBackend):
         """Whether the slots' default root is an image that has passwords, which are not the host's."""
         return False
 
+    @property
+    def places_workspace(self) -> bool:
+        """Whether slots can have their workspace at a second path (`SlotSpec.workspace`)."""
+        return self.rung >= Rung.USERNS
+
+    @property
+    def copies_folders(self) -> bool:
+        """Whether slots can begin with directories of this machine (`SlotSpec.copies`)."""
+        return False
+
     @abstractmethod
     async def _start_server(self, rung: Rung) -> None:
         """Start the server at an isolation level. Raises `SandboxError` or `OSError`."""
@@ -213,6 +223,16 @@ class ServerBackend(StartedBackend):
                 f"slots of the backend {self.name} cannot be joined by a network of their own at {self.rung.label}: "
                 f"{self.joins_fix}"
             )
+        if spec.workspace and not self.places_workspace:
+            raise ConfigError(
+                f"slots of the backend {self.name} have their workspace only at {WORKSPACE} at {self.rung.label}: "
+                "leave out the workspace's path, or use the level userns or full"
+            )
+        if spec.copies and not self.copies_folders:
+            raise ConfigError(
+                f"slots of the backend {self.name} at {self.rung.label} cannot begin with directories of this machine: "
+                "use the backend local at the level userns or full"
+            )
         fields: dict[str, JSON] = {
             **await self._place(spec),
             "layers": [] if snapshot is None else list(snapshot.layers),
@@ -224,6 +244,10 @@ class ServerBackend(StartedBackend):
             fields["continued"] = True
         if spec.on_demand:
             fields["on_demand"] = list(spec.on_demand)
+        if spec.workspace:
+            fields["workspace"] = spec.workspace
+        if spec.copies:
+            fields["copies"] = mounts_of(spec.copies)
         if spec.group is not None:
             fields["group"] = [spec.group.group, spec.group.number, spec.group.members]
         server = await self._living()
@@ -418,6 +442,19 @@ def _proxies(spec: SlotSpec) -> dict[str, str]:
     names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
     own = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
     return {**dict.fromkeys(names, f"http://127.0.0.1:{allowlist.PROXY_PORT}"), **own}
+
+
+def mounts_of(mounts: Sequence[Mount]) -> list[list[str | bool]]:
+    """Return these mounts of directories of this machine for a request. Raises `ConfigError` for one that cannot be
+    mounted."""
+    for mount in mounts:
+        if not os.path.isdir(mount.source):
+            raise ConfigError(f"cannot mount {mount.source!r} into a slot: it is not a directory on this machine")
+        if not os.path.isabs(mount.target) or os.path.normpath(mount.target) == "/":
+            raise ConfigError(f"cannot mount at {mount.target!r}: give an absolute path below the root")
+    # The server finds the path below /host, where an absolute link in it would lead elsewhere.
+    real = (Mount(os.path.realpath(each.source), os.path.normpath(each.target), each.whole) for each in mounts)
+    return [mount.fields for mount in real]
 
 
 def _view(view: View | None) -> JSON:

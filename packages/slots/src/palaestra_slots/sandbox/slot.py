@@ -25,6 +25,10 @@ WORKSPACE = "/workspace"  # where commands start, in every backend
 DEFAULT_OUTPUT_BYTES = 50_000  # the most bytes of a command's output that are kept by default, head and tail together
 MAX_FILE_BYTES = 64 << 20  # the most bytes that one file call reads by default; larger files are refused
 _MOST_MEMBERS = 250  # of a group
+# Top-level directories of every slot: those in which a workspace cannot be, and those in which only a subdirectory can.
+_CLOSED = frozenset({"bin", "boot", "dev", "etc", "proc", "sbin", "sys", "workspace"})
+_SHARED = frozenset({"home", "media", "mnt", "opt", "root", "run", "srv", "tmp", "var"})
+_SHARED_BELOW = [["run", "lock"], *(["var", name] for name in ("cache", "lib", "lock", "log", "run", "spool", "tmp"))]
 DEFAULT_STORE_BYTES = 20 << 30  # the most disk space that prepared workspaces take by default
 
 
@@ -143,10 +147,17 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A host directory, for example with interpreters or wheels, that is mounted read-only at `target` in a slot."""
+    """A host directory, for example with interpreters or wheels, that is mounted read-only at `target` in a slot. If it
+    is a Python installation, its packages are hidden unless it is mounted `whole`."""
 
     source: str
     target: str
+    whole: bool = False
+
+    @property
+    def fields(self) -> list[str | bool]:
+        """The mount in a request: the source, the target, and True if it is `whole`."""
+        return [self.source, self.target, *([True] if self.whole else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +202,12 @@ class SlotSpec:
     host's system directories. `env` holds variables for commands; they are added to PATH, HOME, LANG and TERM, which
     the backend sets, and may override these four. `group` joins the slot to others by a network of their own, at the
     levels `userns` and `full` of the backend `local`. With `on_demand`, a backend may make the slot only once a request
-    does more than read files below these absolute paths. Raises ValueError for an unknown `network`, for an `image`
-    that is neither a path nor the name of an image, and for variables that no process can have.
+    does more than read files below these absolute paths. `workspace` is a second path of the workspace, at which
+    commands start, at the levels `userns` and `full`. `copies` are directories of this machine that a slot has as its
+    own from the beginning, without the time for a copy: its changes are layers over them. They should not change
+    meanwhile, and need the backend `local` at these levels. Raises ValueError for an unknown `network`, for an `image`
+    that is neither a path nor the name of an image, for variables that no process can have, and for a `workspace` that
+    would hide a part of the system.
     """
 
     image: str | None = None
@@ -202,6 +217,8 @@ class SlotSpec:
     env: tuple[tuple[str, str], ...] = ()
     group: GroupAddress | None = None
     on_demand: tuple[str, ...] = ()
+    workspace: str = ""
+    copies: tuple[Mount, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "network", network(self.network))
@@ -213,6 +230,20 @@ class SlotSpec:
                     f"{name[:200]!r} cannot be an environment variable: a name needs a character and no `=`, and "
                     "neither name nor value can hold a null byte"
                 )
+        if self.workspace and hides_system(self.workspace):
+            raise ConfigError(f"a slot's workspace cannot be at {self.workspace!r}, which is a part of the system")
+
+
+def hides_system(path: str) -> bool:
+    """Return whether a workspace at this path would hide a part of a slot's system, or is below `WORKSPACE`."""
+    parts = path.split("/")[1:]
+    if not path.startswith("/") or any(part in ("", ".", "..") for part in parts) or "\0" in path:
+        return True
+    if parts[0] in _CLOSED or parts[0].startswith("lib"):
+        return True
+    if parts[0] == "usr":
+        return parts[1:2] not in (["local"], ["src"]) or len(parts) < 4
+    return parts[0] in _SHARED and (len(parts) < 2 or parts[:2] in _SHARED_BELOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -678,9 +709,11 @@ class SnapshotSource(Protocol):
 def encode_lease(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
     """Return a slot's trajectory ID and settings as JSON, which a service keeps for the next client."""
     network = spec.network.value if isinstance(spec.network, Network) else list(spec.network.hosts)
-    mounts = [[mount.source, mount.target] for mount in spec.mounts]
+    mounts = [mount.fields for mount in spec.mounts]
     about: dict[str, JSON] = {"trajectory_id": trajectory_id, "image": spec.image, "network": network}
-    return about | {"limits": asdict(spec.limits), "mounts": mounts, "env": [list(pair) for pair in spec.env]}
+    about |= {"limits": asdict(spec.limits), "mounts": mounts, "env": [list(pair) for pair in spec.env]}
+    about |= {"workspace": spec.workspace} if spec.workspace else {}
+    return about | ({"copies": [mount.fields for mount in spec.copies]} if spec.copies else {})
 
 
 def decode_lease(about: dict[str, JSON]) -> tuple[str, SlotSpec]:
@@ -692,5 +725,7 @@ def decode_lease(about: dict[str, JSON]) -> tuple[str, SlotSpec]:
         limits=Limits(**about["limits"]),
         mounts=tuple(Mount(*mount) for mount in about["mounts"]),
         env=tuple((name, value) for name, value in about["env"]),
+        workspace=about.get("workspace", ""),
+        copies=tuple(Mount(*mount) for mount in about.get("copies", ())),
     )
     return about["trajectory_id"], spec

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -46,24 +46,49 @@ async def slot_port(slot: Slot, host: str, port: int, *, most: int = MOST_CONNEC
     """Yield the path of a Unix socket of this user; at most `most` connections to it reach `host:port` in the slot's
     network at a time. A connection that the slot cannot open is closed at once, and one that receives more than
     `MOST_BYTES` then."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(tasks) >= most:
-            writer.close()
-            return
-        task = asyncio.create_task(_copied(slot, (host, port), reader, writer), name=f"port {port} of a slot")
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
+    connections = _Connections(lambda: slot, (host, port), most)
     with TemporaryFolder("slot-port") as folder:
         path = folder.path / "socket"
-        server = await asyncio.start_unix_server(accept, path)
+        server = await asyncio.start_unix_server(connections.accept, path)
         try:
             yield path
         finally:
             server.close()
-            await end_tasks(*tasks)
+            await end_tasks(*connections.tasks)
+
+
+@asynccontextmanager
+async def local_port(
+    slot: Callable[[], Slot | None], host: str, port: int, here: int, *, most: int = MOST_CONNECTIONS
+) -> AsyncIterator[None]:
+    """Listen on the port `here` of this machine's loopback during the block. Connections reach `host:port` in the
+    network of the slot that there is then, as with `slot_port`. Raises OSError if the port is not free."""
+    connections = _Connections(slot, (host, port), most)
+    server = await asyncio.start_server(connections.accept, "127.0.0.1", here)
+    try:
+        yield
+    finally:
+        server.close()
+        await end_tasks(*connections.tasks)
+
+
+class _Connections:
+    """The connections to a port of a slot, at most `most` at a time."""
+
+    def __init__(self, slot: Callable[[], Slot | None], address: tuple[str, int], most: int) -> None:
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._slot, self._address, self._most = slot, address, most
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection in a task, or close it."""
+        slot = self._slot()
+        if slot is None or len(self.tasks) >= self._most:
+            writer.close()
+            return
+        name = f"port {self._address[1]} of a slot"
+        task = asyncio.create_task(_copied(slot, self._address, reader, writer), name=name)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
 
 async def _copied(

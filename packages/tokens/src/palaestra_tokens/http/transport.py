@@ -166,15 +166,15 @@ class Transport:
         self.failures += 1
         return refused(url, status, body, self.model)
 
-    async def look(self, method: str, url: URL, body: Body | None = None) -> Response:
+    async def look(self, method: str, url: URL, body: Body | None = None, *, retry: RetryPolicy = AT_START) -> Response:
         """Send a request that fails within seconds if no server answers, for checks at startup. Raises
         `EngineUnavailable`."""
-        return await self.request(method, url, body, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
+        return await self.request(method, url, body, retry=retry, timeout_s=LOOK_TIMEOUT_S)
 
-    async def list_models(self, url: URL) -> Response:
+    async def list_models(self, url: URL, *, retry: RetryPolicy = AT_START) -> Response:
         """Request the server's list of models. Raises `EngineUnavailable`, and `EngineRefused` if the key is
         refused."""
-        response = await self.look("GET", url)
+        response = await self.look("GET", url, retry=retry)
         if response.status in (401, 403):
             raise refused(url, response.status, response.body, self.model)
         return response

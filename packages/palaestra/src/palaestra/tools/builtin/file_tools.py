@@ -14,6 +14,7 @@ from palaestra.tools.files.syntax_check import check_syntax
 from palaestra.tools.files.text_files import (
     KINDS,
     PATH_PARAMETER,
+    DecodedFile,
     file_info,
     in_full,
     read_text_file,
@@ -114,7 +115,7 @@ def _cut(line: str) -> str:
 
 async def run_write_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Write the whole file; the reply has `path`, `bytes_written`, `created`, for Python, JSON, YAML and TOML files
-    `syntax_check`, and `note` if the form of the old text is lost."""
+    `syntax_check`, and `note` if the form of the old text is lost or decided the line ends."""
     slot, content = await run.slot(), arguments["content"]
     path = await in_full(slot, arguments["path"])
     try:
@@ -126,24 +127,33 @@ async def run_write_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolRep
     present = await file_info(slot, path)
     if present is not None and present.kind not in ("file", "symlink"):
         raise ToolMistake(f"{path} already exists and is {KINDS[present.kind]}; nothing was written")
-    lost = "" if present is None or not present.size else await _lost_form(slot, path, content)
+    note = ""
+    if present is not None and present.size and (old := await _old_text(slot, path)) is not None:
+        note = _lost_form(old, content)
+        if old.mostly_crlf and "\n" in content and "\r\n" not in content:
+            data = data.replace(b"\n", b"\r\n")
+            note = f"The new file has the CRLF line ends (\\r\\n) of the old one. {note}".strip()
     await write_file_bytes(slot, path, data)
     reply: dict[str, JSON] = {"path": path, "bytes_written": len(data), "created": present is None}
-    if lost:
-        reply["note"] = lost
+    if note:
+        reply["note"] = note
     checked = check_syntax(path, content)
     return reply if checked is None else {**reply, "syntax_check": checked}
 
 
-async def _lost_form(slot: Slot, path: str, content: str) -> str:
+async def _old_text(slot: Slot, path: str) -> DecodedFile | None:
+    """Return the text that is replaced, or None if it is binary, too large or unreadable."""
+    try:
+        return await read_text_file(slot, path)
+    except ToolMistake:
+        return None
+
+
+def _lost_form(old: DecodedFile, content: str) -> str:
     """Return a note about the byte order mark, the line ends and the last line end that the old file has and the new
     content has not. read_file does not show them, so a model drops them without knowing."""
-    try:
-        old = await read_text_file(slot, path)
-    except ToolMistake:  # binary, too large or unreadable
-        return ""
     lost = ["a byte order mark (\\ufeff)"] if old.bom and not content.startswith("\ufeff") else []
-    if old.crlf and "\n" in content.replace("\r\n", ""):
+    if old.crlf and "\r\n" in content and "\n" in content.replace("\r\n", ""):
         lost.append("CRLF line ends (\\r\\n)")
     if old.text.endswith("\n") and content and not content.endswith("\n"):
         lost.append("a line end at its end")

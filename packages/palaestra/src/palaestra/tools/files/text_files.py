@@ -46,6 +46,11 @@ class DecodedFile:
     bom: bool = False
     mode: int | None = None
 
+    @property
+    def mostly_crlf(self) -> bool:
+        """Whether most of the file's line ends are CRLF."""
+        return self.crlf or self.text.count("\r\n") * 2 > self.text.count("\n")
+
     def encode(self) -> bytes:
         """Return the bytes to write."""
         text = self.text.replace("\n", "\r\n") if self.crlf else self.text

@@ -44,7 +44,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from palaestra_slots.core.errors import ConfigError, IsolationUnavailable
+from palaestra_slots.core.errors import IsolationUnavailable
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.local.client import SlotClient
 from palaestra_slots.sandbox.local.direct.direct_slot import DirectClient
@@ -57,6 +57,7 @@ from palaestra_slots.sandbox.server_backend import (
     host_path,
     levels,
     limits_of,
+    mounts_of,
     snapshot_of,
 )
 from palaestra_slots.sandbox.service import service_client
@@ -156,6 +157,11 @@ class LocalBackend(ServerBackend):
         return 1 if self.rung is Rung.CONFINED and os.geteuid() != 0 else None
 
     @property
+    def copies_folders(self) -> bool:
+        # At `userns`, the slots of the host's root have another user, to whom the directories do not belong.
+        return self.rung is Rung.FULL or (self.rung is Rung.USERNS and os.geteuid() != 0)
+
+    @property
     def server_pid(self) -> int:
         """The pid of the process that watches the slot server, or of the service."""
         return self._running().pid
@@ -166,7 +172,7 @@ class LocalBackend(ServerBackend):
             env = environment(spec, host_path())
         else:
             env = environment(spec, SYSTEM_PATH, self._images.variables(image))
-        return {"image": image, "allow": _allowed(spec), "mounts": _mounts(spec), "env": env}
+        return {"image": image, "allow": _allowed(spec), "mounts": mounts_of(spec.mounts), "env": env}
 
     def _about(self, trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
         return {} if self._service is None else {"about": encode_lease(trajectory_id, spec)}
@@ -186,7 +192,8 @@ class LocalBackend(ServerBackend):
         None if that takes a slot: for many or large files, for paths outside the workspace, with an image or mounts,
         and at levels without layers."""
         data = b"".join(files.values())
-        bare = self._server is not None and self.rung >= Rung.USERNS and spec.image is None and not spec.mounts
+        bare = self._server is not None and self.rung >= Rung.USERNS and spec.image is None
+        bare = bare and not spec.mounts and not spec.copies
         if not bare or len(files) > _MOST_FILES or len(data) > CHUNK or not all(map(_is_plain, files)):
             return None
         sizes = [[path, len(content)] for path, content in files.items()]
@@ -234,13 +241,3 @@ def _allowed(spec: SlotSpec) -> JSON:
     if hosts is not None and os.geteuid() != 0:  # the proxy's socket is made inside the slot's network namespace
         raise IsolationUnavailable("a list of hosts needs root here; use network 'on' or 'off', or run as root")
     return hosts
-
-
-def _mounts(spec: SlotSpec) -> list[list[str]]:
-    for mount in spec.mounts:
-        if not os.path.isdir(mount.source):
-            raise ConfigError(f"cannot mount {mount.source!r} into a slot: it is not a directory on this machine")
-        if not os.path.isabs(mount.target) or os.path.normpath(mount.target) == "/":
-            raise ConfigError(f"cannot mount at {mount.target!r}: give an absolute path below the root")
-    # The server finds the path below /host, where an absolute link in it would lead elsewhere.
-    return [[os.path.realpath(mount.source), os.path.normpath(mount.target)] for mount in spec.mounts]

@@ -152,7 +152,7 @@ class Place(ServerBackend):
         )
 
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
-        mounts = [[mount.target, mount.target] for mount in spec.mounts]
+        mounts = [replace(mount, source=mount.target).fields for mount in spec.mounts]
         return {"image": self.spec.root, "allow": allowed_hosts(spec), "mounts": mounts, "env": environment(spec)}
 
 
@@ -392,6 +392,11 @@ class RemoteBackend(StartedBackend):
         """The isolation level in force. Before `start`, this is the requested level, or `full` if none is requested."""
         known = self._rung if self._rung is not None else self._wanted
         return Rung.FULL if known is None else known
+
+    @property
+    def places_workspace(self) -> bool:
+        """Whether slots can have their workspace at a second path (`SlotSpec.workspace`)."""
+        return self.rung >= Rung.USERNS
 
     @property
     def level_fix(self) -> str:

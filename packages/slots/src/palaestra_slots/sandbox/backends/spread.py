@@ -143,6 +143,11 @@ class SpreadBackend(StartedBackend):
         return min(started or [part.backend.rung for part in self._parts])
 
     @property
+    def places_workspace(self) -> bool:
+        """Whether slots of every backend can have their workspace at a second path (`SlotSpec.workspace`)."""
+        return all(getattr(part.backend, "places_workspace", False) for part in self._parts)
+
+    @property
     def capacity(self) -> int | None:
         """The maximum number of slots; None if one of the backends has no limit."""
         known = [part.backend.capacity for part in self._parts]

@@ -111,7 +111,7 @@ class LocalSlot(Slot):
         _add_command(fields, command)
         data = _add_bounds(fields, timeout_s, max_output_bytes, stdin)
         # Only what differs from the defaults goes into the frame, which is encoded and read for every command.
-        if cwd != WORKSPACE:
+        if (cwd := self._start_of(cwd)) != WORKSPACE:
             fields["cwd"] = cwd
         if env:
             fields["env"] = dict(env)
@@ -134,6 +134,14 @@ class LocalSlot(Slot):
             self.running -= 1
         return self.result(reply, timeout_s)
 
+    @property
+    def workspace_dir(self) -> str:
+        return self.spec.workspace or WORKSPACE
+
+    def _start_of(self, cwd: str) -> str:
+        """Return the directory in which a command starts: the workspace has a second path in some slots."""
+        return self.workspace_dir if cwd == WORKSPACE else cwd
+
     async def shell(
         self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b""
     ) -> LocalShell:
@@ -144,7 +152,7 @@ class LocalSlot(Slot):
                 f"{self!r} may have {files} open files, but a stateful shell needs {SHELL_FILES} to start: "
                 f"set the task's limits.open_files to at least that number"
             )
-        reply = await self.requests.call("shell", {**self.lease(), "cwd": cwd, "env": dict(env or {})})
+        reply = await self.requests.call("shell", {**self.lease(), "cwd": self._start_of(cwd), "env": dict(env or {})})
         return LocalShell(self, reply.fields["shell"], state)
 
     async def spawn(
@@ -160,7 +168,8 @@ class LocalSlot(Slot):
     ) -> LocalProcess:
         size = None if terminal is None else [terminal.rows, terminal.columns]
         extra = {} if terminal is None else {"TERM": "xterm-256color"}
-        fields = {**self.lease(), "cwd": cwd, "stdin": stdin, "terminal": size, "env": {**extra, **(env or {})}}
+        start = self._start_of(cwd)
+        fields = {**self.lease(), "cwd": start, "stdin": stdin, "terminal": size, "env": {**extra, **(env or {})}}
         _require(terminal is None or not stderr, "a process with a terminal has one stream of output")
         if stderr:
             fields["apart"] = True

@@ -5,7 +5,8 @@ of `server_slot.OPERATIONS`, it serves:
     create              image, layers, network, allow, limits,      slot, epoch, exposed: why it shares the
                         mounts, env, continued: the topmost layer   host's network, deferred: whether `start`
                         is copied into the slot's own changes,      makes it
-                        on_demand: paths; it may be deferred
+                        on_demand: paths; it may be deferred;
+                        workspace: its second path
     start               the lease of a deferred slot                slot, epoch, exposed
     renew, destroy      the lease                                   epoch; nothing
     oom, hung           the lease                                   oom; nothing. For a client that starts commands

@@ -65,7 +65,8 @@ class Recipe:
         network = spec.network if isinstance(spec.network, Network) else spec.network.hosts
         parts: list[JSON] = [SCHEMA, fingerprints.of_project(), fingerprints.of_machine(), rung.label]
         parts += [of_image(spec.image), network, spec.env, asdict(spec.limits), self.version]
-        parts += [[mount.source, mount.target, fingerprints.of_directory(mount.source)] for mount in spec.mounts]
+        mounts = (*spec.mounts, *spec.copies)
+        parts += [[mount.source, mount.target, fingerprints.of_directory(mount.source)] for mount in mounts]
         for step in self.steps:
             if isinstance(step, Put):
                 parts.append(["put", step.path, hashlib.sha256(step.data).hexdigest(), step.mode])

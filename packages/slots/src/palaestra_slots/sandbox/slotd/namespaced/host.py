@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .. import syscalls
 from ..layers.layer_store import Tree
@@ -42,6 +44,9 @@ PUBLIC_SETTINGS = (
     "ssl/certs", "ssl/cert.pem", "ssl/openssl.cnf", "terminfo", "timezone", "xml",
 )  # fmt: skip
 _NEVER_COPIED = ("*.key", "private", "*shadow*")
+
+COPY = "copy-"
+"""How the names of trees of host directories begin."""
 
 _WRITTEN = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\ndaemon:x:1:1:daemon:/usr/sbin:/usr/sbin/nologin\n"
@@ -102,10 +107,17 @@ class HostSetup:
         named = [line.split()[1:2] for line in lines if line.startswith("nameserver")]
         return self.tunnel and all(address[:1] in ([], ["::1"]) or address[0].startswith("127.") for address in named)
 
-    def binds(self, mounts: list[list[str]], image: str | None) -> tuple[Bind, ...]:
+    def binds(self, mounts: list[list[Any]], image: str | None) -> tuple[Bind, ...]:
         """Return the read-only mounts of a root."""
-        wanted = tuple(self.lowers.bind(source, target) for source, target in mounts)
+        wanted = tuple(self.lowers.bind(source, target, *whole) for source, target, *whole in mounts)
         return wanted if image is not None or self.prefix is None else (self.prefix, *wanted)
+
+    def copies(self, mounts: Sequence[list[Any]]) -> tuple[Tree, ...]:
+        """Return the trees of host directories that a slot has as its own. Their names are the same in every slot,
+        because layers have changes by the name of the tree."""
+        names = (f"{COPY}{hashlib.sha256(os.fsencode(target)).hexdigest()[:16]}" for _, target, *_ in mounts)
+        lowers = ((target, (self.lowers.get(source),)) for source, target, *_ in mounts)
+        return tuple(Tree(name, *place) for name, place in zip(names, lowers, strict=True))
 
 
 def _lacks(image: str, name: str, word: bytes) -> bool:

@@ -39,7 +39,7 @@ from ..network import metadata_block
 from ..protocol.frames import Fields
 from ..rung import HOST, CannotMake, NetworkScope, NewSlot, SlotPath
 from . import cgroups, namespaces, native_init, privileges, rootfs
-from .host import HostSetup, prepare
+from .host import COPY, HostSetup, prepare
 from .native_init import BuildStep, Do
 from .rootfs import Bind, Overlay, RootPlan
 
@@ -49,6 +49,7 @@ CONTROL, USERS, LIST, _FREE = 3, 4, 5, 6
 _SETTINGS = USERS
 _GROUPS, _OWN_GROUPS = 8, 16  # the first descriptors of the control groups of commands and of the init
 _NETWORK = 24  # the network namespace to enter, if the init does not make one
+_SPARE = 25
 
 _CONNECTED = ("network", "allow", "group")  # the settings of slots whose network the server changes
 
@@ -74,6 +75,10 @@ class NamespaceDriver:
         try:
             trees = self._host.trees(image, fields["network"])
             binds = self._host.binds(fields["mounts"], image)
+            copies = self._host.copies(fields.get("copies", ()))
+            targets = [*(bind.target for bind in binds), *(copy.target for copy in copies)]
+            if fields.get("workspace"):
+                targets += [WORKSPACE, fields["workspace"]]
         except OSError as error:
             raise CannotMake(_advice(error)) from None
         store = LayerStore(f"/slots/{next(self._stores)}", disk, self._host.owner)
@@ -82,8 +87,9 @@ class NamespaceDriver:
                 os.mkdir(f"{store.path}/{kind}")
             uncover = not fields.get("continued")  # such a slot's changes are copied to the place of new ones
             stacked = tuple(
-                self._lay_out(store, tree, layers, _places(tree, trees, binds), uncover=uncover) for tree in trees
+                self._lay_out(store, tree, layers, _places(tree, trees, targets), uncover=uncover) for tree in trees
             )
+            stacked += tuple(self._lay_out(store, tree, layers, [], uncover=uncover) for tree in copies)
             shared = fields["network"] and not self._host.tunnel
             groups = self._join_groups(name, fields["limits"], shared)
             exposed = self._guard_network(name) if shared else ""
@@ -173,10 +179,23 @@ class NamespaceDriver:
         fields: Fields,
     ) -> NamespaceInit:
         host, limits = self._host, fields["limits"]
-        overlays = [Overlay(tree.target, tree.lowers, files.upper(tree), files.work(tree)) for tree in files.trees]
+        overlays: dict[bool, list[Overlay]] = {True: [], False: []}  # by whether they are over copies
+        for tree in files.trees:
+            overlay = Overlay(tree.target, tree.lowers, files.upper(tree), files.work(tree))
+            overlays[tree.name.startswith(COPY)].append(overlay)
         return NamespaceInit(
             program=host.init,
-            root=RootPlan(tuple(overlays), binds, _STAGE, disk, host.owner, host.user_xattrs, host.own_devices),
+            root=RootPlan(
+                tuple(overlays[False]),
+                binds,
+                _STAGE,
+                disk,
+                host.owner,
+                host.user_xattrs,
+                host.own_devices,
+                fields.get("workspace", ""),
+                tuple(overlays[True]),
+            ),
             shared_network=shared_network,
             groups=tuple((group, cgroups.init_group(group)) for group in groups),
             user_namespaces=host.user_namespaces,
@@ -196,6 +215,7 @@ class NamespaceDriver:
             raise OSError(errno.EINVAL, "there are no layers to show")
         trees, binds = self._host.trees(image, fields["network"]), self._host.binds(fields["mounts"], image)
         targets = [*(tree.target for tree in trees if tree.target != "/"), *(bind.target for bind in binds)]
+        targets += [fields["workspace"]] if fields.get("workspace") else []
         # The view has no mounts, so a path below one would show the empty directory under it.
         if any(f"{target}/".startswith(f"{place}/") for target in targets for place in fields["on_demand"]):
             raise OSError(errno.EOPNOTSUPP, "something else is mounted there")
@@ -398,7 +418,7 @@ class NamespaceInit:
         yield BuildStep(Do.HOST_NAME, ("slot",))
         # So that the modes of the root's files and directories are exactly those that `rootfs` gives.
         yield BuildStep(Do.UMASK, (), 0)
-        yield from rootfs.build(self.root, _FREE)
+        yield from rootfs.build(self.root, _FREE, _SPARE)
         yield BuildStep(Do.UMASK, (), 0o022)
 
 
@@ -459,9 +479,9 @@ def _kind(entry: StackEntry) -> int:
     return stat.S_IFMT(entry.status.st_mode)
 
 
-def _places(tree: Tree, trees: tuple[Tree, ...], binds: tuple[Bind, ...]) -> list[str]:
-    """Return the mount points of `binds` in a tree, relative to the tree."""
-    return [bind.target[len(tree.target) :].strip("/") for bind in binds if _tree_of(bind.target, trees) == tree]
+def _places(tree: Tree, trees: tuple[Tree, ...], targets: Sequence[str]) -> list[str]:
+    """Return those of the mount points that are in a tree, relative to the tree."""
+    return [target[len(tree.target) :].strip("/") for target in targets if _tree_of(target, trees) == tree]
 
 
 def _tree_of(path: str, trees: tuple[Tree, ...]) -> Tree:
@@ -591,7 +611,7 @@ class OverlayCheckpoints:
         return find
 
     def restore(self, files: OverlayFiles, layer: OverlayLayer) -> Iterator[None]:
-        for tree in files.trees:
+        for tree in (tree for tree in files.trees if tree.name in layer.trees):  # a new slot may have more copies
             # The copy makes this directory, with the owner, mode and marks that it has in the layer.
             os.rmdir(files.upper(tree))
             yield from TreeCopy().tree(layer.trees[tree.name], files.upper(tree))

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .. import packages, syscalls
+from ..files import WORKSPACE
 from ..layers.layer_store import Tree, most_inodes
 from ..layers.overlay import OverlayMarks
 from ..rung import HOST
@@ -88,6 +89,10 @@ class RootPlan:
     owner: int
     user_xattrs: bool
     own_devices: bool
+    workspace: str = ""
+    """A second path of the workspace, or nothing."""
+    copies: tuple[Overlay, ...] = ()
+    """The slot's own changes over host directories, at places of the root."""
 
 
 class Lowers:
@@ -111,13 +116,14 @@ class Lowers:
             self._known[key] = self._attach(source, os.path.isdir(source), self._idmap if owned else None)
         return self._known[key]
 
-    def bind(self, path: str, target: str) -> Bind:
-        """Return the read-only mount of the host's `path` at `target`. The slot's root user owns the files only if it
-        could not read them otherwise, because the kernel reveals more about a file to its owner than to other users."""
+    def bind(self, path: str, target: str, whole: bool = False) -> Bind:
+        """Return the read-only mount of the host's `path` at `target`, with its packages if `whole`. The slot's root
+        user owns the files only if it could not read them otherwise, because the kernel reveals more about a file to
+        its owner than to other users."""
         private = os.stat(f"{HOST}{path}").st_mode & _OPEN_TO_ALL != _OPEN_TO_ALL
         source = self.get(path, owned=private)
         layered = os.path.isdir(source) and source not in self._whole
-        above = self.hide_packages(path) if layered and packages.is_interpreter(source) else ()
+        above = self.hide_packages(path) if layered and not whole and packages.is_interpreter(source) else ()
         return Bind(source, target, layered, *above)
 
     def hide_packages(self, path: str) -> tuple[str, ...]:
@@ -228,14 +234,14 @@ def system_links() -> dict[str, str]:
     return {name: os.readlink(path) for name, path in paths.items() if os.path.islink(path)}
 
 
-def build(plan: RootPlan, place: int) -> Iterator[BuildStep | bytes]:
+def build(plan: RootPlan, place: int, spare: int) -> Iterator[BuildStep | bytes]:
     """Yield the steps, some of them encoded, that mount the root at `plan.stage` and make it the process's `/`, in the
-    slot's own mount namespace. The descriptors `place` and `place` + 1 must be free."""
+    slot's own mount namespace. The descriptors `place`, `place` + 1 and `spare` must be free."""
     root, inside = place, place + 1
     # The server mounts and unmounts parts of other slots later, and none of that may reach this slot.
     yield native_init.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
     for overlay in plan.overlays:
-        yield _overlay(overlay, plan)
+        yield _overlay(overlay, plan, plan.stage + overlay.target.rstrip("/"))
     yield BuildStep(Do.CHANGE_DIRECTORY, (plan.stage,))
     yield BuildStep(Do.OPEN, (".",), root)
     yield _dev(plan.own_devices, plan.owner)
@@ -244,11 +250,7 @@ def build(plan: RootPlan, place: int) -> Iterator[BuildStep | bytes]:
     yield BuildStep(Do.OPEN_INSIDE, ("tmp",), inside, root)
     yield from _volatile(plan, f"/proc/self/fd/{inside}")
     for bind in plan.binds:
-        target = bind.target.lstrip("/")
-        if target.startswith("tmp/"):  # the slot's /tmp is new and empty, so it holds no links
-            names = target.split("/")
-            yield from (BuildStep(Do.MKDIR, ("/".join(names[:count]),), 0o777, 1) for count in range(2, len(names) + 1))
-        yield BuildStep(Do.OPEN_INSIDE, (target,), inside, root)
+        yield from _mount_point(bind.target, inside, root)
         if bind.layered:
             lowers = f"{bind.above}:{bind.source}" if bind.above else f"{bind.source}:{_EMPTY}"
             options = f"lowerdir={lowers}" + (",userxattr" if plan.user_xattrs else "")
@@ -256,7 +258,24 @@ def build(plan: RootPlan, place: int) -> Iterator[BuildStep | bytes]:
             yield native_init.mount("overlay", f"/proc/self/fd/{inside}", "overlay", flags, options)
         else:
             yield native_init.mount(bind.source, f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
+    for copy in plan.copies:
+        yield from _mount_point(copy.target, inside, root)
+        yield _overlay(copy, plan, f"/proc/self/fd/{inside}")
+    if plan.workspace:
+        # A layer can have a link at this place, too.
+        yield BuildStep(Do.OPEN_INSIDE, (WORKSPACE.lstrip("/"),), spare, root)
+        yield from _mount_point(plan.workspace, inside, root)
+        yield native_init.mount(f"/proc/self/fd/{spare}", f"/proc/self/fd/{inside}", flags=MS_BIND | MS_REC)
     yield BuildStep(Do.BECOME_ROOT)
+
+
+def _mount_point(path: str, inside: int, root: int) -> Iterator[BuildStep]:
+    """Yield the steps that open the place at `path` under the number `inside`."""
+    target = path.lstrip("/")
+    if target.startswith("tmp/"):  # the slot's /tmp is new and empty, so it holds no links
+        names = target.split("/")
+        yield from (BuildStep(Do.MKDIR, ("/".join(names[:count]),), 0o777, 1) for count in range(2, len(names) + 1))
+    yield BuildStep(Do.OPEN_INSIDE, (target,), inside, root)
 
 
 def overlay_options(lowers: Sequence[str], user_xattrs: bool) -> list[str]:
@@ -266,11 +285,10 @@ def overlay_options(lowers: Sequence[str], user_xattrs: bool) -> list[str]:
     return [f"lowerdir={':'.join(lowers)}", *own]
 
 
-def _overlay(overlay: Overlay, plan: RootPlan) -> BuildStep:
+def _overlay(overlay: Overlay, plan: RootPlan, target: str) -> BuildStep:
     options = overlay_options(overlay.lowers, plan.user_xattrs)
     # The upper directory is in memory, so a sync has nothing to save; `volatile` lets overlayfs skip it.
     options += [f"upperdir={overlay.upper}", f"workdir={overlay.work}", *([] if plan.user_xattrs else ["volatile"])]
-    target = plan.stage + overlay.target.rstrip("/")
     return native_init.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
 
 

@@ -165,10 +165,10 @@ class UnprivilegedDriver:
 
     def _shown(self, fields: Fields) -> tuple[tuple[str, bool], ...]:
         """Return what a slot may read of the machine: paths, each with whether its files are shown or only names."""
-        mounts = [source for source, _ in fields["mounts"]]
-        found: list[tuple[str, bool]] = [(path, True) for path in mounts if not packages.is_interpreter(path)]
+        hiding = [source for source, _, *whole in fields["mounts"] if not whole and packages.is_interpreter(source)]
+        found: list[tuple[str, bool]] = [(mount[0], True) for mount in fields["mounts"] if mount[0] not in hiding]
         found += ((path, True) for path in unprivileged_init.settings(fields["network"]))
-        for path in (*unprivileged_init.READ_ONLY, *self._prefix, *filter(packages.is_interpreter, mounts)):
+        for path in (*unprivileged_init.READ_ONLY, *self._prefix, *hiding):
             if path not in self._system:
                 whole = path in unprivileged_init.READ_ONLY and not self._machine
                 # the top-level links lead below /usr
@@ -182,7 +182,7 @@ class UnprivilegedDriver:
             raise CannotMake(f"slots at the level {rung} have no root of their own for an image; use userns or full")
         if fields.get("allow") is not None:
             raise CannotMake(f"the level {rung} cannot restrict a slot to a list of hosts; use userns or full")
-        if any(source != target for source, target in fields["mounts"]):
+        if any(source != target for source, target, *_ in fields["mounts"]):
             raise CannotMake(f"the level {rung} cannot mount; give a directory at its own path, or use userns or full")
         # All slots would have the same user, who may trace and kill the processes of all of them.
         if self._confined and self._users is None and self._slots:
