@@ -145,7 +145,7 @@ async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncI
     async with AsyncExitStack() as stack:
         servers = mcp_servers(config)
         about = project(folder)
-        skills = () if config.skills_dir else about.skill_tools()
+        skills = () if getattr(config, "skills_dir", None) else about.skill_tools()
         if servers is not None:
             await stack.enter_async_context(servers)
         settings = ChatSettings(
@@ -161,7 +161,7 @@ async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncI
             budget=replace(budget(config), wall_s=None),  # a person may let a message take its time
             prices=prices(config),
             spec=spec(config),
-            memory=Path(config.memory_dir) if config.memory_dir else state_folder() / "memory",
+            memory=Path(getattr(config, "memory_dir", None) or state_folder() / "memory"),
             workdir=None if folder is None else folder.root,
             checkpoints=config.checkpoints,
             mode=config.mode.value,

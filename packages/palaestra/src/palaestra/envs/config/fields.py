@@ -22,6 +22,7 @@ from palaestra_slots.core.config import (
     COMMAND_LINE,
     DEFAULT,
     Settings,
+    find_setting,
     host_path,
     nearest,
     setting,
@@ -389,9 +390,13 @@ class BaseEnvConfig(Settings):
     def _given_for_this_run(self, sources: Mapping[str, str]) -> list[str]:
         """Return the settings to which flags or arguments give a value other than the default. Files and variables do
         not count, because they may contain settings of several backends and commands."""
-        fields = type(self).model_fields
-        said = (name for name in fields if sources.get(f"env.{name}") in (COMMAND_LINE, ARGUMENT))
-        return [name for name in said if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
+        names = (key.removeprefix("env.") for key, source in sources.items() if source in (COMMAND_LINE, ARGUMENT))
+        said = ((name, find_setting(type(self), name)) for name in names)
+        return [
+            name
+            for name, field in said
+            if field is not None and getattr(self, name) != field.get_default(call_default_factory=True)
+        ]
 
     @field_validator("isolation")
     @classmethod
