@@ -45,6 +45,17 @@ def test_a_file_is_spelled_flat_or_nested(text: str, tmp_path: Path) -> None:
     assert config.web_urls == {"exa": "U", "searxng": "V"}
 
 
+def test_a_name_that_does_not_begin_with_its_part_is_spelled_below_it() -> None:
+    run = parse("--nomad.driver", "raw_exec", "--env.nomad.address", "http://n:1", "--backend", "nomad")
+    assert (run.env_config.driver, run.env_config.nomad_address) == ("raw_exec", "http://n:1")
+    run.env_config.check_runnable(run.sources)
+    other = parse("--nomad.driver", "raw_exec")
+    with pytest.raises(ConfigError, match="driver is a setting of the backend nomad"):
+        other.env_config.check_runnable(other.sources)
+    with pytest.raises(ConfigError, match="modal_gpu"):
+        ToolSettings(modal_gpu="T4")
+
+
 def test_variables_and_arguments_set_them() -> None:
     config = parse(PALAESTRA_ENV_MOA_MODELS="a,b", TAVILY_API_KEY="k").env_config
     assert (config.moa_models, config.web_api_keys) == (["a", "b"], {"tavily": "k"})

@@ -58,7 +58,7 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
 def command_timeout_s(config: HermesAgentEnvConfig) -> float:
     """Return the time limit of a command whose call sets none, in seconds."""
     if config.slot_backend == "modal" and "modal_execution_timeout" in config.model_fields_set:
-        return config.modal_execution_timeout
+        return float(getattr(config, "modal_execution_timeout", 0))
     return float(config.terminal_timeout)
 
 
