@@ -1,8 +1,8 @@
 """Settings that packages declare beside what they configure: every spelling, every source, and what a record has."""
 
 import copy
-import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,16 +124,23 @@ def test_a_resumed_run_reads_records_of_every_version() -> None:
     assert run.sources["env.web_provider"] == "the recorded run"
 
 
-def test_help_names_the_parts_and_lists_one(capsys: pytest.CaptureFixture[str]) -> None:
-    text = LINE.parse(["--help-all"], {})
-    assert isinstance(text, Answer)
-    assert "--env.moa_models" not in text.text
-    assert all(f"  {name} " in text.text for name in ("web", "moa", "rl"))
-    one = LINE.parse(["--help-all", "moa"], {})
-    assert isinstance(one, Answer)
-    assert "--env.moa_models" in one.text
+def test_help_lists_each_setting_once_in_the_whole_or_by_a_name() -> None:
+    whole = help_of()
+    row = re.compile(r"^  (?:--\w+, )?--env\.(\w+)", re.M)
+    here = row.findall(whole)
+    names = re.findall(r"(?m)^  (\w+) ", whole.partition("Further settings")[2])
+    elsewhere = [found for name in names for found in row.findall(help_of(name))]
+    assert {"web", "modal", "trackers"} <= {*names}
+    assert len(here) + len(re.findall(r"(?m)^  --openai", whole)) <= 90
+    assert sorted([*here, *elsewhere]) == sorted(all_settings(HermesAgentEnvConfig))
     with pytest.raises(ConfigError, match="Did you mean moa"):
-        LINE.parse(["--help-all", "mao"], {})
+        help_of("mao")
+
+
+def help_of(*names: str) -> str:
+    text = LINE.parse(["--help-all", *names], {})
+    assert isinstance(text, Answer)
+    return text.text
 
 
 ENVIRONMENT = """
@@ -161,20 +168,17 @@ def test_the_record_of_a_run_hides_a_key(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_configuration_that_uses_no_part_imports_none() -> None:
-    code = """
-import json, sys
-from palaestra.envs.config.command_line import CommandLine
-from palaestra.envs.config.fields import HermesAgentEnvConfig
-from palaestra_tokens.config import APIServerConfig
-line = CommandLine(prog="x", env_type=HermesAgentEnvConfig, server_type=APIServerConfig, command="process")
-parsed = line.parse(["--group", "2"], {})
-parsed.env_config.check_runnable(parsed.sources)
-parsed.env_config.recorded()
-print(json.dumps([name for name in sys.modules if name.startswith("palaestra_toolsets")]))
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(found.stdout) == []
+@pytest.mark.slots
+def test_a_run_that_sets_no_setting_of_a_part_imports_none(tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    code = (
+        "import sys; from palaestra.cli.main import main; main(['run', 'env.py', '--policy', 'noop']);"
+        "print(sorted(name for name in sys.modules if name.endswith('settings')), file=sys.stderr)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    (imported,) = found.stderr.splitlines()[-1:]
+    assert "palaestra.tools.settings" in imported
+    assert not re.search("palaestra_(toolsets|cloud)", imported)
 
 
 def test_every_setting_of_a_part_is_described() -> None:

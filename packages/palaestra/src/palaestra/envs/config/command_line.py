@@ -117,6 +117,27 @@ _COMMON = (
     "data_path_to_save_groups",
     "seed",
 )
+_TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "containers": (
+        "Sandboxes in containers of Docker.", ("docker_", "container_", "slots_per_container", "max_containers"),
+    ),
+    "evaluation": (
+        "Evaluations during a run.", ("data_dir_to_save_evals", "eval_", "max_eval_workers", "steps_per_eval"),
+    ),
+    "feed": (
+        "Runs that feed a trainer.",
+        ("allow_placeholder_tokens", "inference_weight", "max_batches_", "min_batch_", "rollout_server_"),
+    ),
+    "hosts": ("Sandboxes on other machines, by SSH or in a job of Slurm.", ("ssh_", "slurm_")),
+    "recording": ("The replies of tools that reach outside, recorded and replayed.", ("world",)),
+    "thinking": ("How the model is asked to think.", ("custom_thinking_", "max_reasoning_", "reasoning_", "thinking_")),
+    "trackers": (
+        "Metrics, spans and trackers.",
+        ("metrics_", "min_items_sent_", "num_rollouts_", "otel_", "tracker_", "use_trackio", "use_wandb", "wandb_"),
+    ),
+}  # fmt: skip
+"""The settings that `--help-all` lists only by the name of their topic: what they are for, and how they begin."""
+
 _WIDTH = 118
 
 _SAID_BY_COMMAND: Mapping[str, Mapping[str, JSON]] = {
@@ -183,7 +204,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
             named = [word for written, words in flags if written == "--help-all" for word in words]
             if named:
-                return Answer("\n".join(_part_help(self, word) for word in named))
+                return Answer("\n".join(_help_of(self, word) for word in named))
             return Answer(_usage(self, everything=any(written == "--help-all" for written, _ in flags)))
         given = _Given()
         if recorded is not None:
@@ -681,23 +702,35 @@ def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
         parts += ["", f"{title}:", *fields]
     if not everything:
         parts += ["", f"  {line.prog} --help-all lists every setting."]
-    elif more := [
-        f"  {name:<14} {part.__doc__}"
-        for name in part_points(line.env_type)
-        if not (part := part_class(line.env_type, name)).model_fields.keys() <= {*line.unread}
-    ]:
-        parts += ["", "Further settings; `--help-all NAME` lists them:", *more]
+    elif more := _more(line):
+        parts += ["", "Further settings; `--help-all NAME` lists them:"]
+        parts += [f"  {name:<14} {about}" for name, (about, _) in sorted(more.items())]
     return "\n".join(parts) + "\n"
 
 
-def _part_help(line: CommandLine[BaseModel, BaseModel], part: str) -> str:
-    """Return the help of the settings of a part. Raises `ConfigError` for an unknown part."""
-    kind, known = line.env_type, part_points(line.env_type)
-    if part not in known:
-        raise ConfigError(f"--help-all {part}: there are no settings of this name.{nearest(part, known)}")
-    fields = part_class(kind, part).model_fields
-    rows = [_field("env", kind, name, line.env_values.get(name)) for name in fields if name not in line.unread]
-    return "\n".join([f"{part_class(kind, part).__doc__}", *rows]) + "\n"
+def _more(line: CommandLine[BaseModel, BaseModel]) -> dict[str, tuple[str, list[str]]]:
+    """Return the settings that only `--help-all NAME` lists, by this name, with what they are for: those of topics and
+    those of other packages."""
+    kind, common = line.env_type, HermesAgentEnvConfig.model_fields
+    found = {name: (about, [each for each in common if each.startswith(start)])
+             for name, (about, start) in _TOPICS.items()}  # fmt: skip
+    parts = {name: part_class(kind, name) for name in part_points(kind)}
+    found |= {name: (part.__doc__ or "", [*part.model_fields]) for name, part in parts.items()}
+    kept = {
+        name: (about, [each for each in names if each not in line.unread and find_setting(kind, each) is not None])
+        for name, (about, names) in found.items()
+    }
+    return {name: each for name, each in kept.items() if each[1]}
+
+
+def _help_of(line: CommandLine[BaseModel, BaseModel], name: str) -> str:
+    """Return the help of the settings of a topic or a package. Raises `ConfigError` for an unknown name."""
+    more = _more(line)
+    if name not in more:
+        raise ConfigError(f"--help-all {name}: there are no settings of this name.{nearest(name, more)}")
+    about, names = more[name]
+    rows = [_field("env", line.env_type, each, line.env_values.get(each)) for each in names]
+    return "\n".join([about, *rows]) + "\n"
 
 
 def _merged(env: Merged[BaseModel], servers: Sequence[Merged[BaseModel]]) -> str:
@@ -739,7 +772,8 @@ def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iter
     if own:
         yield here, [_field("env", env, name, line.env_values.get(name)) for name in own]
     rest = [name for name in env.model_fields if name not in own and name not in line.unread]
-    shown = rest if everything else [n for n in _COMMON if n in rest]
+    listed = {each for _, names in _more(line).values() for each in names} if everything else set()
+    shown = [n for n in rest if n not in listed] if everything else [n for n in _COMMON if n in rest]
     yield everywhere, [_field("env", env, name, line.env_values.get(name)) for name in shown]
     first = line.server_values[0] if line.server_values else {}
     names = [n for n in server.model_fields if everything or n in ("base_url", "model_name", "api_key", "server_type")]

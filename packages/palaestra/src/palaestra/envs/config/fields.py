@@ -390,8 +390,8 @@ class BaseEnvConfig(Settings):
     def _given_for_this_run(self, sources: Mapping[str, str]) -> list[str]:
         """Return the settings to which flags or arguments give a value other than the default. Files and variables do
         not count, because they may contain settings of several backends and commands."""
-        names = (key.removeprefix("env.") for key, source in sources.items() if source in (COMMAND_LINE, ARGUMENT))
-        said = ((name, find_setting(type(self), name)) for name in names)
+        given = (key.partition(".") for key, source in sources.items() if source in (COMMAND_LINE, ARGUMENT))
+        said = ((name, find_setting(type(self), name)) for group, _, name in given if group == "env")
         return [
             name
             for name, field in said
