@@ -28,6 +28,7 @@ from palaestra.tools.settings import ToolSettings
 from palaestra_gateway.config import GatewayConfig, PlatformConfig, UserLimits
 from palaestra_gateway.session_reset import SessionResetPolicy
 from palaestra_slots.core import errors
+from palaestra_slots.core.config import all_settings
 from palaestra_suites.endless_terminals.endless_terminals import EndlessTerminalsEnvConfig
 from palaestra_suites.hermes_swe.hermes_swe import HermesSweEnvConfig
 from palaestra_suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
@@ -159,7 +160,7 @@ def _settings() -> Iterator[str]:
     for title, model in (SETTINGS | SUITES).items():
         prefix = "openai" if model is APIServerConfig else "env"
         yield f"\n## {title}\n"
-        for name, field in model.model_fields.items():
+        for name, field in all_settings(model).items():
             if f"{prefix}.{name}" in seen:
                 continue
             if title in SETTINGS:

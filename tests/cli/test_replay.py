@@ -19,6 +19,7 @@ from palaestra.envs.run.run_folder import RunFolder, _earlier_copy, resumed_fold
 from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded, RunStarted
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.journal.reader import Recording
+from palaestra_slots.core.config import all_settings
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import Blame, Outcome
 
@@ -358,7 +359,7 @@ def test_a_foreign_run_decides_only_what_names_nothing_of_this_machine(folder: P
         msgspec.json.encode(RunStarted(at=0.0, run_id="r", env="own", model="m", seed=0, config={})) + b"\n"
     )
     recording = Recording(folder / "journal.jsonl")
-    taken = {name for name in form.config_type().model_fields if decides(recording, form, name, 3)}
+    taken = {name for name in all_settings(form.config_type()) if decides(recording, form, name, 3)}
     assert "depth" in taken
     assert taken - {"depth", "place"} <= PORTABLE_SETTINGS
     assert not decides(recording, form, "place", "http://127.0.0.1:1")

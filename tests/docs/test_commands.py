@@ -18,6 +18,7 @@ from envs.scripts import COUNT_LINES
 from palaestra.cli.main import cli
 from palaestra.envs.config.command_line import GENERAL_FLAGS
 from palaestra.envs.discovery import known_environments, load_environment
+from palaestra_slots.core.config import all_settings
 from palaestra_tokens.config import APIServerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ def settings() -> set[str]:
     for name in known_environments(ROOT):
         form = load_environment(name, ROOT)
         models.append(form.env_config_cls if hasattr(form, "env_config_cls") else form.config_type())
-        flags |= {f"--env.{field}" for field in models[-1].model_fields}
+        flags |= {f"--env.{field}" for field in all_settings(models[-1])}
     return flags
 
 

@@ -16,6 +16,7 @@ from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.rollouts.observe.prometheus import exposition
 from palaestra.rollouts.observe.status import Latency, RunReader
+from palaestra_slots.core.config import all_settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["operations.md", *(f"operations/{name}.md" for name in ("resume", "limits", "metrics", "alarms"))]
@@ -55,7 +56,7 @@ def test_every_setting_that_is_named_exists() -> None:
     named = re.findall(r"--env\.(\w+)(?:\.(\w+))?", PAGE)
     for name, stage in named:
         if name != "FIELD":
-            assert name in HermesAgentEnvConfig.model_fields
+            assert name in all_settings(HermesAgentEnvConfig)
         assert not stage or stage == "STAGE" or stage in IDLE_LIMITS
     assert len(named) > 8
     assert set(re.findall(r"^```(\w*)$", PAGE, re.MULTILINE)) == {"", "bash", "yaml"}

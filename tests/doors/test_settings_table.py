@@ -40,7 +40,7 @@ from palaestra_contract.contract_environment import OF_ROLLOUTS, plays_none
 from palaestra_gateway.assembly import assembled
 from palaestra_gateway.config import GatewayConfig
 from palaestra_slots.core import config as core
-from palaestra_slots.core.config import COMMAND_LINE
+from palaestra_slots.core.config import COMMAND_LINE, all_settings
 from palaestra_slots.core.errors import ConfigError, PalaestraError
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.backends.registry import BUILTIN, is_of_backends
@@ -53,11 +53,11 @@ from stand_ins.fake_modal import FakeModal
 from stand_ins.fake_nomad import fake_nomad
 
 CLASSES = (BaseEnvConfig, HermesAgentEnvConfig, AgentEnvConfig, HeldOutConfig, ToolSettings, ChatConfig, BatchConfig)
-SETTINGS: Mapping[str, FieldInfo] = {name: field for cls in CLASSES for name, field in cls.model_fields.items()}
+SETTINGS: Mapping[str, FieldInfo] = {name: field for cls in CLASSES for name, field in all_settings(cls).items()}
 BACKENDS = tuple(name for name in BUILTIN if name != "docker_direct")
 
 # What reads a setting, for the doors that play rollouts, and for conversations.
-OF_TOOLS = frozenset(ToolSettings.model_fields) - {"sessions_dir"}
+OF_TOOLS = frozenset(all_settings(ToolSettings)) - {"sessions_dir"}
 OF_BACKENDS = frozenset(name for name in SETTINGS if is_of_backends(name)) - OF_RUNS
 OF_CONVERSATIONS = frozenset({
     "acquire_timeout_s", "agent_temperature", "allow_network", "completion_price", "custom_thinking_prompt",
@@ -67,7 +67,7 @@ OF_CONVERSATIONS = frozenset({
     "slots", "strict_tools", "system_prompt", "terminal_backend", "terminal_timeout", "thinking_mode",
     "tokenizer_name", "tool_call_parser", "tool_pool_mode", "tool_pool_size",
 })  # fmt: skip
-OF_ENVIRONMENTS = frozenset(SETTINGS) - frozenset(ChatConfig.model_fields)
+OF_ENVIRONMENTS = frozenset(SETTINGS) - frozenset(all_settings(ChatConfig))
 """Settings of some classes of environments, which conversations do not know at all."""
 ROWS = OF_TOOLS | OF_BACKENDS | OF_CONVERSATIONS | OF_RUNS | OF_ENVIRONMENTS | (
     frozenset(ChatConfig.model_fields) - frozenset(HermesAgentEnvConfig.model_fields)
@@ -77,7 +77,7 @@ ROWS = OF_TOOLS | OF_BACKENDS | OF_CONVERSATIONS | OF_RUNS | OF_ENVIRONMENTS | (
 def test_every_setting_has_one_row() -> None:
     assert frozenset(SETTINGS) - ROWS == set(), "say in the table what reads these settings"
     assert set() == (OF_TOOLS | OF_BACKENDS | OF_CONVERSATIONS) & OF_RUNS
-    assert frozenset(HermesAgentEnvConfig.model_fields) >= OF_RUNS
+    assert frozenset(all_settings(HermesAgentEnvConfig)) >= OF_RUNS
     assert frozenset(HermesAgentEnvConfig.model_fields) >= OF_ROLLOUTS
 
 

@@ -152,7 +152,7 @@ async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncI
         servers = mcp_servers(config)
         about = project(folder)
         tools = path_tools(config, folder)
-        skills = () if config.skills_dir else about.skill_tools()
+        skills = () if getattr(config, "skills_dir", None) else about.skill_tools()
         if servers is not None:
             await stack.enter_async_context(servers)
         settings = ChatSettings(
@@ -169,7 +169,7 @@ async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncI
             prices=prices(config),
             spec=spec(config, tools),
             missing_tools=tools.missing,
-            memory=Path(config.memory_dir) if config.memory_dir else state_folder() / "memory",
+            memory=Path(getattr(config, "memory_dir", None) or state_folder() / "memory"),
             workdir=None if folder is None else folder.root,
             checkpoints=config.checkpoints,
             mode=config.mode.value,

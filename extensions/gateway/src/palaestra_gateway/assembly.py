@@ -32,7 +32,7 @@ from palaestra_gateway.mailbox import Mailbox
 from palaestra_gateway.platforms.registry import make_platform
 from palaestra_gateway.service import Gateway
 from palaestra_slots.core.clock import SystemClock
-from palaestra_slots.core.config import nearest
+from palaestra_slots.core.config import all_settings, nearest
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import Network, Prices
 from palaestra_slots.sandbox.backends.local import LocalBackend
@@ -137,7 +137,7 @@ def _pool(config: GatewayConfig, home: Path) -> SlotPool:
 
 def _slot_settings(config: GatewayConfig) -> HermesAgentEnvConfig:
     """Return the settings of the sandboxes as a run would have them. Raises `ConfigError`."""
-    known = [name for name in HermesAgentEnvConfig.model_fields if is_of_backends(name)]
+    known = [name for name in all_settings(HermesAgentEnvConfig) if is_of_backends(name)]
     for name in config.backend_settings:
         if name not in known:
             raise ConfigError(f"backends have no setting {name}, which is in backend_settings.{nearest(name, known)}")

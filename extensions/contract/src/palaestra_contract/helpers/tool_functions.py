@@ -93,4 +93,4 @@ def check_rl_api_keys() -> bool:
 def get_missing_keys() -> list[str]:
     """Return the settings that the `rl_*` functions still need."""
     settings = default_session().settings
-    return [name for name in ("rl_dir", "rl_model") if getattr(settings, name) is None]
+    return [name for name in ("rl_dir", "rl_model") if getattr(settings, name, None) is None]

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from palaestra.tools.net.host_policy import HostPolicy
-from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import ToolMistake, ToolRun
 from palaestra_slots.core.errors import ToolUnavailable
 from palaestra_slots.core.types import JSON
 from palaestra_slots.sandbox.host_tools import PROXY_NAME
 from palaestra_toolsets.browser.accessibility_tree import Numbers, PageView, show
 from palaestra_toolsets.browser.shared_browser import BrowserLease, SharedBrowser
+from palaestra_toolsets.settings import ToolsetSettings
 
 if TYPE_CHECKING:
     from playwright.async_api import Dialog, Download, JSHandle, Locator, Page, Response
@@ -155,7 +155,7 @@ class BrowserSession:
         if lease is not None and self._shared is not None:
             await asyncio.shield(self._shared.give_back(lease))
 
-    async def navigate(self, url: str, run: ToolRun, settings: ToolSettings) -> int | None:
+    async def navigate(self, url: str, run: ToolRun, settings: ToolsetSettings) -> int | None:
         """Open an address in the current page, or in another if that page hangs. Return the HTTP status, or None."""
         url, host, port = _address(url)
         reach = HostPolicy(settings.browser_allow, settings.browser_block)
@@ -173,7 +173,7 @@ class BrowserSession:
             raise ToolMistake(f"{_led(url, self.page.url)} was not opened: {why}")
         return response.status
 
-    async def _load(self, url: str, host: str, port: int, settings: ToolSettings) -> Response | None:
+    async def _load(self, url: str, host: str, port: int, settings: ToolsetSettings) -> Response | None:
         """Open `url` and return the response. Return None if there is no response, or if a script of the page navigated
         elsewhere first."""
         page, limit_s = self.page, settings.browser_navigation_timeout_s
@@ -189,7 +189,7 @@ class BrowserSession:
         why = self._lease.running.proxy.why(host, port) if self._lease is not None and "ERR_TUNNEL" in words else None
         raise ToolMistake(f"{url} cannot be opened: {why or words}")
 
-    async def snapshot(self, settings: ToolSettings, *, full: bool, skipped_lines: int = 0) -> PageView:
+    async def snapshot(self, settings: ToolsetSettings, *, full: bool, skipped_lines: int = 0) -> PageView:
         """Return the page as text, with references for `element`."""
         page = self.page
         for _ in range(3):
@@ -260,7 +260,7 @@ class BrowserSession:
                 await self.page.wait_for_load_state("load")
                 await self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
 
-    async def back(self, settings: ToolSettings) -> None:
+    async def back(self, settings: ToolsetSettings) -> None:
         """Go to the previous page. If the tab has no previous page, close it, so that the tab before it becomes
         current. Raises `ToolMistake` if there is no such tab."""
         page, before, limit_s = self.page, self.page.url, settings.browser_navigation_timeout_s
@@ -275,7 +275,7 @@ class BrowserSession:
         notes = self.events.take_notes()
         return {**reply, "notes": list(notes)} if notes else reply
 
-    async def _open(self, run: ToolRun, settings: ToolSettings) -> None:
+    async def _open(self, run: ToolRun, settings: ToolsetSettings) -> None:
         if self._lease is None:
             self._shared = run.shared.get(SharedBrowser)
             self._lease = await self._shared.lease(settings)

@@ -24,12 +24,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from palaestra.tools.net.host_policy import HostPolicy
-from palaestra.tools.settings import ToolSettings
 from palaestra_slots.core.errors import ToolUnavailable
 from palaestra_slots.core.io.temporary_folder import TemporaryFolder
 from palaestra_slots.core.io.threads import in_own_thread
 from palaestra_slots.sandbox.host_tools import HEAD_BYTES, Forwarder, users
 from palaestra_toolsets.browser import chromium
+from palaestra_toolsets.settings import ToolsetSettings
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Playwright, ProxySettings
@@ -126,7 +126,7 @@ class SharedBrowser:
         self._starting = asyncio.Lock()
         self._turns: asyncio.Semaphore | None = None
 
-    async def lease(self, settings: ToolSettings) -> BrowserLease:
+    async def lease(self, settings: ToolsetSettings) -> BrowserLease:
         """Lease a new context; return it with `give_back`. Raises `ToolUnavailable`."""
         if self._turns is None:
             self._turns = asyncio.Semaphore(settings.browser_max_contexts)
@@ -161,7 +161,7 @@ class SharedBrowser:
             if running is not None:
                 await asyncio.shield(running.aclose())
 
-    async def _context(self, settings: ToolSettings) -> BrowserLease:
+    async def _context(self, settings: ToolsetSettings) -> BrowserLease:
         from playwright.async_api import Error
 
         async with self._starting:
@@ -201,7 +201,7 @@ def _unwanted(making: asyncio.Future[BrowserContext]) -> None:
         closing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-async def _started(settings: ToolSettings) -> RunningBrowser:
+async def _started(settings: ToolsetSettings) -> RunningBrowser:
     from playwright.async_api import async_playwright
 
     reason = await asyncio.to_thread(chromium.problem, settings.browser_executable)

@@ -14,12 +14,12 @@ from functools import partial
 
 from palaestra.tools.call_text import shortened
 from palaestra.tools.parameters import choice, flag, integer, text
-from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.types import JSON
 from palaestra_toolsets.browser import chromium
 from palaestra_toolsets.browser.accessibility_tree import PageView
 from palaestra_toolsets.browser.browser_session import BrowserSession
+from palaestra_toolsets.settings import ToolsetSettings
 from palaestra_toolsets.tools.vision import Image, look, vision_problem
 
 MAX_IMAGES = 100
@@ -32,14 +32,14 @@ class _Call:
 
     session: BrowserSession
     arguments: Mapping[str, JSON]
-    settings: ToolSettings
+    settings: ToolsetSettings
     run: ToolRun
 
 
 _Action = Callable[[_Call], Awaitable[dict[str, JSON]]]
 
 
-def browser_tools(settings: ToolSettings) -> tuple[Tool, ...]:
+def browser_tools(settings: ToolsetSettings) -> tuple[Tool, ...]:
     """Return the tools with these settings."""
 
     def missing() -> str | None:
@@ -61,7 +61,7 @@ def browser_tools(settings: ToolSettings) -> tuple[Tool, ...]:
     )
 
 
-async def _run(action: _Action, settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _run(action: _Action, settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     session = run.state(BrowserSession)
     async with session.turn:
         await session.check()

@@ -19,10 +19,10 @@ from pathlib import PurePosixPath
 
 from palaestra.tools import parameters
 from palaestra.tools.files.text_files import as_mistake
-from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolResult, ToolRun, ToolSchema
 from palaestra_slots.core.types import JSON
 from palaestra_toolsets.json_client import missing_model, model_server
+from palaestra_toolsets.settings import ToolsetSettings
 from palaestra_toolsets.tools.vision import image_type
 
 IMAGE = ToolSchema(
@@ -85,7 +85,7 @@ class FileMaker(Tool):
         return {"success": True, self._key: path, "bytes": len(data)}
 
 
-def image_tool(settings: ToolSettings) -> Tool:
+def image_tool(settings: ToolsetSettings) -> Tool:
     """Return the `image_generate` tool with these settings."""
     missing = partial(_missing, settings.image_base_url, "no image model is", "image")
     request = FunctionTool(
@@ -94,7 +94,7 @@ def image_tool(settings: ToolSettings) -> Tool:
     return FileMaker(request, "images", "image")
 
 
-def speech_tool(settings: ToolSettings) -> Tool:
+def speech_tool(settings: ToolsetSettings) -> Tool:
     """Return the `text_to_speech` tool with these settings."""
     missing = partial(_missing, settings.speech_base_url, "no speech model is", "speech")
     request = FunctionTool(
@@ -108,7 +108,7 @@ def _missing(base_url: str | None, what: str, prefix: str) -> str | None:
     return missing_model(what, prefix) if base_url is None else None
 
 
-async def _image(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _image(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     server = model_server(
         "the image model",
         "image",
@@ -134,7 +134,7 @@ async def _image(settings: ToolSettings, arguments: Mapping[str, JSON], run: Too
     return {"data": base64.b64encode(data).decode(), "suffix": suffix}
 
 
-async def _speech(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _speech(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     server = model_server(
         "the speech model",
         "speech",

@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 
 from palaestra.tools import parameters
-from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.io.durable_files import read_regular, replaced
 from palaestra_slots.core.io.file_lock import thread_lock
 from palaestra_slots.core.types import JSON
+from palaestra_toolsets.settings import ToolsetSettings
 
 MAX_CHARS: Mapping[str, int] = {"memory": 4000, "user": 2000}
 """The maximum number of characters of each file, because every reply has all notes of the file."""
@@ -115,7 +115,7 @@ class Notes:
         return notes
 
 
-async def run_memory(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def run_memory(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Perform `action`; the reply has the resulting notes."""
     kept = run.found_state(Notes) or Notes(Path(settings.memory_dir) if settings.memory_dir else None)
     action, target = arguments["action"], arguments["target"]
@@ -139,5 +139,5 @@ def _place(notes: list[str], old_text: str) -> int:
     return found[0]
 
 
-def memory_tool(settings: ToolSettings) -> FunctionTool:
+def memory_tool(settings: ToolsetSettings) -> FunctionTool:
     return FunctionTool(SCHEMA, partial(run_memory, settings), "memory", touches_world=True, world_session="memory")

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from functools import partial
 
 from palaestra.tools import parameters
-from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.errors import ToolUnavailable
 from palaestra_slots.core.types import JSON
 from palaestra_toolsets.json_client import chat_answer, missing_model, model_server
+from palaestra_toolsets.settings import ToolsetSettings
 
 SCHEMA = ToolSchema(
     name="mixture_of_agents",
@@ -34,7 +34,7 @@ _AGGREGATE = (
 )
 
 
-def mixture_tool(settings: ToolSettings) -> Tool:
+def mixture_tool(settings: ToolsetSettings) -> Tool:
     """Return the tool with these settings."""
     return FunctionTool(
         SCHEMA,
@@ -46,14 +46,14 @@ def mixture_tool(settings: ToolSettings) -> Tool:
     )
 
 
-def mixture_problem(settings: ToolSettings) -> str | None:
+def mixture_problem(settings: ToolsetSettings) -> str | None:
     """Return the reason why the tool cannot be used, and the remedy, or None."""
     if settings.moa_base_url is None or not settings.moa_models:
         return missing_model("no models to ask are", "moa", "moa_models")
     return None
 
 
-async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _run(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     if (reason := mixture_problem(settings)) is not None:
         raise ToolMistake(reason)
     question = arguments["user_prompt"]
@@ -79,7 +79,7 @@ async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolR
     return {"success": True, "response": response, "answers": len(answers), **({"failed": failed} if failed else {})}
 
 
-async def _ask(settings: ToolSettings, model: str, messages: list[JSON]) -> str:
+async def _ask(settings: ToolsetSettings, model: str, messages: list[JSON]) -> str:
     """Return the text of a model's answer. Raises `ToolMistake` if the server refuses the request, and
     `ToolUnavailable` for any other failure."""
     server = model_server(

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from palaestra.tools import parameters
 from palaestra.tools.human.approval import Permit
-from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.errors import ToolUnavailable
 from palaestra_slots.core.io.file_lock import file_lock
 from palaestra_slots.core.printable import without_middle
 from palaestra_slots.core.types import JSON
+from palaestra_toolsets.settings import ToolsetSettings
 from palaestra_toolsets.training_process import (
     FAILED,
     INTERRUPTED,
@@ -111,7 +111,7 @@ class Setup:
                 group.create_task(each.stop(INTERRUPTED))
 
 
-def rl_tools(settings: ToolSettings, command: Sequence[str] = TRAIN) -> tuple[Tool, ...]:
+def rl_tools(settings: ToolsetSettings, command: Sequence[str] = TRAIN) -> tuple[Tool, ...]:
     """Return the tools that train with these settings. `command` takes the arguments of `palaestra train`."""
     functions: dict[str, Callable[..., Awaitable[ToolReply]]] = {
         "rl_list_environments": _list_environments,
@@ -140,7 +140,7 @@ def rl_tools(settings: ToolSettings, command: Sequence[str] = TRAIN) -> tuple[To
     )
 
 
-def _lack(settings: ToolSettings) -> str | None:
+def _lack(settings: ToolsetSettings) -> str | None:
     if settings.rl_dir is None:
         return "no folder for training runs is set: set rl_dir (--env.rl_dir FOLDER)"
     if settings.rl_model is None:
@@ -148,12 +148,12 @@ def _lack(settings: ToolSettings) -> str | None:
     return None
 
 
-def _folder(settings: ToolSettings) -> Path:
+def _folder(settings: ToolsetSettings) -> Path:
     assert settings.rl_dir is not None, "the tool is missing without it"
     return Path(settings.rl_dir).expanduser().absolute()
 
 
-async def _list_environments(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _list_environments(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     found = [
         {
             "name": each["name"],
@@ -175,7 +175,7 @@ async def _list_environments(settings: ToolSettings, arguments: Mapping[str, JSO
     }
 
 
-async def _select(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _select(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     name = str(arguments["name"])
     known = {each["name"]: each for each in await _palaestra("env", "list", "--json")}
     if name not in known:
@@ -188,7 +188,7 @@ async def _select(settings: ToolSettings, arguments: Mapping[str, JSON], run: To
     return {"message": f"Selected environment: {name}", "environment": name, "file_path": known[name]["path"]}
 
 
-async def _current_config(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _current_config(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     setup = _selected(run)
     locked = _locked(settings, setup)
     open_fields, locked_fields = [], []
@@ -211,7 +211,7 @@ async def _current_config(settings: ToolSettings, arguments: Mapping[str, JSON],
     }
 
 
-async def _edit(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _edit(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     setup, name, value = _selected(run), str(arguments["field"]), arguments["value"]
     locked = {**_locked(settings, setup), "model": settings.rl_model, "trainer": settings.rl_trainer}
     if name in locked:
@@ -228,7 +228,7 @@ async def _edit(settings: ToolSettings, arguments: Mapping[str, JSON], run: Tool
 
 
 async def _start(
-    command: Sequence[str], settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun
+    command: Sequence[str], settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun
 ) -> ToolReply:
     setup, folder = _selected(run), _folder(settings)
     config = {**{name: value for name, value in setup.edits.items() if value is not None}, **_locked(settings, setup)}
@@ -272,7 +272,7 @@ async def _start(
     }
 
 
-async def _check_status(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _check_status(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     training, setup = _training(settings, arguments), run.state(Setup)
     status, now = training.status(), time.monotonic()
     looked = setup.looked.get(training.id)
@@ -313,7 +313,7 @@ def _reason(training: TrainingProcess, status: str) -> dict[str, JSON]:
     return {}
 
 
-async def _stop(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _stop(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     training = _training(settings, arguments)
     if not training.alive() and (status := training.status()) != "stopped":
         return {
@@ -329,7 +329,7 @@ async def _stop(settings: ToolSettings, arguments: Mapping[str, JSON], run: Tool
     }
 
 
-async def _results(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _results(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     training = _training(settings, arguments)
     status, lines = training.status(), training.lines()
     steps = [each for each in lines if each.get("kind") == "step"]
@@ -349,7 +349,7 @@ async def _results(settings: ToolSettings, arguments: Mapping[str, JSON], run: T
     }
 
 
-async def _list_runs(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _list_runs(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     found = [
         {"run_id": each.id, "environment": each.request().environment, "status": each.status()}
         for each in trainings(_folder(settings))
@@ -357,7 +357,7 @@ async def _list_runs(settings: ToolSettings, arguments: Mapping[str, JSON], run:
     return {"runs": found, "count": len(found)}
 
 
-async def _test_inference(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _test_inference(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     setup, steps, size = _selected(run), arguments.get("num_steps", 3), arguments.get("group_size", 16)
     allowed = settings.rl_test_models if settings.rl_test_url is not None else [str(settings.rl_model)]
     models = list(arguments.get("models") or allowed)
@@ -430,7 +430,7 @@ def _selected(run: ToolRun) -> Setup:
     return setup
 
 
-def _training(settings: ToolSettings, arguments: Mapping[str, JSON]) -> TrainingProcess:
+def _training(settings: ToolsetSettings, arguments: Mapping[str, JSON]) -> TrainingProcess:
     run_id = str(arguments["run_id"])
     known = {each.id: each for each in trainings(_folder(settings))}
     if run_id not in known:
@@ -438,7 +438,7 @@ def _training(settings: ToolSettings, arguments: Mapping[str, JSON]) -> Training
     return known[run_id]
 
 
-def _locked(settings: ToolSettings, setup: Setup) -> dict[str, JSON]:
+def _locked(settings: ToolsetSettings, setup: Setup) -> dict[str, JSON]:
     """Return the locked settings that the chosen environment's training has, with their values. If a locked value is
     None, the setting's default is locked."""
     return {
@@ -448,7 +448,7 @@ def _locked(settings: ToolSettings, setup: Setup) -> dict[str, JSON]:
     }
 
 
-def _flags(settings: ToolSettings, on_training: Mapping[str, JSON]) -> list[str]:
+def _flags(settings: ToolsetSettings, on_training: Mapping[str, JSON]) -> list[str]:
     unchecked = [f"--unchecked={name}" for name in settings.rl_unchecked]
     url = [] if settings.rl_tinker_url is None else [f"--tinker-url={settings.rl_tinker_url}"]
     chosen = ["--model", str(settings.rl_model), f"--trainer={settings.rl_trainer}"]

@@ -24,11 +24,11 @@ from typing import Protocol
 import msgspec
 
 from palaestra.tools import parameters
-from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.durable_files import replaced
 from palaestra_slots.core.types import JSON, Message
+from palaestra_toolsets.settings import ToolsetSettings
 
 SESSION_SCHEMA = "palaestra.session/1"
 MAX_SESSIONS = 1000
@@ -153,7 +153,7 @@ class Sessions:
                 yield session
 
 
-async def run_session_search(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def run_session_search(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Search; the reply has the `results` and their `count`."""
     sessions = run.found_state(Sessions) or Sessions(Path(settings.sessions_dir) if settings.sessions_dir else None)
     if sessions.folder is None and sessions.source is None:
@@ -209,5 +209,5 @@ def _around(text: str, words: Sequence[str]) -> str:
     return f"{'…' if start else ''}{cut}{'…' if start + EXCERPT_CHARS < len(text) else ''}"
 
 
-def session_search_tool(settings: ToolSettings) -> FunctionTool:
+def session_search_tool(settings: ToolsetSettings) -> FunctionTool:
     return FunctionTool(SCHEMA, partial(run_session_search, settings), "session_search", touches_world=True)

@@ -25,11 +25,11 @@ from pathlib import Path, PurePosixPath
 import yaml
 
 from palaestra.tools import parameters
-from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.io.durable_files import replaced
 from palaestra_slots.core.io.file_lock import thread_lock
 from palaestra_slots.core.types import JSON
+from palaestra_toolsets.settings import ToolsetSettings
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def _fields(header: str) -> JSON:
         return yaml.safe_load(quoted)
 
 
-def skills_tools(settings: ToolSettings) -> tuple[Tool, ...]:
+def skills_tools(settings: ToolsetSettings) -> tuple[Tool, ...]:
     """Return the three tools with these settings."""
     return tuple(
         FunctionTool(
@@ -252,26 +252,26 @@ def skills_tools(settings: ToolSettings) -> tuple[Tool, ...]:
     )
 
 
-def _lack(settings: ToolSettings) -> str | None:
+def _lack(settings: ToolsetSettings) -> str | None:
     if settings.skills_dir is None:
         return "no folder for skills is set: set skills_dir (--env.skills_dir FOLDER)"
     return None
 
 
-def _skills(settings: ToolSettings) -> Skills:
+def _skills(settings: ToolsetSettings) -> Skills:
     if (reason := _lack(settings)) is not None or settings.skills_dir is None:
         raise ToolMistake(f"This tool cannot be used here: {reason}")
     return Skills(Path(settings.skills_dir).expanduser())
 
 
-async def _list(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _list(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     wanted = arguments.get("category")
     skills = [skill for skill in await asyncio.to_thread(_skills(settings).all) if wanted in (None, "", skill.category)]
     shown = [{"name": each.name, "description": each.description, "category": each.category} for each in skills]
     return {"success": True, "skills": shown}
 
 
-async def _view(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _view(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     path = arguments.get("file_path") or DOCUMENT
     return {"success": True, **await asyncio.to_thread(_skills(settings).view, arguments["name"], path)}
 
@@ -286,7 +286,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 
 
-async def _manage(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _manage(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     action, name = str(arguments["action"]), str(arguments["name"])
     for needed in _NEEDED[action]:
         if needed not in arguments or (needed != "new_string" and not arguments[needed]):

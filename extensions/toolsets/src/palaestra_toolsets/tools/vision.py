@@ -24,10 +24,10 @@ from urllib.parse import unquote_to_bytes
 from palaestra.tools import parameters
 from palaestra.tools.files.text_files import file_info, in_full, read_file_bytes
 from palaestra.tools.net.host_policy import AddressPolicy
-from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.types import JSON
 from palaestra_toolsets.json_client import chat_answer, missing_model, model_server
+from palaestra_toolsets.settings import ToolsetSettings
 from palaestra_toolsets.web.fetch import PageUnreadable, fetch
 
 _MAGIC = {
@@ -62,7 +62,7 @@ class Image:
         return f"data:{self.type};base64,{base64.b64encode(self.data).decode()}"
 
 
-def vision_tool(settings: ToolSettings) -> Tool:
+def vision_tool(settings: ToolsetSettings) -> Tool:
     """Return the tool with these settings."""
     return FunctionTool(
         SCHEMA,
@@ -75,14 +75,14 @@ def vision_tool(settings: ToolSettings) -> Tool:
     )
 
 
-def vision_problem(settings: ToolSettings) -> str | None:
+def vision_problem(settings: ToolsetSettings) -> str | None:
     """Return the reason why no image can be analysed, and the remedy, or None."""
     if settings.vision_base_url is None:
         return missing_model("no vision model is", "vision")
     return None
 
 
-async def look(settings: ToolSettings, image: Image, question: str) -> dict[str, JSON]:
+async def look(settings: ToolsetSettings, image: Image, question: str) -> dict[str, JSON]:
     """Return the model's `analysis`, its `usage` if the server reports it, and `cut` if the answer ended at its token
     limit. Raises `ToolMistake`, or `ToolUnavailable` if the model does not answer."""
     if (reason := vision_problem(settings)) is not None:
@@ -109,12 +109,12 @@ async def look(settings: ToolSettings, image: Image, question: str) -> dict[str,
     return answer
 
 
-async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
+async def _run(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     image = await _image(settings, arguments["image_url"], run)
     return {"success": True, **await look(settings, image, arguments["question"])}
 
 
-async def _key(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
+async def _key(settings: ToolsetSettings, arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
     """Return the arguments and, if they name a path, the file's hash, because the reply depends on the file's
     content."""
     where = arguments["image_url"]
@@ -127,7 +127,7 @@ async def _key(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolR
     return {**arguments, "sha256": hashlib.sha256(data).hexdigest()}
 
 
-async def _image(settings: ToolSettings, where: str, run: ToolRun) -> Image:
+async def _image(settings: ToolsetSettings, where: str, run: ToolRun) -> Image:
     most = settings.vision_max_image_bytes
     if where.startswith("data:"):
         return _from_data_url(where, most)
@@ -141,7 +141,7 @@ async def _image(settings: ToolSettings, where: str, run: ToolRun) -> Image:
     return _recognised(found.body, most, where)
 
 
-async def _read(settings: ToolSettings, path: str, run: ToolRun) -> Image:
+async def _read(settings: ToolsetSettings, path: str, run: ToolRun) -> Image:
     slot, most = await run.slot(), settings.vision_max_image_bytes
     path = await in_full(slot, path)
     data = await read_file_bytes(slot, path, await file_info(slot, path), most_bytes=most)

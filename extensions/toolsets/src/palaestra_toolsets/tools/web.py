@@ -11,9 +11,9 @@ from functools import partial
 from palaestra.tools import parameters
 from palaestra.tools.call_text import shortened
 from palaestra.tools.net.host_policy import AddressPolicy
-from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.types import JSON
+from palaestra_toolsets.settings import ToolsetSettings
 from palaestra_toolsets.web.page_text import MAX_PAGE_CHARS, MAX_TITLE_CHARS, Fetcher, Screened, shown
 from palaestra_toolsets.web.providers import (
     PageReader,
@@ -62,7 +62,7 @@ EXTRACT_SCHEMA = ToolSchema(
 )
 
 
-def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
+def web_tools(settings: ToolsetSettings) -> tuple[FunctionTool, ...]:
     """Return both tools with these settings."""
     asked, read = choose_searcher(settings), choose_reader(settings)
 
@@ -79,7 +79,7 @@ def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
     )
 
 
-def page_reader(name: str, settings: ToolSettings) -> PageReader:
+def page_reader(name: str, settings: ToolsetSettings) -> PageReader:
     """Return the reader on this machine (`fetch`), or the provider called `name`. A user's own server gets requests
     only for pages that this machine may read. Raises `ConfigError` for an invalid `web_allow`."""
     policy = AddressPolicy(settings.web_allow)

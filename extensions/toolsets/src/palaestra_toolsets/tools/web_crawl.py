@@ -24,9 +24,9 @@ from yarl import URL
 
 from palaestra.tools import parameters
 from palaestra.tools.net.host_policy import AddressPolicy
-from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, ToolReply, ToolRun, ToolSchema
 from palaestra_slots.core.types import JSON
+from palaestra_toolsets.settings import ToolsetSettings
 from palaestra_toolsets.web.fetch import Fetched, PageUnreadable, fetch
 from palaestra_toolsets.web.page_text import HTML, Fetcher, as_text, decoded, shown
 from palaestra_toolsets.web.providers import WebPage, choose_reader
@@ -61,7 +61,7 @@ SCHEMA = ToolSchema(
 )
 
 
-def web_crawl_tool(settings: ToolSettings, time_s: float = TIME_S) -> FunctionTool:
+def web_crawl_tool(settings: ToolsetSettings, time_s: float = TIME_S) -> FunctionTool:
     """Return the tool with these settings. A crawl stops after `time_s` seconds."""
 
     def missing() -> str | None:

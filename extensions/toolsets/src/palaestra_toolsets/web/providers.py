@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from palaestra.tools.settings import WEB_KEYS, WEB_URLS, ToolSettings
+from palaestra.tools.settings import WEB_KEYS, WEB_URLS
 from palaestra.tools.tool import ToolMistake
 from palaestra_slots.core.errors import ToolUnavailable
 from palaestra_slots.core.extras import install_command
 from palaestra_slots.core.types import JSON
 from palaestra_toolsets.json_client import JsonServer, rows, text
+from palaestra_toolsets.settings import ToolsetSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,7 @@ class ProviderChoice:
     missing: str | None = None
 
 
-def choose_searcher(settings: ToolSettings) -> ProviderChoice:
+def choose_searcher(settings: ToolsetSettings) -> ProviderChoice:
     """Return the choice of provider for web_search."""
     name = settings.web_provider
     if name != "auto":
@@ -241,7 +242,7 @@ def choose_searcher(settings: ToolSettings) -> ProviderChoice:
     )
 
 
-def choose_reader(settings: ToolSettings) -> ProviderChoice:
+def choose_reader(settings: ToolsetSettings) -> ProviderChoice:
     """Return the choice of page reader for web_extract."""
     name = settings.web_extract_provider
     if name != "fetch":
@@ -254,19 +255,19 @@ def choose_reader(settings: ToolSettings) -> ProviderChoice:
     return ProviderChoice(name)
 
 
-def searcher(name: str, settings: ToolSettings) -> Searcher:
+def searcher(name: str, settings: ToolsetSettings) -> Searcher:
     """Return the search provider with this name, whose requirements must be met."""
     made: Searcher = Ddgs(settings.lane()) if name == "ddgs" else _made(name, settings)
     return made
 
 
-def reader(name: str, settings: ToolSettings) -> PageReader:
+def reader(name: str, settings: ToolsetSettings) -> PageReader:
     """Return the page provider with this name, whose requirements must be met; `fetch` is not a provider."""
     made: PageReader = _made(name, settings)
     return made
 
 
-def _made(name: str, settings: ToolSettings) -> Any:  # each class is a Searcher, a PageReader or both
+def _made(name: str, settings: ToolsetSettings) -> Any:  # each class is a Searcher, a PageReader or both
     made, base_url, headers = _APIS[name]
     server = JsonServer(
         name=name,
@@ -278,7 +279,7 @@ def _made(name: str, settings: ToolSettings) -> Any:  # each class is a Searcher
     return made(server)
 
 
-def _lacks(name: str, settings: ToolSettings) -> str | None:
+def _lacks(name: str, settings: ToolsetSettings) -> str | None:
     """Return the reason why a provider cannot be used, with the setting or extra that it lacks, or None."""
     if name == "ddgs":
         installed = importlib.util.find_spec("ddgs") is not None

@@ -210,16 +210,17 @@ def _read_settings(words: Sequence[str]) -> dict[str, JSON]:
     """Return the values of the settings `FIELD=VALUE` or `FIELD.KEY=VALUE`. Raises `ConfigError`."""
     from palaestra.envs.config.fields import HermesAgentEnvConfig
     from palaestra.envs.config.layers import read_words
+    from palaestra_slots.core.config import find_setting, flat_key
 
-    fields = HermesAgentEnvConfig.model_fields
     given: dict[str, JSON] = {}
     for word in words:
         path, equals, value = word.partition("=")
-        name, _, key = path.partition(".")
-        if not equals or name not in fields:
+        name, _, key = flat_key(HermesAgentEnvConfig, path).partition(".")
+        field = find_setting(HermesAgentEnvConfig, name)
+        if not equals or field is None:
             what = f"unknown setting {name!r}" if equals else "the value is missing"
             raise ConfigError(f"--set {word}: {what}; write --set FIELD=VALUE")
-        read = read_words(fields[name].annotation, [f"{key}={value}" if key else value])
+        read = read_words(field.annotation, [f"{key}={value}" if key else value])
         # A dot in a name means an entry of a mapping, and most settings have none.
         if key and not isinstance(read, dict):
             raise ConfigError(f"--set {word}: {name} is not a nested setting; write --set FIELD=VALUE")

@@ -189,6 +189,7 @@ def _about(reference: str) -> dict[str, JSON]:
     from palaestra.envs.config.dotenv import exported, read_keys
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.envs.discovery import load_environment
+    from palaestra_slots.core.config import find_setting
 
     with exported(read_keys(Path.cwd())):
         form = load_environment(reference, Path.cwd())
@@ -197,6 +198,7 @@ def _about(reference: str) -> dict[str, JSON]:
     common = {**BaseEnvConfig.model_fields, **HermesAgentEnvConfig.model_fields}
     changed = set_fields(config) if config is not None else {}
     fields = form.config_type().model_fields
+    others = {name: find_setting(form.config_type(), name) for name in changed.keys() - fields.keys()}
 
     def row(name: str, field: FieldInfo, values: Mapping[str, JSON] = changed) -> dict[str, JSON]:
         value = values.get(name, field.get_default(call_default_factory=True))
@@ -207,7 +209,11 @@ def _about(reference: str) -> dict[str, JSON]:
         "form": form.kind,
         "about": form.about,
         "parts": form.parts if isinstance(form, FunctionForm) else {},
-        "settings": [row(name, field) for name, field in fields.items() if name not in common or name in changed],
+        "settings": [
+            row(name, field)
+            for name, field in {**fields, **others}.items()
+            if field is not None and (name not in common or name in changed)
+        ],
         "rollouts": [row(name, fields[name]) for name in _TRAINED_WITH if name in fields],
         **{part: [row(name, field, {}) for name, field in more.items()] for part, more in _more_settings().items()},
     }

@@ -116,6 +116,7 @@ def _settings(run: Run, environment: str | None, settings: Sequence[str]) -> dic
     from palaestra.envs.config.command_line import Parsed, flags_of, setting_of
     from palaestra.envs.run.command import command_line
     from palaestra.envs.run.replay_run import recorded_form
+    from palaestra_slots.core.config import find_setting
     from palaestra_slots.core.errors import ConfigError
 
     line = command_line(recorded_form(run.recording, environment), "palaestra grade", "process", argv=settings)
@@ -125,7 +126,7 @@ def _settings(run: Run, environment: str | None, settings: Sequence[str]) -> dic
     found: dict[str, JSON] = {}
     for flag, *_ in flags_of(settings):
         name = setting_of(flag.partition("=")[0]).removeprefix("env.")
-        if name not in type(config).model_fields:  # an old name, which stands for several settings
+        if find_setting(type(config), name) is None:  # an old name, which stands for several settings
             raise ConfigError(f"{flag} is not a setting of {run.recording.meta.env} any more")
         found[name] = getattr(config, name)
     return found

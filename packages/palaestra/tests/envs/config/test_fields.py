@@ -10,7 +10,7 @@ from palaestra.envs.config.build import agent_settings
 from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
 from palaestra.envs.run.run import are_elsewhere, concurrency
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
-from palaestra_slots.core.config import ConfigLayer, merge
+from palaestra_slots.core.config import ConfigLayer, all_settings, merge
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Prices
 from palaestra_slots.sandbox.backends.local import LocalBackend
@@ -92,7 +92,7 @@ def test_the_contracts_fields_have_the_contracts_defaults() -> None:
 
 
 def test_every_field_is_described() -> None:
-    for name, field in HermesAgentEnvConfig.model_fields.items():
+    for name, field in all_settings(HermesAgentEnvConfig).items():
         assert field.description, name
 
 

@@ -20,12 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from palaestra_slots.core.errors import ConfigError, PalaestraError
 from palaestra_slots.core.redaction import remember
 from palaestra_slots.core.types import JSON
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     import yaml
 
 T = TypeVar("T")
@@ -66,11 +70,17 @@ class Settings(BaseModel):
     because existing scripts pass settings of other releases. Files, variables and flags are checked by `merge`. Such an
     object also has the attributes of `old_settings`.
 
+    Other packages declare further settings beside what these configure: `parts` names the groups of entry points with
+    such classes, such as `web = "my_package.settings:WebSettings"`. An object has an attribute for each of these
+    settings; a class is imported when one of its settings is read or set. `web.provider` and `web: {provider: …}` are
+    other spellings of `web_provider`.
+
     A class for the format of other programs lists in `of_others` the keys that only those programs read and that cannot
     change a score. These are left out, with one warning.
     """
 
     ignores_unknown: ClassVar[bool] = False
+    parts: ClassVar[tuple[str, ...]] = ()
     of_others: ClassVar[frozenset[str]] = frozenset()
 
     # Validators are built on first use, because a command line that is only checked uses few of the classes.
@@ -94,6 +104,7 @@ class Settings(BaseModel):
         def __init__(self, **values):
             if type(self).of_others:
                 values = _without_keys_of_others(type(self), values)
+            values, parts = _divided(type(self), values) if type(self).parts else (values, {})
             given = values
             if type(self).ignores_unknown and type(self).model_config.get("extra") == "forbid":
                 values = _without_unknown(type(self), given)
@@ -106,17 +117,123 @@ class Settings(BaseModel):
             for name in filter(is_secret, type(self).model_fields):
                 value = getattr(self, name)
                 remember(value if isinstance(value, str) else None)
+            for part, own in parts.items():
+                made = part(**own)
+                self.__dict__.update({name: getattr(made, name) for name in own})
+                self.__pydantic_fields_set__.update(own)
 
         def __getattr__(self, name):
-            if not type(self).ignores_unknown or name.startswith("_") or name not in old_settings():
+            if name.startswith("_"):
+                return super().__getattr__(name)
+            if (found := _part_of(type(self), name)) is not None:
+                # Kept, because a script may change a list or a mapping in place.
+                return self.__dict__.setdefault(name, found.model_fields[name].get_default(call_default_factory=True))
+            if not type(self).ignores_unknown or name not in old_settings():
                 return super().__getattr__(name)
             value, _ = old_settings()[name]
             return functools.partial(value, self) if callable(value) else value
 
+        def __setattr__(self, name, value):
+            if name.startswith("_") or name in type(self).model_fields or _part_of(type(self), name) is None:
+                super().__setattr__(name, value)
+                return
+            self.__dict__[name] = value
+            self.__pydantic_fields_set__.add(name)
+
     def recorded(self) -> dict[str, JSON]:
         """Return all values as JSON, for the record; an object that JSON cannot represent becomes the name of its
-        type."""
-        return self.model_dump(mode="json", fallback=lambda value: f"<{type(value).__name__}>")
+        type. Of the settings of other packages, only those that were set are included."""
+        found = self.model_dump(mode="json", fallback=_type_name)
+        others = {name: getattr(self, name) for name in sorted(self.model_fields_set - found.keys())}
+        return found | cast("dict[str, JSON]", to_jsonable_python(others, fallback=_type_name)) if others else found
+
+
+def _type_name(value: object) -> str:
+    return f"<{type(value).__name__}>"
+
+
+def part_points(kind: type[BaseModel]) -> Mapping[str, EntryPoint]:
+    """Return the entry points of the packages' settings for a class, by the name of the part, such as `web`."""
+    return _part_points(kind.parts) if issubclass(kind, Settings) else {}
+
+
+@functools.cache
+def _part_points(groups: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    from palaestra_slots.core.io.plugins import installed  # imported here, because most runs name no such setting
+
+    return {name: point for group in groups for name, point in installed(group).items()}
+
+
+def part_class(kind: type[BaseModel], part: str) -> type[Settings]:
+    """Return the class of a part. Raises `ConfigError` if it cannot be imported."""
+    return _loaded(part_points(kind)[part])
+
+
+@functools.cache
+def _loaded(point: EntryPoint) -> type[Settings]:
+    from palaestra_slots.core.io.plugins import load
+
+    return cast("type[Settings]", load(point))
+
+
+def _part_of(kind: type[BaseModel], name: str) -> type[Settings] | None:
+    """Return the class of the part that declares a setting; None if no installed package has it."""
+    # Most names begin with that of their part, so that no other part is imported.
+    points = sorted(part_points(kind).items(), key=lambda each: not name.startswith(f"{each[0]}_"))
+    return next((_loaded(point) for _, point in points if name in _loaded(point).model_fields), None)
+
+
+def find_setting(kind: type[BaseModel], name: str) -> FieldInfo | None:
+    """Return the setting of this name of a class or of its parts; None if there is none."""
+    if name in kind.model_fields:
+        return kind.model_fields[name]
+    return part.model_fields[name] if (part := _part_of(kind, name)) is not None else None
+
+
+def all_settings(kind: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the settings of a class and of its parts."""
+    parts = [part_class(kind, part).model_fields for part in part_points(kind)]
+    return {name: field for fields in (kind.model_fields, *parts, kind.model_fields) for name, field in fields.items()}
+
+
+def flat_key(kind: type[BaseModel], key: str) -> str:
+    """Return the key with the name of the setting that `PART.NAME` spells: `web.urls.exa` becomes `web_urls.exa`, and
+    `nomad.driver` becomes `driver`."""
+    part, dot, rest = key.partition(".")
+    if not dot or part in kind.model_fields or part not in part_points(kind):
+        return key
+    name, _, entry = rest.partition(".")
+    fields = part_class(kind, part).model_fields
+    found = name if name in fields and f"{part}_{name}" not in fields else f"{part}_{name}"
+    return f"{found}.{entry}" if entry else found
+
+
+def flat_settings(kind: type[BaseModel], values: Mapping[str, JSON]) -> Mapping[str, JSON]:
+    """Return the values by the names of the settings, without mappings of parts. Raises `ConfigError` for a part that
+    is not a mapping."""
+    if values.keys() <= kind.model_fields.keys():
+        return values
+    flat: dict[str, JSON] = {}
+    for key, value in values.items():
+        if "." in key or key in kind.model_fields or key not in part_points(kind):
+            flat[flat_key(kind, key)] = value
+        elif isinstance(value, Mapping):
+            flat |= {flat_key(kind, f"{key}.{name}"): each for name, each in value.items()}
+        else:
+            raise ConfigError(f"{key} must be a mapping of settings, not {value!r:.100}")
+    return flat
+
+
+def _divided(
+    kind: type[Settings], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[type[Settings], dict[str, Any]]]:
+    """Return the values of the class's own fields, and those of each part."""
+    own: dict[str, Any] = {}
+    parts: dict[type[Settings], dict[str, Any]] = {}
+    for name, value in flat_settings(kind, values).items():
+        part = None if name in kind.model_fields else _part_of(kind, name)
+        (own if part is None else parts.setdefault(part, {}))[name] = value
+    return own, parts
 
 
 _WARNED: set[tuple[str, str]] = set()
@@ -139,7 +256,8 @@ def _without_unknown(kind: type[BaseModel], values: dict[str, Any]) -> dict[str,
     unknown = [name for name in values if name not in names]
     if new := [name for name in unknown if (kind.__qualname__, name) not in _WARNED]:
         _WARNED.update((kind.__qualname__, name) for name in new)
-        hints = {name: old_settings()[name][1] if name in old_settings() else nearest(name, fields) for name in new}
+        known = all_settings(kind)
+        hints = {name: old_settings()[name][1] if name in old_settings() else nearest(name, known) for name in new}
         told = ", ".join(
             f"{name} ({hint[0].lower()}{hint[1:].rstrip('.')})" if (hint := hints[name].strip()) else name
             for name in new
@@ -242,15 +360,16 @@ def merge(model_type: type[ModelT], layers: Iterable[ConfigLayer]) -> Merged[Mod
     )
     spelled: dict[str, str] = {}
     for layer in layers:
-        for key, value in layer.values.items():
+        for key, value in flat_settings(model_type, layer.values).items():
             name, _, rest = key.partition(".")
             written = layer.spelled.get(key, key)
-            if name not in model_type.model_fields and not is_old(model_type, name):
-                raise ConfigError(f"{layer.name}: unknown setting {written}.{nearest(name, model_type.model_fields)}")
+            known = find_setting(model_type, name) is not None
+            if not known and not is_old(model_type, name):
+                raise ConfigError(f"{layer.name}: unknown setting {written}.{nearest(name, all_settings(model_type))}")
             values[name] = _assigned(values.get(name), rest, value)
-            if name not in sources:
+            if not known:
                 continue
-            shared = rest and sources[name] != DEFAULT and sources[name] != layer.name
+            shared = rest and sources.get(name, DEFAULT) not in (DEFAULT, layer.name)
             sources[name] = f"{sources[name]}, {layer.name}" if shared else layer.name
             spelled[name] = written
     try:
@@ -299,7 +418,7 @@ def _explain(
         path = [str(part) for part in mistake["loc"]]
         name = path[0] if path else ""
         if mistake["type"] == "extra_forbidden" and len(path) == 1:
-            lines.append(f"unknown setting {name} of {model_type.__name__}.{nearest(name, model_type.model_fields)}")
+            lines.append(f"unknown setting {name} of {model_type.__name__}.{nearest(name, all_settings(model_type))}")
             continue
         where = f" (from {sources[name]})" if sources.get(name, DEFAULT) != DEFAULT else ""
         what = mistake["msg"].removeprefix("Value error, ")

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
-    lasting = {"memory": config.memory_dir, "session_search": config.sessions_dir}
+    lasting = {"memory": "memory_dir", "session_search": "sessions_dir"}
     return AgentSettings(
         max_turns=config.max_agent_turns,
         temperature=config.agent_temperature,
@@ -48,7 +48,7 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
         tool_timeout_s=command_timeout_s(config),
         budget=budget(config),
         prices=prices(config),
-        beyond=frozenset(name for name, folder in lasting.items() if folder),
+        beyond=frozenset(name for name, each in lasting.items() if vars(config).get(each)),
         freeze=config.freeze_slots,
         reward=RewardRule(config.reward),
         strict_labels=frozenset(config.strict_labels),
@@ -58,7 +58,7 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
 def command_timeout_s(config: HermesAgentEnvConfig) -> float:
     """Return the time limit of a command whose call sets none, in seconds."""
     if config.slot_backend == "modal" and "modal_execution_timeout" in config.model_fields_set:
-        return config.modal_execution_timeout
+        return float(getattr(config, "modal_execution_timeout", 0))
     return float(config.terminal_timeout)
 
 

@@ -47,11 +47,17 @@ from palaestra_slots.core.config import (
     SHORT_FORMS,
     ConfigLayer,
     Merged,
+    all_settings,
+    find_setting,
+    flat_key,
+    flat_settings,
     is_old,
     is_secret,
     local_path,
     merge,
     nearest,
+    part_class,
+    part_points,
 )
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.process_arguments import hide
@@ -111,6 +117,27 @@ _COMMON = (
     "data_path_to_save_groups",
     "seed",
 )
+_TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "containers": (
+        "Sandboxes in containers of Docker.", ("docker_", "container_", "slots_per_container", "max_containers"),
+    ),
+    "evaluation": (
+        "Evaluations during a run.", ("data_dir_to_save_evals", "eval_", "max_eval_workers", "steps_per_eval"),
+    ),
+    "feed": (
+        "Runs that feed a trainer.",
+        ("allow_placeholder_tokens", "inference_weight", "max_batches_", "min_batch_", "rollout_server_"),
+    ),
+    "hosts": ("Sandboxes on other machines, by SSH or in a job of Slurm.", ("ssh_", "slurm_")),
+    "recording": ("The replies of tools that reach outside, recorded and replayed.", ("world",)),
+    "thinking": ("How the model is asked to think.", ("custom_thinking_", "max_reasoning_", "reasoning_", "thinking_")),
+    "trackers": (
+        "Metrics, spans and trackers.",
+        ("metrics_", "min_items_sent_", "num_rollouts_", "otel_", "tracker_", "use_trackio", "use_wandb", "wandb_"),
+    ),
+}  # fmt: skip
+"""The settings that `--help-all` lists only by the name of their topic: what they are for, and how they begin."""
+
 _WIDTH = 118
 
 _SAID_BY_COMMAND: Mapping[str, Mapping[str, JSON]] = {
@@ -175,6 +202,9 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         rank lower. The settings of a `recorded` run rank between variables and flags. Raises `ConfigError`."""
         command, flags = self._split(argv)
         if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
+            named = [word for written, words in flags if written == "--help-all" for word in words]
+            if named:
+                return Answer("\n".join(_help_of(self, word) for word in named))
             return Answer(_usage(self, everything=any(written == "--help-all" for written, _ in flags)))
         given = _Given()
         if recorded is not None:
@@ -230,12 +260,12 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
 
     def _set_argument(self, given: _Given, written: str, value: JSON) -> None:
         name = ARGUMENTS.get(written, written)
-        for group, model_type in (("env", self.env_type), ("openai", self.server_type)):
-            if name in model_type.model_fields:
-                given.values[group][name], given.spelled[group][name] = value, written
-                return
-        if is_old(self.env_type, name):
-            given.values["env"][name] = value
+        if name in self.server_type.model_fields or find_setting(self.env_type, name) is not None:
+            group = "openai" if find_setting(self.env_type, name) is None else "env"
+            given.values[group][name], given.spelled[group][name] = value, written
+            return
+        if is_old(self.env_type, name) or name in part_points(self.env_type):
+            given.values["env"] |= flat_settings(self.env_type, {name: value})
             return
         known = (
             "policy",
@@ -243,7 +273,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             "failed_of",
             "config",
             *ARGUMENTS,
-            *self.env_type.model_fields,
+            *all_settings(self.env_type),
             *self.server_type.model_fields,
         )
         raise ConfigError(f"unknown argument {written}.{nearest(written, known)}")
@@ -324,16 +354,24 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     def _setting(self, written: str) -> tuple[str, str, str | None, Annotation]:
         """Return the setting that a flag sets: its group, its name, the key if the flag names an entry of a mapping,
         and the setting's type."""
+        group, name, rest, found = self._found(written)
+        if found is not None:
+            return group, name, rest, found.annotation
+        if group == "env" and is_old(self.env_type, name):
+            return group, name, rest, JSON
+        raise ConfigError(f"unknown flag {written}.{_nearest_flag(written, self.known_flags())}")
+
+    def _found(self, written: str) -> tuple[str, str, str | None, FieldInfo | None]:
+        """Do what `_setting` does, with the setting itself; None if there is none."""
         group, _, key = SHORT_FORMS.get(written, written.removeprefix("--")).partition(".")
-        name, dot, rest = key.partition(".")
-        model_type = {"env": self.env_type, "openai": self.server_type}.get(group)
+        model_type = self.server_type if group == "openai" else self.env_type
+        if group not in ("env", "openai") and key and group in part_points(self.env_type):
+            group, key = "env", f"{group}.{key}"
+        name, dot, rest = flat_key(model_type, key).partition(".")
         # Both `--env.group-size` and `--env.group_size` are common spellings.
-        name = name if model_type is None or name in model_type.model_fields else name.replace("-", "_")
-        if model_type is not None and name not in model_type.model_fields and is_old(model_type, name):
-            return group, name, rest if dot else None, JSON
-        if model_type is None or name not in model_type.model_fields:
-            raise ConfigError(f"unknown flag {written}.{_nearest_flag(written, self.known_flags())}")
-        return group, name, rest if dot else None, model_type.model_fields[name].annotation
+        name = name if name in model_type.model_fields else name.replace("-", "_")
+        found = find_setting(model_type, name) if group in ("env", "openai") else None
+        return group, name, rest if dot else None, found
 
     def _read(self, annotation: Annotation, written: str, words: Sequence[str]) -> JSON:
         try:
@@ -348,7 +386,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
 
     def known_flags(self) -> Iterator[str]:
         yield from GENERAL_FLAGS
-        yield from (f"--env.{name}" for name in self.env_type.model_fields)
+        yield from (f"--env.{name}" for name in all_settings(self.env_type))
         yield from (f"--openai.{name}" for name in self.server_type.model_fields)
 
     def about_flag(self, written: str) -> str:
@@ -362,9 +400,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         return [each for each in choices(found.annotation) if each not in _not_offered(found)] if found else []
 
     def _field(self, written: str) -> FieldInfo | None:
-        group, _, name = SHORT_FORMS.get(written, written.removeprefix("--")).partition(".")
-        model_type = {"env": self.env_type, "openai": self.server_type}.get(group)
-        return model_type.model_fields.get(name.replace("-", "_")) if model_type is not None else None
+        return self._found(written)[-1]
 
     def _env_layers(self, command: str, given: _Given, variables: Variables) -> Iterator[ConfigLayer]:
         fields = self.env_type.model_fields
@@ -504,7 +540,7 @@ def set_fields(config: BaseModel) -> dict[str, JSON]:
 def _known_here(recorded: Mapping[str, JSON], model_type: type[BaseModel]) -> dict[str, JSON]:
     """Return the recorded settings that this version has. A warning names the others: an earlier version made the
     run."""
-    if gone := sorted(name for name in recorded if name not in model_type.model_fields):
+    if gone := sorted(name for name in recorded if find_setting(model_type, name) is None):
         logger.warning("settings of the recorded run that this version does not have: %s", ", ".join(gone))
     return {name: value for name, value in recorded.items() if name not in gone}
 
@@ -586,7 +622,7 @@ def check_general_flags(argv: Sequence[str]) -> None:
     if not written.isdisjoint(("--help", "-h", "--help-all")):
         return
     for flag in sorted(written.difference(general)):
-        if not flag.startswith(("--env.", "--openai.")) and (hint := _nearest_flag(flag, general)):
+        if "." not in flag and (hint := _nearest_flag(flag, general)):
             raise ConfigError(f"unknown flag {flag}.{hint}")
 
 
@@ -624,6 +660,9 @@ def setting_of(flag: str) -> str:
     """Return the setting that a flag sets, such as `env.seed`, without the key of an entry. The environment may not
     have this setting."""
     group, _, name = SHORT_FORMS.get(flag, flag.removeprefix("--")).partition(".")
+    if name and group not in ("env", "openai"):
+        group, name = "env", f"{group}.{name}"
+    name = flat_key(HermesAgentEnvConfig, name) if group == "env" else name
     return f"{group}.{name.partition('.')[0].replace('-', '_')}" if name else flag
 
 
@@ -663,7 +702,35 @@ def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
         parts += ["", f"{title}:", *fields]
     if not everything:
         parts += ["", f"  {line.prog} --help-all lists every setting."]
+    elif more := _more(line):
+        parts += ["", "Further settings; `--help-all NAME` lists them:"]
+        parts += [f"  {name:<14} {about}" for name, (about, _) in sorted(more.items())]
     return "\n".join(parts) + "\n"
+
+
+def _more(line: CommandLine[BaseModel, BaseModel]) -> dict[str, tuple[str, list[str]]]:
+    """Return the settings that only `--help-all NAME` lists, by this name, with what they are for: those of topics and
+    those of other packages."""
+    kind, common = line.env_type, HermesAgentEnvConfig.model_fields
+    found = {name: (about, [each for each in common if each.startswith(start)])
+             for name, (about, start) in _TOPICS.items()}  # fmt: skip
+    parts = {name: part_class(kind, name) for name in part_points(kind)}
+    found |= {name: (part.__doc__ or "", [*part.model_fields]) for name, part in parts.items()}
+    kept = {
+        name: (about, [each for each in names if each not in line.unread and find_setting(kind, each) is not None])
+        for name, (about, names) in found.items()
+    }
+    return {name: each for name, each in kept.items() if each[1]}
+
+
+def _help_of(line: CommandLine[BaseModel, BaseModel], name: str) -> str:
+    """Return the help of the settings of a topic or a package. Raises `ConfigError` for an unknown name."""
+    more = _more(line)
+    if name not in more:
+        raise ConfigError(f"--help-all {name}: there are no settings of this name.{nearest(name, more)}")
+    about, names = more[name]
+    rows = [_field("env", line.env_type, each, line.env_values.get(each)) for each in names]
+    return "\n".join([about, *rows]) + "\n"
 
 
 def _merged(env: Merged[BaseModel], servers: Sequence[Merged[BaseModel]]) -> str:
@@ -705,7 +772,8 @@ def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iter
     if own:
         yield here, [_field("env", env, name, line.env_values.get(name)) for name in own]
     rest = [name for name in env.model_fields if name not in own and name not in line.unread]
-    shown = rest if everything else [n for n in _COMMON if n in rest]
+    listed = {each for _, names in _more(line).values() for each in names} if everything else set()
+    shown = [n for n in rest if n not in listed] if everything else [n for n in _COMMON if n in rest]
     yield everywhere, [_field("env", env, name, line.env_values.get(name)) for name in shown]
     first = line.server_values[0] if line.server_values else {}
     names = [n for n in server.model_fields if everything or n in ("base_url", "model_name", "api_key", "server_type")]
@@ -719,7 +787,8 @@ def _not_offered(info: FieldInfo) -> Sequence[JSON]:
 
 
 def _field(group: str, model_type: type[BaseModel], name: str, own_default: JSON) -> str:
-    info = model_type.model_fields[name]
+    info = find_setting(model_type, name)
+    assert info is not None
     default = own_default if own_default is not None else info.get_default(call_default_factory=True)
     shown = "" if default is PydanticUndefined else f" [{_shown(name, default)}]"
     kinds = [each for each in describe(info.annotation).split("|") if each not in _not_offered(info)]

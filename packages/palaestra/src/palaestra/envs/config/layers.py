@@ -17,7 +17,15 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 from pydantic import BaseModel
 
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS
-from palaestra_slots.core.config import OWN_NAMES, ConfigLayer, is_old, nearest, read_yaml
+from palaestra_slots.core.config import (
+    OWN_NAMES,
+    ConfigLayer,
+    all_settings,
+    find_setting,
+    is_old,
+    nearest,
+    read_yaml,
+)
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON
 
@@ -161,15 +169,15 @@ def read_environ(
         if not environ.get(variable):
             continue
         field_name, _, entry = name.partition(".")
-        if field_name not in model_type.model_fields and is_old(model_type, field_name):
+        found = find_setting(model_type, field_name)
+        if found is None and is_old(model_type, field_name):
             values[name] = environ[variable]
             continue
-        if field_name not in model_type.model_fields:
-            known = [start + known_name.upper() for known_name in model_type.model_fields]
+        if found is None:
+            known = [start + known_name.upper() for known_name in all_settings(model_type)]
             raise ConfigError(f"{where}: {variable} sets nothing.{nearest(variable, known)}")
         try:
-            annotation = model_type.model_fields[field_name].annotation
-            values[name] = environ[variable] if entry else read_words(annotation, [environ[variable]])
+            values[name] = environ[variable] if entry else read_words(found.annotation, [environ[variable]])
         except ValueError as error:
             raise ConfigError(f"{where}: {variable}: {error}") from None
         spelled[name] = variable
@@ -177,8 +185,11 @@ def read_environ(
 
 
 def _known(named: Mapping[str, str], model_type: type[BaseModel]) -> dict[str, str]:
-    fields = model_type.model_fields
-    return {each: name for each, name in named.items() if name.partition(".")[0] in fields or is_old(model_type, name)}
+    return {
+        each: name
+        for each, name in named.items()
+        if find_setting(model_type, name.partition(".")[0]) is not None or is_old(model_type, name)
+    }
 
 
 def _load(path: Path) -> dict[str, JSON]:

@@ -53,6 +53,7 @@ from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.regraded import read_grades
 from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair
+from palaestra_slots.core.config import DEFAULT
 from palaestra_slots.core.errors import ConfigError, DiskError
 from palaestra_slots.core.io.durable_files import KEPT, private
 from palaestra_slots.core.types import JSON
@@ -471,11 +472,13 @@ def _has_changed(recorded: Mapping[str, JSON], now: Mapping[str, JSON]) -> bool:
 def _differing(recorded: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[str]:
     """Return lines about how the settings of a resumed run differ from the recorded ones."""
     old, new = recorded.get("env") or {}, now.get("env") or {}
+    sources = {**(now.get("sources") or {}), **(recorded.get("sources") or {})}
     short = {name: written for written, name in ARGUMENTS.items()}
     lines = [
         f"{short.get(name, name)} was {old.get(name)!r}, and is {new.get(name)!r} now"
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
+        and (name in new or sources.get(f"env.{name}") != DEFAULT)  # records of earlier versions have every default
     ]
     places = (recorded.get("environment"), now.get("environment"))
     return (

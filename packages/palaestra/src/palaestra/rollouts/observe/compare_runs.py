@@ -19,6 +19,7 @@ from palaestra.rollouts.observe.score_versions import REMEDY, code_of, differ, m
 from palaestra.rollouts.observe.score_versions import in_words as versions_in_words
 from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.rollouts.records import Group
+from palaestra_slots.core.config import DEFAULT
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.types import JSON
 
@@ -265,7 +266,11 @@ def differing_settings(runs: Sequence[RunScores]) -> dict[str, list[JSON]]:
     values = [_settings(run.config) for run in runs]
     names = dict.fromkeys(name for each in values for name in each)
     rows = {name: [each.get(name) for each in values] for name in names}
-    return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
+    said = {name for run in runs for name, source in (run.config.get("sources") or {}).items() if source != DEFAULT}
+    # Some records have the defaults of all settings, others only of those that the run could use.
+    unset = {name for name in names if name.startswith("env.") and name not in said}
+    kept = (name for name in names if name not in unset or all(name in each for each in values))
+    return {name: rows[name] for name in kept if any(value != rows[name][0] for value in rows[name])}
 
 
 def _settings(config: Mapping[str, JSON]) -> dict[str, JSON]:

@@ -115,7 +115,7 @@ _UNREAD: Sequence[_Unread] = (
             {"ssh", "slurm"}.intersection(backend_words(names))
             or _names_hosts(names, "docker")
             or config.docker_hosts
-            or config.kubernetes_selector
+            or getattr(config, "kubernetes_selector", None)
         ),
         "because no host has a name: set docker_hosts or kubernetes_selector, or ",
     ),
