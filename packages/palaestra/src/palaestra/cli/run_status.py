@@ -238,17 +238,20 @@ def _lines(name: str, status: RunStatus, now: float) -> list[str]:
     if status.stages:
         times = (f"{name} {duration(each.p50_s)}/{duration(each.p95_s)}" for name, each in status.stages.items())
         lines.append(f"stages     {', '.join(times)} (median/95 %)")
+    lines.append(f"tokens     {_tokens(status)}")
+    lines.append(f"disk       {_megabytes(status.disk_bytes)} used, {_megabytes(status.disk_free_bytes)} free")
+    return lines
+
+
+def _tokens(status: RunStatus) -> str:
+    if status.tokens_unknown:
+        return "unknown, and so is the cost: the model server reports no usage"
     cost = "" if status.cost is None else f"; cost {status.cost:.4f}"
     if cost and status.unpriced_tokens:
         cost += f" plus the cost of {status.unpriced_tokens:,} tokens without a price"
-    if status.tokens_unknown:
-        lines.append("tokens     unknown, and so is the cost: the model server reports no usage")
-    else:
-        if status.uncounted:
-            cost += f"; without {plural(status.uncounted, 'turn')} for which the model server reported no usage"
-        lines.append(f"tokens     {status.prompt_tokens:,} read, {status.completion_tokens:,} written{cost}")
-    lines.append(f"disk       {_megabytes(status.disk_bytes)} used, {_megabytes(status.disk_free_bytes)} free")
-    return lines
+    if status.uncounted:
+        cost += f"; without {plural(status.uncounted, 'turn')} for which the model server reported no usage"
+    return f"{status.prompt_tokens:,} read, {status.completion_tokens:,} written{cost}"
 
 
 def _prepared(status: RunStatus) -> str:

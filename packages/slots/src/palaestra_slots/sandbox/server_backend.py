@@ -216,6 +216,32 @@ class ServerBackend(StartedBackend):
         If the slot shares the machine's network, a warning is logged; raises `IsolationUnavailable` instead if
         `require` was given.
         """
+        self._check(spec, snapshot)
+        fields: dict[str, JSON] = {
+            **await self._place(spec),
+            "layers": [] if snapshot is None else list(snapshot.layers),
+            "network": spec.network is Network.ON,
+            "limits": limits_of(spec.limits),
+            **self._about(trajectory_id, spec),
+        }
+        fields |= _asked_for(spec)
+        if snapshot is not None and snapshot.continued:
+            fields["continued"] = True
+        server = await self._living()
+        made, requests = await server.create(fields)
+        # Only the server knows, because it depends on what the kernel allowed when the slot was made.
+        if made["exposed"]:
+            shared = "slots with the network on share the network of this machine and reach its loopback and cloud "
+            shared += f"metadata addresses ({made['exposed']}): {_NARROWER}"
+            if self._request.required is not None:
+                # The slot already exists, and nobody else would end it.
+                await requests.call("destroy", {"slot": made["slot"], "epoch": made["epoch"]})
+                raise IsolationUnavailable(shared)
+            _warn_once(shared)
+        return self._add(server, requests, made, spec, trajectory_id)
+
+    def _check(self, spec: SlotSpec, snapshot: Snapshot | None) -> None:
+        """Raise `ConfigError` if the backend cannot make such a slot at its level."""
         if snapshot is not None and snapshot.spec.image != spec.image:
             raise ConfigError(f"a snapshot of image {snapshot.spec.image} cannot start a slot of image {spec.image}")
         if spec.group is not None and not (self.joins_slots and self.rung >= Rung.USERNS):
@@ -233,35 +259,6 @@ class ServerBackend(StartedBackend):
                 f"slots of the backend {self.name} at {self.rung.label} cannot begin with directories of this machine: "
                 "use the backend local at the level userns or full"
             )
-        fields: dict[str, JSON] = {
-            **await self._place(spec),
-            "layers": [] if snapshot is None else list(snapshot.layers),
-            "network": spec.network is Network.ON,
-            "limits": limits_of(spec.limits),
-            **self._about(trajectory_id, spec),
-        }
-        if snapshot is not None and snapshot.continued:
-            fields["continued"] = True
-        if spec.on_demand:
-            fields["on_demand"] = list(spec.on_demand)
-        if spec.workspace:
-            fields["workspace"] = spec.workspace
-        if spec.copies:
-            fields["copies"] = mounts_of(spec.copies)
-        if spec.group is not None:
-            fields["group"] = [spec.group.group, spec.group.number, spec.group.members]
-        server = await self._living()
-        made, requests = await server.create(fields)
-        # Only the server knows, because it depends on what the kernel allowed when the slot was made.
-        if made["exposed"]:
-            shared = "slots with the network on share the network of this machine and reach its loopback and cloud "
-            shared += f"metadata addresses ({made['exposed']}): {_NARROWER}"
-            if self._request.required is not None:
-                # The slot already exists, and nobody else would end it.
-                await requests.call("destroy", {"slot": made["slot"], "epoch": made["epoch"]})
-                raise IsolationUnavailable(shared)
-            _warn_once(shared)
-        return self._add(server, requests, made, spec, trajectory_id)
 
     def _about(self, trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
         """Return the fields that describe a slot to the next client, if the server keeps slots for its next client."""
@@ -455,6 +452,20 @@ def mounts_of(mounts: Sequence[Mount]) -> list[list[str | bool]]:
     # The server finds the path below /host, where an absolute link in it would lead elsewhere.
     real = (Mount(os.path.realpath(each.source), os.path.normpath(each.target), each.whole) for each in mounts)
     return [mount.fields for mount in real]
+
+
+def _asked_for(spec: SlotSpec) -> dict[str, JSON]:
+    """Return the fields for what few slots ask for."""
+    fields: dict[str, JSON] = {}
+    if spec.on_demand:
+        fields["on_demand"] = list(spec.on_demand)
+    if spec.workspace:
+        fields["workspace"] = spec.workspace
+    if spec.copies:
+        fields["copies"] = mounts_of(spec.copies)
+    if spec.group is not None:
+        fields["group"] = [spec.group.group, spec.group.number, spec.group.members]
+    return fields
 
 
 def _view(view: View | None) -> JSON:

@@ -771,13 +771,21 @@ def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iter
         here, everywhere = f"Settings of {line.prog}", "Settings of tools and sandboxes"
     if own:
         yield here, [_field("env", env, name, line.env_values.get(name)) for name in own]
-    rest = [name for name in env.model_fields if name not in own and name not in line.unread]
-    listed = {each for _, names in _more(line).values() for each in names} if everything else set()
-    shown = [n for n in rest if n not in listed] if everything else [n for n in _COMMON if n in rest]
+    shown = _general(line, own, everything)
     yield everywhere, [_field("env", env, name, line.env_values.get(name)) for name in shown]
     first = line.server_values[0] if line.server_values else {}
     names = [n for n in server.model_fields if everything or n in ("base_url", "model_name", "api_key", "server_type")]
     yield "The model server", [_field("openai", server, name, first.get(name)) for name in names]
+
+
+def _general(line: CommandLine[BaseModel, BaseModel], own: Sequence[str], everything: bool) -> list[str]:
+    """Return the settings of all environments that the help lists: the common ones or, for `everything`, those that
+    have no list of their own."""
+    rest = [name for name in line.env_type.model_fields if name not in own and name not in line.unread]
+    if not everything:
+        return [name for name in _COMMON if name in rest]
+    elsewhere = {each for _, names in _more(line).values() for each in names}
+    return [name for name in rest if name not in elsewhere]
 
 
 def _not_offered(info: FieldInfo) -> Sequence[JSON]:

@@ -234,9 +234,7 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
     for line in left:
         _check_given_again(line)
     finished = False
-    sys.stderr.write(f"evaluation set {folder}: {plural(len(lines), 'run')}\n")
-    if filtered := sum(RunReader(each / JOURNAL_NAME).read().filtered for each in runs_of(folder)):
-        sys.stderr.write(f"{filtered_words(filtered, folder)}\n")
+    _announce(folder, len(lines))
     try:
         code = _play_in_turn(folder, lines, again=bool(settings))
         finished = all(_is_finished(folder / each.folder) for each in members)
@@ -250,6 +248,13 @@ def _play(folder: Path, members: Sequence[Member], settings: Sequence[str]) -> i
     data = {"set": str(folder), "exit_code": code, "runs": [as_json(row) for row in rows]}
     sys.stdout.write(f"{json.dumps(data) if as_data else folder}\n")
     return code
+
+
+def _announce(folder: Path, runs: int) -> None:
+    """Say what is played, and which rollouts are not asked again."""
+    sys.stderr.write(f"evaluation set {folder}: {plural(runs, 'run')}\n")
+    if filtered := sum(RunReader(each / JOURNAL_NAME).read().filtered for each in runs_of(folder)):
+        sys.stderr.write(f"{filtered_words(filtered, folder)}\n")
 
 
 def _play_in_turn(folder: Path, lines: Sequence[_Line], *, again: bool) -> int:

@@ -836,10 +836,7 @@ def _print_verdict(
         lines.append(_mean_reward(figures, scored, planned))
         lines += _verdict_details(output, figures, console.official_name)
     evaluated = {name: value for name, value in output.own.items() if name.startswith("eval/")}
-    causes = output.failures.causes()
-    lines += [in_short(evaluated), *(cause.line() for cause in causes[:_SHOWN_CAUSES])]
-    if len(causes) > _SHOWN_CAUSES:
-        lines.append(f"and {plural(len(causes) - _SHOWN_CAUSES, 'further cause')}")
+    lines += [in_short(evaluated), *_causes(output)]
     if output.status.filtered:
         lines.append(filtered_words(output.status.filtered, output.folder.path))
     lines += _suspects(totals)
@@ -852,6 +849,14 @@ def _print_verdict(
         lines.append(f"already prepared on this machine: {found} of {plural(prepared, 'workspace')}")
     first, *others = [line for line in (*lines, *_slots(figures), *_files(output), unfinished) if line]
     stream.write("\n  ".join((first, *others)) + "\n")
+
+
+def _causes(output: RunOutput) -> Iterator[str]:
+    """Yield the most frequent causes of failures."""
+    causes = output.failures.causes()
+    yield from (cause.line() for cause in causes[:_SHOWN_CAUSES])
+    if len(causes) > _SHOWN_CAUSES:
+        yield f"and {plural(len(causes) - _SHOWN_CAUSES, 'further cause')}"
 
 
 def _verdict_details(output: RunOutput, figures: dict[str, float], official_name: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -271,10 +271,7 @@ def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
         return _of_files(Path(text))
     folders = list_runs(root)
     if text == LAST or text.startswith(f"{LAST}:"):
-        place = text.removeprefix(LAST).removeprefix(":") or "1"
-        if not place.isdecimal() or not 1 <= int(place) <= len(folders):
-            raise ConfigError(f"{text!r} does not name a run: {Path(root).resolve()} has {plural(len(folders), 'run')}")
-        return folders[int(place) - 1]
+        return _latest_run(text, folders, root)
     sets = [each.parent for each in sorted(Path(root).glob(f"*/{SET_NAME}")) if each.parent.name.startswith(text)]
     if len(sets) == 1 and text.startswith("set--"):
         return sets[0]
@@ -290,6 +287,14 @@ def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
         names = ", ".join(map(run_name, found[:5]))
         raise ConfigError(f"{text!r} matches {plural(len(found), 'run')}: {names}{', …' if len(found) > 5 else ''}")
     raise ConfigError(f"there is no run folder {text}; specify the folder of a run, its id or `last`{_latest(Path())}")
+
+
+def _latest_run(text: str, folders: Sequence[Path], root: str | Path) -> Path:
+    """Return the run that `last` or `last:N` names. Raises `ConfigError` if there are fewer runs."""
+    place = text.removeprefix(LAST).removeprefix(":") or "1"
+    if not place.isdecimal() or not 1 <= int(place) <= len(folders):
+        raise ConfigError(f"{text!r} does not name a run: {Path(root).resolve()} has {plural(len(folders), 'run')}")
+    return folders[int(place) - 1]
 
 
 def _of_files(path: Path) -> Path:

@@ -266,11 +266,19 @@ def differing_settings(runs: Sequence[RunScores]) -> dict[str, list[JSON]]:
     values = [_settings(run.config) for run in runs]
     names = dict.fromkeys(name for each in values for name in each)
     rows = {name: [each.get(name) for each in values] for name in names}
-    said = {name for run in runs for name, source in (run.config.get("sources") or {}).items() if source != DEFAULT}
-    # Some records have the defaults of all settings, others only of those that the run could use.
-    unset = {name for name in names if name.startswith("env.") and name not in said}
-    kept = (name for name in names if name not in unset or all(name in each for each in values))
-    return {name: rows[name] for name in kept if any(value != rows[name][0] for value in rows[name])}
+    said = set().union(*map(_set_settings, runs))
+
+    def is_shown(name: str) -> bool:
+        # Some records have the defaults of all settings, others only of those that the run could use.
+        told = not name.startswith("env.") or name in said or all(name in each for each in values)
+        return told and any(value != rows[name][0] for value in rows[name])
+
+    return {name: row for name, row in rows.items() if is_shown(name)}
+
+
+def _set_settings(run: RunScores) -> set[str]:
+    """Return the names of the settings that do not have their defaults."""
+    return {name for name, source in (run.config.get("sources") or {}).items() if source != DEFAULT}
 
 
 def _settings(config: Mapping[str, JSON]) -> dict[str, JSON]:
