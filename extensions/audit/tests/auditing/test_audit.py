@@ -329,6 +329,32 @@ async def right(sandbox):
         assert main(["audit", "replay", "found/audit.json", each.id]) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(clock_library() is None, reason="needs faketime")
+def test_a_sound_task_in_a_folder_passes_its_tests_with_every_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reward = "/logs/verifier/reward.txt"
+    test = "def test_it():\n    assert open('/app/out.txt').read().split() == ['fig', 'pear', 'plum']\n"
+    files = {
+        "task.toml": 'version = "1.0"\n',
+        "instruction.md": "Write the words of /app/in.txt to /app/out.txt in the order of the alphabet.",
+        "environment/Dockerfile": "FROM python:3.11-slim\nWORKDIR /app\nCOPY in.txt /app/in.txt\n",
+        "environment/in.txt": "pear\nfig\nplum\n",
+        "solution/solve.sh": "#!/bin/bash\nsort /app/in.txt > /app/out.txt\n",
+        "tests/test.sh": f"#!/bin/bash\npython3 -m pytest -q /tests/test_it.py\necho $((! $?)) > {reward}\n",
+        "tests/test_it.py": test,
+    }
+    for name, content in files.items():
+        path = Path("tasks/sorted", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    found = audit("tasks", "--only", "depends_on_the_world", "--only", "unsolvable", "--env.base_image", "host")
+    assert [task.id for task in found.tasks] == ["sorted"]
+    assert not list(found.findings())
+
+
 FURTHER = """
 import itertools
 from palaestra import Score, Task, environment

@@ -290,3 +290,9 @@ def test_other_addresses_stay_as_they_are() -> None:
             [schema.ResourceContentBlock(type="resource_link", name="it", uri="https://x.org/a%20b")], folder
         )
         assert said == "[it](https://x.org/a%20b)"
+
+
+def test_a_file_that_is_no_image_is_named_and_refuses_no_message(tmp_path: Path) -> None:
+    blob = schema.BlobResourceContents(uri=f"file://{tmp_path}/a.pdf", blob="JVBERi0=", mime_type="application/pdf")
+    said = _content([schema.EmbeddedResourceContentBlock(type="resource", resource=blob)], tmp_path)
+    assert str(said).startswith("[a.pdf] (application/pdf")

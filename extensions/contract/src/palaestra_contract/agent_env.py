@@ -173,6 +173,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         """Evaluate the model. The default does nothing."""
         return {}
 
+    evaluate.does_nothing = True  # type: ignore[attr-defined]
+
     # Methods for subclasses to call
 
     async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, JSON]]:

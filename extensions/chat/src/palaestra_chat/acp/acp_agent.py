@@ -299,8 +299,10 @@ def _content(blocks: Sequence[Any], folder: Path | None) -> JSON:
             resource = block.resource
             if isinstance(resource, schema.TextResourceContents):
                 texts.append(f'<file name="{_path_of(resource.uri, folder)}">\n{resource.text}\n</file>')
-            else:
+            elif (resource.mime_type or "image/").startswith("image/"):
                 images.append(checked_image(resource.blob))
+            else:
+                texts.append(f"[{_path_of(resource.uri, folder)}] ({resource.mime_type}, which the model cannot read)")
         else:
             raise acp.RequestError.invalid_params({"details": f"content of type {block.type} cannot be sent"})
     text = "\n\n".join(texts)

@@ -316,10 +316,10 @@ def _prompt(row: Mapping[str, JSON], field: str) -> list[Message]:
         return [{"role": "user", "content": given}]
     if isinstance(given, list) and given and all(isinstance(each, dict) and each.get("role") for each in given):
         return [dict(each) for each in given]
-    if given is None:
+    if field not in row:
         named = ", ".join(map(repr, row)) or "none"
         raise TaskError(f"it has no column {field!r} for the prompt (--prompt-field); its columns are: {named}")
-    empty = "empty" if given in ("", []) else f"of the type {type(given).__name__}"
+    empty = "empty" if given in ("", [], None) else f"of the type {type(given).__name__}"
     raise TaskError(f"its column {field!r} is {empty}; it must be a string or a list of messages with roles")
 
 

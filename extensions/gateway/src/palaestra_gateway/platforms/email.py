@@ -213,7 +213,10 @@ class Email:
             raise ValueError("it has too many parts")
         mail = cast("EmailMessage", message_from_bytes(content, policy=_Policy()))
         name, user_id = _sender(mail)
-        if user_id == self._address.lower() or _is_automatic(mail, user_id):
+        if user_id == self._address.lower():
+            return None
+        if _is_automatic(mail, user_id):
+            logger.info("%s: an automatic message from %s is skipped", self.name, user_id)
             return None
         if not user_id:
             heads = "; ".join(map(str, mail.get_all("From") or ["no sender"]))

@@ -54,7 +54,7 @@ function facts(run, name, go, training) {
       fact("scored", count(run.scored), h("span.dim", {}, ` of ${count(run.planned)}`), run.asked_again ? h("div.small.dim", { title: "an earlier attempt failed at the model server or was ended by its content filter" }, `${count(run.asked_again)} asked again`) : null),
       fact("groups", count(run.groups.ended), h("span.dim", {}, ` of ${count(run.groups.begun)}`), run.groups.dull ? h("div.small.dim", { title: "groups whose rewards are all equal: a policy gradient learns nothing from them; for an evaluation this means nothing" }, `${count(run.groups.dull)} with equal rewards`) : null, run.groups.failed ? h("div.small.warn", {}, `${count(run.groups.failed)} failed`) : null),
       fact("tokens", short(totals.prompt_tokens || 0), h("span.dim", {}, " read, "), short(totals.completion_tokens || 0), h("span.dim", {}, " written")),
-      totals.cost !== null && totals.cost !== undefined ? fact("cost", figure(totals.cost, 2)) : null,
+      totals.cost !== null && totals.cost !== undefined ? fact("cost", figure(totals.cost, 4)) : null,
       fact("mean rollout", seconds(totals.seconds ? totals.seconds / totals.rollouts : null), totals.seconds && totals.model_s !== null ? h("div.small.dim", {}, `model ${Math.round((100 * totals.model_s) / totals.seconds)}%, tools ${Math.round((100 * totals.tool_s) / totals.seconds)}%`) : null),
       fact("started", when(run.started_at))),
     h("div.chips", {},

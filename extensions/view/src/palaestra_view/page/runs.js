@@ -62,7 +62,7 @@ export async function show(params, shell) {
         failed ? h("td.small", {}, Object.entries(run.blame).slice(0, 3).map(([name, n]) => h("div", {}, `${name} ${count(n)}`))) : null,
         labelled ? h("td", {}, Object.entries(run.labels).slice(0, 3).map(([name, n]) => link("run", { run: run.name, where: JSON.stringify([["label", "=", name]]) }, chip(`${name} ${count(n)}`, "warn")))) : null,
         h("td.num", { title: `${count(run.totals.prompt_tokens)} read, ${count(run.totals.completion_tokens)} written` }, short((run.totals.prompt_tokens || 0) + (run.totals.completion_tokens || 0))),
-        costs ? h("td.num", {}, run.totals.cost === null ? "–" : figure(run.totals.cost, 2)) : null,
+        costs ? h("td.num", {}, run.totals.cost === null ? "–" : figure(run.totals.cost, 4)) : null,
         h("td.num", {}, seconds(run.totals.seconds ? run.totals.seconds / run.totals.rollouts : null)),
         h("td.small", {}, when(run.started_at)))))));
     notes.replaceChildren(...[

@@ -30,6 +30,7 @@ _SHOWN_SETTINGS = 15
       palaestra compare runs/my_env--NEW/… runs/my_env--OLD/… runs/my_env--OLDER/…
       palaestra compare RUN OTHER --json | jq .difference
       palaestra compare runs/set--NEW runs/set--OLD           # evaluation sets, run by run
+      palaestra compare runs/set--NEW                         # the models of one evaluation set
 
     RUN is compared with each OTHER. Tasks are paired by their id, each with the mean reward of its rollouts; the
     difference is RUN minus OTHER, with the 95% interval of its mean over the tasks. No winner is named if the interval
@@ -39,12 +40,13 @@ _SHOWN_SETTINGS = 15
     settings that differ are listed first. If a run has official verdicts, a further line compares these; with
     --by official, everything does.
 
-    Of evaluation sets, the runs of the same environment and model are compared, or those of the same environment if
-    each set has one run of it. With --json, `sets` has the comparisons.
+    Of one evaluation set, the first model is compared with the others on each environment. Of several sets, the runs of
+    the same environment and model are compared, or those of the same environment if each set has one run of it. With
+    --json, `sets` has the comparisons.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
-@click.argument("others", metavar="OTHER...", nargs=-1, required=True, shell_complete=complete_runs)
+@click.argument("others", metavar="OTHER...", nargs=-1, shell_complete=complete_runs)
 @click.option(
     "--by",
     type=click.Choice(["reward", "official"]),
@@ -75,6 +77,8 @@ def _runs_of_sets(names: Sequence[str]) -> list[tuple[str, ...]] | None:
     from palaestra_slots.core.errors import ConfigError
 
     folders = [find_run(each) for each in names]
+    if len(folders) == 1:
+        return _models_of(names[0], folders[0])
     if not any(map(is_set, folders)):
         return None
     for name, folder in zip(names, folders, strict=True):
@@ -86,6 +90,23 @@ def _runs_of_sets(names: Sequence[str]) -> list[tuple[str, ...]] | None:
     if not (found := _partners(names, runs)):
         raise ConfigError(f"{' and '.join(names)} have no runs of the same environment")
     return found
+
+
+def _models_of(name: str, folder: Path) -> list[tuple[str, ...]]:
+    """Return for each environment of a set its runs, in the order of the models, if there are several. Raises
+    `ConfigError` if none has several, or if this is the folder of a run."""
+    from palaestra.envs.run.set_file import is_set, runs_by_model
+    from palaestra_slots.core.errors import ConfigError
+
+    if not is_set(folder):
+        raise ConfigError(f"name the runs with which {name} is compared, or an evaluation set")
+    found = dict[str, list[str]]()
+    for (env, _), paths in runs_by_model(folder).items():
+        found.setdefault(env, []).extend(map(str, paths))
+    several = [tuple(paths) for paths in found.values() if len(paths) > 1]
+    if not several:
+        raise ConfigError(f"{name} has one run of each environment; name another set or run to compare with")
+    return several
 
 
 def _partners(names: Sequence[str], runs: Sequence[Mapping[tuple[str, str], Sequence[Path]]]) -> list[tuple[str, ...]]:

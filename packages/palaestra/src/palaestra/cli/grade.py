@@ -57,6 +57,7 @@ def command(
 ) -> None:
     from palaestra.envs.run.set_file import find_runs
     from palaestra.rollouts.finished_run import Run
+    from palaestra.rollouts.journal.reader import run_name
     from palaestra_slots.core.errors import ConfigError
 
     names, settings = _runs_and_settings(runs)
@@ -67,7 +68,8 @@ def command(
             context.exit(_grade_run(Run(folder), environment, settings, network=network, as_json=as_json))
         click.echo(f"{folder}:", err=True)
         try:
-            codes.append(_grade_run(Run(folder), environment, settings, network=network, as_json=as_json))
+            name = f"{run_name(folder)} "
+            codes.append(_grade_run(Run(folder), environment, settings, network=network, as_json=as_json, name=name))
         except ConfigError as error:
             codes.append(error.exit_code)
             click.echo(f"not graded: {error}", err=True)
@@ -89,16 +91,19 @@ def _runs_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return names, settings
 
 
-def _grade_run(run: Run, environment: str | None, settings: Sequence[str], *, network: bool, as_json: bool) -> int:
-    """Grade one run, print what changed, and return the exit code."""
+def _grade_run(
+    run: Run, environment: str | None, settings: Sequence[str], *, network: bool, as_json: bool, name: str = ""
+) -> int:
+    """Grade one run, print what changed, and return the exit code. If there are several runs, each line begins with the
+    `name` of the run."""
     from palaestra.envs.run.regrade import regrade
     from palaestra_slots.core.errors import ConfigError
 
     def show(regraded: Regraded) -> None:
         if as_json:
-            click.echo(json.dumps(_fields(regraded)))
+            click.echo(json.dumps(({"run": name.strip()} if name else {}) | _fields(regraded)))
         elif regraded.changed or regraded.score is None:
-            click.echo(_line(regraded))
+            click.echo(f"{name}{_line(regraded)}")
 
     changed = _settings(run, environment, settings) if settings else {}
     found = asyncio.run(regrade(run, environment, network=network, settings=changed, on_rollout=show))

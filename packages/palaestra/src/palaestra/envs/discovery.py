@@ -9,6 +9,7 @@ tasks, or `KIND:NAME` for an environment of another library, such as `harbor:NAM
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import logging
 import threading
@@ -157,6 +158,21 @@ def load_environment(reference: str, start: Path) -> Form:
     if "@" in path:
         found += f" For a dataset of Harbor, write harbor:{path}."
     raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)} Available: {', '.join(known)}.{found}")
+
+
+def environment_file(reference: str) -> Path | None:
+    """Return the file with the code of the environment that `reference` names: a file, an installed environment, or the
+    one that plays a folder of tasks. Returns None if it is not known."""
+    path, _, name = reference.partition(":")
+    if path.endswith(".py"):
+        return Path(path) if Path(path).is_file() else None
+    if path in plugins.installed(PEERS):  # another library's file, with the name of a task in it
+        file = Path(name.partition("@")[0])
+        return file if file.suffix == ".py" and file.is_file() else None
+    marked = (env for marker, env in _TASK_FILES.items() if any(Path(path).glob(f"*/{marker}")))
+    point = plugins.installed(GROUP).get(next(marked, path) if Path(path).is_dir() else path)
+    spec = None if point is None else importlib.util.find_spec(point.module)
+    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 _TASK_FILES = {"task.toml": "terminalbench_2", "task.yaml": "terminalbench_2", "task.json": "endless_terminals"}

@@ -83,3 +83,19 @@ def test_runs_of_a_set_that_differ_only_in_settings_are_not_mixed_up(capsys: pyt
     told = capsys.readouterr().err
     assert f"{NEW}/e--m" in told
     assert f"{NEW}/e--m-2" in told
+
+
+def test_the_models_of_one_set_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    make_set("set--20260103T000000Z-cccc", "e--good", "e--bad", "e--worse")
+    assert main(["compare", "set--20260103", "--json"]) == 0
+    [line] = json.loads(capsys.readouterr().out)["sets"]
+    assert [run["model"] for run in line["runs"]] == ["good", "bad", "worse"]
+    make_set("set--20260104T000000Z-dddd", "e--m")
+    assert main(["compare", "set--20260104"]) == 2
+    assert main(["compare", f"{NEW}/e--m"]) == 2
+
+
+def test_a_task_is_chosen_in_one_environment_of_a_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "a_env.py", "b_env.py", "--task", "x", "--policy", "oracle"]) == 2
+    assert "beside the environment" in capsys.readouterr().err
+    assert len(list_runs()) == 4

@@ -348,3 +348,18 @@ def test_a_tool_with_a_schema_of_no_draft_is_left_out_and_named(caplog: pytest.L
 def test_arguments_are_checked_by_the_draft_of_the_schema() -> None:
     (reply,) = played("stdio", {"pages": [{"tools": [tool("good", {**DRAFT_4, "properties": {"city": ABOVE_0}})]}]})[1]
     assert "number" in reply["error"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken"),
+    [
+        ({"type": "object"}, True),
+        ({"type": "object", "minProperties": 1}, True),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, True),
+        ({"type": "object", "properties": {}}, False),
+        ({"type": "object", "additionalProperties": False}, False),
+    ],
+)
+def test_a_schema_without_properties_takes_every_argument(schema: JSON, taken: bool) -> None:
+    (reply,) = played("stdio", {"pages": [{"tools": [tool("good", schema)]}]})[1]
+    assert ("unknown argument" not in str(reply.get("error"))) == taken

@@ -349,7 +349,7 @@ def test_a_made_root_file_system_has_its_name(name: str, made: Sequence[str], fo
     [
         ({"Env": ["PATH=/opt/go/bin:/usr/bin", "GOFLAGS=-mod=mod", "EMPTY="]},
          {"PATH": "/opt/go/bin:/usr/bin", "GOFLAGS": "-mod=mod", "EMPTY": ""}),
-        ({"Env": ["NOTHING", "=x", "A=1\0B=2", "C=3"]}, {"C": "3"}),
+        ({"Env": ["NOTHING", "=x", "A=1\0B=2", "C=3", "LD_PRELOAD=/lib/x.so", "LD_AUDIT=/lib/x.so"]}, {"C": "3"}),
         ({"Env": None}, {}),
         ({}, {}),
         (["no object"], {}),

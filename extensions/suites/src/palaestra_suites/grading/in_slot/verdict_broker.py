@@ -2,7 +2,8 @@
 
 Everything else that the script starts may be code of the work. The launcher connects to the abstract socket that
 `PALAESTRA_VERDICT` names, and gets the descriptor if it is the same interpreter with the same options, runs the file of
-the launcher, loads no further library, is not traced, and made its connection itself.
+the launcher, loads no further library, is not traced, and made its connection itself. A library that the slot makes
+every program load, such as another clock, is none of the work if it lies on a mount that nobody in the slot can write.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ else:
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LOADING = (b"LD_PRELOAD=", b"LD_AUDIT=")
+_OWN_LIBRARIES: list[bytes] = []
+"""What the loader's variables of this process say, before the script starts."""
 
 
 def _read(path: str) -> bytes:
@@ -39,8 +42,20 @@ def _is_launcher(pid: int) -> bool:
     options = own.index(os.fsencode(__file__))
     same = os.path.samefile(f"/proc/{pid}/exe", "/proc/self/exe") and words[:options] == own[:options]
     launched = words[options] == os.fsencode(os.path.join(_HERE, "pytest_launcher.py"))
-    loaded = any(each.startswith(_LOADING) for each in _read(f"/proc/{pid}/environ").split(b"\0"))
-    return same and launched and not loaded and b"TracerPid:\t0\n" in _read(f"/proc/{pid}/status")
+    loaded = _loaded(pid)
+    trusted = loaded == _OWN_LIBRARIES and all(map(_is_read_only, loaded))
+    return same and launched and trusted and b"TracerPid:\t0\n" in _read(f"/proc/{pid}/status")
+
+
+def _loaded(pid: int | str) -> list[bytes]:
+    """Return what the variables of the loader make a process load."""
+    return [each for each in _read(f"/proc/{pid}/environ").split(b"\0") if each.startswith(_LOADING)]
+
+
+def _is_read_only(variable: bytes) -> bool:
+    """Return whether a variable of the loader names one file, on a mount that cannot be written."""
+    path = variable.partition(b"=")[2]
+    return os.path.isabs(path) and os.statvfs(path).f_flag & os.ST_RDONLY != 0
 
 
 def _made_socket(pid: int, name: object) -> bool:
@@ -73,6 +88,7 @@ def main() -> int:
     os.close(DESCRIPTOR)
     # Read before `hide`: the files of a hidden process in /proc belong to root, and `environ` is readable only by its
     # owner.
+    _OWN_LIBRARIES.extend(_loaded("self"))
     given = dict(each.split(b"=", 1) for each in _read("/proc/self/environ").split(b"\0") if b"=" in each)
     given.pop(b"LD_LIBRARY_PATH", None)  # this interpreter's
     library_path = json.loads(_read(os.path.join(_HERE, "plan.json")))["library_path"]

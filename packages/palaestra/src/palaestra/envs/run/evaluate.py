@@ -65,6 +65,11 @@ class EvaluatedEnvironment(Environment):
         """Return whether the environment can be evaluated while it trains, on tasks that training does not use."""
         return bool(getattr(config, "held_out", self.chooses_evaluation))
 
+    @property
+    def has_nothing_to_evaluate(self) -> bool:
+        """Whether an evaluation would do nothing, because the environment does not define one."""
+        return False
+
     async def set_up(self) -> None:
         """Do what the environment postpones until it is asked for its first task. Idempotent."""
 

@@ -177,6 +177,11 @@ def evaluate_set(environments: Sequence[str], models: Sequence[Sequence[str]], w
     """Evaluate every model on every environment, and return the exit code. An environment may have settings of its own,
     in one word: `"my_env.py --env.n 20"`. Raises `ConfigError`."""
     failed_of, words = _without(words, _FAILED_OF)
+    if len(environments) > 1 and any(_named([word], _TASK) for word in words):
+        raise ConfigError(
+            "--task names tasks of one environment: write it beside the environment, in quotes, such as "
+            f'"{environments[0]} --task ID"'
+        )
     lines = []
     for environment in environments:
         name, *own = shlex.split(environment)

@@ -10,6 +10,7 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
+from palaestra.envs.discovery import environment_file
 from palaestra_slots.core.types import JSON
 
 _GIT_S = 5.0
@@ -25,10 +26,12 @@ def provenance(reference: str) -> dict[str, JSON]:
         "host": socket.gethostname(),
         "cpus": os.cpu_count(),
     }
-    path = Path(reference.partition(":")[0])
     if not (code := environment_hash(reference)):
         return facts
     facts["environment_sha256"] = code
+    path = Path(reference.partition(":")[0])
+    if path.suffix != ".py":  # the commit of an installed environment is that of its package
+        return facts
     commit = _git(path.parent, "rev-parse", "HEAD")
     if commit:
         blob = _git(path.parent, "rev-parse", f"HEAD:./{path.name}")
@@ -37,9 +40,9 @@ def provenance(reference: str) -> dict[str, JSON]:
 
 
 def environment_hash(reference: str) -> str:
-    """Return the hash of the environment's file; empty if the environment is not in a file."""
-    path = Path(reference.partition(":")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.suffix == ".py" and path.is_file() else ""
+    """Return the hash of the file with the environment's code; empty if the file is not known."""
+    path = environment_file(reference)
+    return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _blob_id(content: bytes, length: int) -> str:

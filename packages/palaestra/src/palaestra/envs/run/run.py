@@ -758,6 +758,11 @@ class CommandRun:
 
     async def _evaluate(self, limit: int | None) -> Totals:
         """Evaluate, and save the result in the run's folder and, if one is set, in `data_dir_to_save_evals`."""
+        if self.environment.has_nothing_to_evaluate:
+            raise ConfigError(
+                f"{self.environment.name} defines no evaluation: write its method evaluate, or roll out its tasks with "
+                "palaestra run"
+            )
         self.begun = True
         context = replace(self.context, earlier=replace(self.context.earlier, ended={}))
         config = self.parsed.env_config

@@ -167,7 +167,7 @@ class RunComparison:
 
     `only_first` and `only_other` are the tasks that have a reward only in the first run and only in the other run.
     `asked_otherwise` are paired tasks with different prompts in the two runs. `winner` is 1 for the first run, -1 for
-    the other, and 0 if no winner can be named; `undecided` gives the reason.
+    the other, and 0 if no winner can be named; `undecided` gives the reasons.
     """
 
     pairs: tuple[Pair, ...]
@@ -233,20 +233,23 @@ def _undecided(
     unpaired: Sequence[str],
     asked_otherwise: Sequence[str],
 ) -> str:
-    """Return the reason why no winner can be named; empty if one can."""
+    """Return all reasons why no winner can be named; empty if one can."""
+    reasons = list[str]()
     if unpaired:
-        return f"{plural(len(unpaired), 'task')} with a reward in only one of the runs"
+        reasons.append(f"{plural(len(unpaired), 'task')} with a reward in only one of the runs")
     # Products, because quotients of equal shares may differ in the last bit.
     if first.scored * other.planned != other.scored * first.planned:
         shares = f"{first.scored} of {first.planned} against {other.scored} of {other.planned}"
-        return f"the runs differ in the share of scored rollouts, {shares}"
+        reasons.append(f"the runs differ in the share of scored rollouts, {shares}")
     if asked_otherwise:
-        return f"{plural(len(asked_otherwise), 'task')} with different prompts in the two runs"
+        reasons.append(f"{plural(len(asked_otherwise), 'task')} with different prompts in the two runs")
     if other_scores := _scored_otherwise(first, other):
-        return other_scores
+        reasons.append(other_scores)
     if low is None or high is None:
-        return "no interval is known"
-    return "the interval contains 0" if low <= 0 <= high else ""
+        reasons.append("no interval is known")
+    elif low <= 0 <= high:
+        reasons.append("the interval contains 0")
+    return "; ".join(reasons)
 
 
 def _scored_otherwise(first: RunScores, other: RunScores) -> str:

@@ -533,6 +533,12 @@ class RunReader:
             max(0, self._group_size - len(self._groups[name])) for name in groups if self._group_ends.get(name, False)
         )
 
+    def _left_in_flight(self, status: RunStatus, idle: Sequence[Idle]) -> None:
+        """Count the rollouts that a killed run has not ended, by the stages that `status.json` knows."""
+        stages = {each.name: each.stage for each in idle}
+        status.oldest = [Idle(name, stages.get(name, "unknown"), at) for name, at in self._signs.items()]
+        status.in_flight = dict(Counter(each.stage for each in status.oldest))
+
     def _count(self, status: RunStatus) -> None:
         usage, total = self.usage, self.usage.total()
         status.prompt_tokens, status.completion_tokens = total.prompt_tokens, total.completion_tokens
@@ -552,6 +558,8 @@ class RunReader:
         else:
             status.state = {True: RUNNING, False: KILLED, None: ELSEWHERE}[is_alive(found)]
             status.in_flight, status.oldest = found.stages, found.idle
+            if status.state == KILLED:  # the file is older than the journal, in which some of them have ended
+                self._left_in_flight(status, found.idle)
 
 
 def _size(path: Path) -> int:

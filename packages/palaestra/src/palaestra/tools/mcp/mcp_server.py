@@ -185,6 +185,8 @@ def owner_of(tool: str, servers: Iterable[str]) -> str | None:
 def schema_of(name: str, tool: ServersTool) -> ToolSchema:
     """Return the schema that the server gives for a tool, under the name that models see."""
     given = dict(tool.input_schema)
+    if "properties" not in given:  # such a schema allows every argument
+        given.setdefault("additionalProperties", True)
     parameters, required = given.pop("properties", None) or {}, given.pop("required", None) or ()
     given.pop("type", None)
     given.pop("$schema", None)  # useless to a model, and the check finds the draft

@@ -249,6 +249,8 @@ def _stated(path: str) -> dict[str, str]:
 
 def _variables(stated: JSON) -> dict[str, str]:
     """Return the variables in the words `NAME=VALUE` of an image's configuration; words of another form are left
-    out."""
+    out. So are libraries that every program would load: the work can replace these files, and verdicts are made by
+    programs in the slot."""
     pairs = (str(word).partition("=") for word in (stated if isinstance(stated, list) else ()))
-    return {name: value for name, mark, value in pairs if mark and is_variable(name, value)}
+    usable = {name: value for name, mark, value in pairs if mark and is_variable(name, value)}
+    return {name: value for name, value in usable.items() if name not in ("LD_PRELOAD", "LD_AUDIT")}
