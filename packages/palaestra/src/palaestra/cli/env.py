@@ -128,7 +128,7 @@ def publish_command(out: str, version: str, data: tuple[Path, ...], as_json: boo
     click.echo(made.path)
     click.echo(
         f"next, where {' and '.join(made.ours)} {'are' if len(made.ours) > 1 else 'is'} installed: pip install "
-        f"{made.path.name}; palaestra run {made.name}",
+        f"{made.path}; palaestra run {made.name}",
         err=True,
     )
 

@@ -17,7 +17,7 @@ from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.observe.intervals import mean_interval
 from palaestra.rollouts.observe.prometheus import exposition
 from palaestra.rollouts.observe.status import RunReader
-from palaestra.rollouts.observe.status_file import LONGEST_LISTED, StatusFile, read_stages
+from palaestra.rollouts.observe.status_file import LONGEST_LISTED, Idle, StatusFile, read_stages
 from palaestra.rollouts.records import Beside, Group
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.runner import Runner
@@ -156,6 +156,13 @@ def test_who_died_is_not_taken_for_running(tmp_path: Path) -> None:
         (tmp_path / "status.json").write_bytes(msgspec.json.encode(other))
         assert reader.read().state == state
         assert reader.read().in_flight == {"tool": 1}, "what was in flight when it died"
+    ended = sky().trajectories[0].rollout_id
+    killed = msgspec.structs.replace(found, started=found.started + 1)
+    killed.idle.append(Idle(ended, "model", 0.0))
+    killed.stages["model"] = 1
+    (tmp_path / "status.json").write_bytes(msgspec.json.encode(killed))
+    status = reader.read()
+    assert (status.in_flight, [each.name for each in status.oldest]) == ({"tool": 1}, ["g/0"])
     (tmp_path / "status.json").write_bytes(b"{")
     assert reader.read().state == "killed"
 

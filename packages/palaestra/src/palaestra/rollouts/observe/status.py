@@ -533,11 +533,14 @@ class RunReader:
             max(0, self._group_size - len(self._groups[name])) for name in groups if self._group_ends.get(name, False)
         )
 
-    def _left_in_flight(self, status: RunStatus, idle: Sequence[Idle]) -> None:
-        """Count the rollouts that a killed run has not ended, by the stages that `status.json` knows."""
-        stages = {each.name: each.stage for each in idle}
-        status.oldest = [Idle(name, stages.get(name, "unknown"), at) for name, at in self._signs.items()]
-        status.in_flight = dict(Counter(each.stage for each in status.oldest))
+    def _left_in_flight(self, status: RunStatus) -> None:
+        """Leave out of what a killed run had in flight the rollouts that have ended in the journal."""
+        ended = {name for name, _ in self.paid} - self._signs.keys()
+        gone = [each for each in status.oldest if each.name in ended]
+        left = Counter(status.in_flight)
+        left.subtract(each.stage for each in gone)
+        status.in_flight = {stage: count for stage, count in left.items() if count > 0}
+        status.oldest = [each for each in status.oldest if each.name not in ended]
 
     def _count(self, status: RunStatus) -> None:
         usage, total = self.usage, self.usage.total()
@@ -559,7 +562,7 @@ class RunReader:
             status.state = {True: RUNNING, False: KILLED, None: ELSEWHERE}[is_alive(found)]
             status.in_flight, status.oldest = found.stages, found.idle
             if status.state == KILLED:  # the file is older than the journal, in which some of them have ended
-                self._left_in_flight(status, found.idle)
+                self._left_in_flight(status)
 
 
 def _size(path: Path) -> int:
