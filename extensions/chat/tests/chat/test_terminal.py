@@ -290,6 +290,43 @@ def test_changes_of_the_shared_folder_are_shown_and_asked_about(tmp_path: Path) 
     assert (work / "a.txt").read_text() == "new\n"
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_no_message_is_lost_that_is_entered_while_a_question_opens(tmp_path: Path, at_once: bool) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "a.txt").write_text("old\n")
+    sent = [f"say word-{number}." for number in range(12)]
+    with echo_server() as server, terminal(work, server.url, "--workdir", ".", home=tmp_path) as child:
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('echo new > a.txt')}\r")
+        seen(child, r"\+new")  # the question follows at once
+        for text in ["\r".join(sent)] if at_once else sent:
+            child.send(f"{text}\r")
+            time.sleep(0.02)
+        until, said = time.monotonic() + 40, ""
+        while not all(text in said for text in sent) and time.monotonic() < until:
+            if child.expect([r"\x1b\[6n", r"\[n\] ", pexpect.TIMEOUT], timeout=1) == 0:
+                child.send("\x1b[1;1R")
+            said = str([message["content"] for asked in server.asked for message in asked["messages"]])
+        assert [text for text in sent if text not in said] == []
+
+
+def test_a_sentence_that_a_question_interrupts_stays_whole(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "a.txt").write_text("old\n")
+    with echo_server() as server, terminal(work, server.url, "--workdir", ".", home=tmp_path) as child:
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('sleep 2; echo new > a.txt')}\r")
+        seen(child, "● terminal")
+        child.send("say one whole sen")
+        seen(child, "Write to")
+        child.send("tence of mine\r")
+        seen(child, "no answer")
+        asked(server, 3)
+        assert any("say one whole sentence of mine" in str(each["messages"][-1]["content"]) for each in server.asked)
+
+
 def test_a_diff_says_what_it_does_not_show() -> None:
     shown = "\n".join(diff_lines("".join(f"+{number}\n" for number in range(205))))
     assert "+199" in shown

@@ -15,6 +15,8 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
+_SHORT_BLOCK, _GROWTH = 2000, 1.1
+"""The length, in characters, up to which a block is parsed for each line, and by how much a longer one must grow."""
 CODE_THEME = "ansi_dark"
 """A theme of the terminal's own sixteen colours, readable on dark and on light backgrounds."""
 
@@ -89,19 +91,24 @@ class MarkdownStream:
         self.pending = ""
         """The source of the last block, which is not complete."""
         self._begun = False
+        self._next_chars = 0
+        """How long the last block must be before it is parsed again."""
 
     def feed(self, text: str, columns: int) -> str:
         """Add a piece, and return the blocks that it completes."""
         self.pending += text
-        if "\n" not in text:
+        if "\n" not in text or len(self.pending) < self._next_chars:
             return ""
         at = _last_block(self.pending)
         complete, self.pending = self.pending[:at], self.pending[at:]
+        # A long list would otherwise be parsed as a whole for each of its lines, and the prompt would stand still.
+        long = len(self.pending) > _SHORT_BLOCK
+        self._next_chars = int(_GROWTH * len(self.pending)) if long else 0
         return self._shown(complete, columns)
 
     def end(self, columns: int) -> str:
         """Return the rest. The next piece begins another text."""
-        rest, self.pending = self.pending, ""
+        rest, self.pending, self._next_chars = self.pending, "", 0
         shown = self._shown(rest, columns)
         self._begun = False
         return shown

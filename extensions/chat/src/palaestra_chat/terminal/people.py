@@ -54,6 +54,8 @@ class TerminalPeople:
         """Ask for one line, or for one of `keys` alone. Ctrl-C gives an empty line and stops a running turn."""
         self._screen.settle()
         line = await self._prompt.ask(question, keys)
+        for text in self._prompt.take_entered():
+            self._later(text, "you entered this before the question")
         if line is None:
             self._stop()
         return line or ""
@@ -65,10 +67,14 @@ class TerminalPeople:
             line = await self.line(question, keys)
             if line.lower() in answers:
                 return answers[line.lower()]
-            self._queue.add(line)
-            self._screen.line(f"{DIM}this is no answer, so it is your next message: {one_line(line, 60)}{PLAIN}")
+            self._later(self._prompt.whole(line), "this is no answer")
             if not keys:
                 return None
+
+    def _later(self, text: str, why: str) -> None:
+        """Let a text wait as the person's next message, and say so."""
+        self._queue.add(text)
+        self._screen.line(f"{DIM}{why}, so it is your next message: {one_line(text, 60)}{PLAIN}")
 
     async def _approve(self, request: ApprovalRequest) -> ApprovalAnswer:
         from palaestra.tools.human.approval import ApprovalAnswer

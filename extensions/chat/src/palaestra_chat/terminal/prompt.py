@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
-import termios
+import re
+import select
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +19,8 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition, has_completions
 from prompt_toolkit.formatted_text import ANSI
 from prompt_toolkit.history import FileHistory
-from prompt_toolkit.input.typeahead import clear_typeahead
+from prompt_toolkit.input import Input
+from prompt_toolkit.input.typeahead import get_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import ColorDepth, Output, create_output
@@ -40,6 +41,11 @@ _SETTLED_S = 1.0
 _ALONE_S = 0.4
 """And only if no other key follows for this many seconds, since it may be the first letter of a message."""
 
+
+_SENTENCE_S = 8.0
+"""For how many seconds after a question a person may finish a sentence without having seen it."""
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O.|.)?")
+"""The bytes of keys that are no text."""
 
 LEADER = {"n": "/new", "u": "/undo", "c": "/compact", "x": "/export", "d": "/diff", "s": "/cost"}
 """The commands that Ctrl-X and a letter stand for."""
@@ -78,6 +84,9 @@ class Prompt:
         self._asking = asyncio.Lock()
         self._questions = 0
         self._kept = ""
+        self.entered: list[str] = []
+        """What was entered while a question took the place of the prompt."""
+        self._asked_s = 0.0
         self._pastes: dict[str, str] = {}
         self._session: PromptSession[str] = self._new_session(commands)
 
@@ -141,7 +150,7 @@ class Prompt:
     async def ask(self, question: str, keys: str = "") -> str | None:
         """Read one line as the answer to a question; None at Ctrl-C, and an empty line at Ctrl-D. Each of `keys` alone
         is an answer, too, without Enter, once the question was there for a moment. What was typed before the question
-        does not count; it is in the prompt again after the answer."""
+        does not count: whole lines are in `entered`, and the rest is in the prompt again after the answer."""
         if self.shown:
             self._kept = self._session.default_buffer.text
             self._session.app.exit(exception=_Paused())
@@ -149,8 +158,8 @@ class Prompt:
         try:
             async with self._asking:
                 session: PromptSession[str] = PromptSession(output=self._output(), key_bindings=_answers(keys))
-                clear_typeahead(session.app.input)
-                termios.tcflush(sys.stdin, termios.TCIFLUSH)
+                self._keep(_typed_ahead(session.app.input))
+                self._asked_s = time.monotonic()
                 return (await session.prompt_async(printable(question), handle_sigint=False)).strip()
         except KeyboardInterrupt:
             return None
@@ -158,6 +167,24 @@ class Prompt:
             return ""
         finally:
             self._questions -= 1
+
+    def _keep(self, typed: str) -> None:
+        """Keep what was typed while no prompt was there: the lines as `entered`, and the rest for the prompt."""
+        first, *others = typed.split("\n")
+        *lines, self._kept = self._kept + first, *others
+        self.entered += [self._unfolded(line) for line in lines if line.strip()]
+
+    def whole(self, line: str) -> str:
+        """Return a line that is no answer with the words that the question interrupted, if it came soon enough to be
+        the rest of their sentence."""
+        if time.monotonic() - self._asked_s < _SENTENCE_S:
+            line, self._kept = self._unfolded(self._kept + line), ""
+        return line
+
+    def take_entered(self) -> list[str]:
+        """Remove and return the messages that were entered just before a question."""
+        entered, self.entered = self.entered, []
+        return entered
 
     def _output(self) -> Output:
         """Return the terminal. It is not asked where its cursor is: the answer could come among the keys."""
@@ -276,6 +303,18 @@ class _History(FileHistory):
 
     def store_string(self, string: str) -> None:
         super().store_string(self._whole(string))
+
+
+def _typed_ahead(source: Input) -> str:
+    """Return what was typed and not read yet: the keys that a prompt has left, and those that wait in the terminal."""
+    keys = get_typeahead(source)
+    typed = "".join(key.data for key in keys if key.key == Keys.BracketedPaste or len(key.data) == 1)
+    waiting = b""
+    with source.raw_mode():  # otherwise an unfinished line cannot be read
+        while select.select([source.fileno()], [], [], 0)[0] and (data := os.read(source.fileno(), 1 << 16)):
+            waiting += data
+    typed += _ESCAPES.sub("", waiting.decode(errors="replace"))
+    return "".join(each for each in typed.replace("\r", "\n") if each.isprintable() or each in "\n\t")
 
 
 def _answers(keys: str) -> KeyBindings:

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from palaestra_chat.terminal import markdown
 from palaestra_chat.terminal.live_line import LiveLine
 from palaestra_chat.terminal.markdown import MarkdownStream, rendered
 from palaestra_chat.terminal.renderers import result_lines
@@ -104,3 +105,25 @@ def test_the_live_line_fits_and_shows_the_tail() -> None:
         assert max(map(len, shown)) <= columns
         assert shown[5].strip() == "│ row 29"
     assert "terminal make 1 min 5 s · 1 min 5 s · 500/1000 tokens (50 %) · 1 queued" in shown[6]
+
+
+@pytest.mark.parametrize("size", [10, 400, 3000])
+def test_a_long_list_arrives_whole_and_is_parsed_seldom(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = 0
+    plain = markdown._last_block
+
+    def counted(text: str) -> int:
+        nonlocal parsed
+        parsed += len(text)
+        return plain(text)
+
+    monkeypatch.setattr(markdown, "_last_block", counted)
+    stream, lines = MarkdownStream(), [f"- line {number} of a list" for number in range(size)]
+    shown = "".join(stream.feed(f"{line}\n", 80) for line in lines)
+    shown += stream.feed("\nAfter it.\n\nThe end.\n", 80) + stream.end(80)
+    text = "\n".join(lines)
+    assert [line.split("line ")[1].split(" ")[0] for line in shown.splitlines() if "of a list" in line] == [
+        str(number) for number in range(size)
+    ]
+    assert shown.index("of a list") < shown.index("After it.") < shown.index("The end.")
+    assert parsed < 30 * len(text) + 100_000
