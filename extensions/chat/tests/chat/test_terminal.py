@@ -438,6 +438,37 @@ def test_ctrl_c_twice_ends_the_chat(tmp_path: Path) -> None:
         assert child.exitstatus == 0
 
 
+def test_two_ctrl_c_end_a_chat_that_has_unwritten_changes(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    with echo_server() as server, terminal(work, server.url, "--workdir", ".", home=tmp_path) as child:
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('echo new > a.txt')}\r")
+        seen(child, "Write to")
+        time.sleep(0.3)
+        child.send("n\r")
+        seen(child, PROMPT)
+        child.send(CTRL_C)
+        seen(child, "not written: 1 change")
+        seen(child, "Ctrl-C again ends the chat")
+        child.send(CTRL_C)
+        child.expect(pexpect.EOF)
+    assert list((tmp_path / "state").glob("**/*.patch"))
+
+
+def test_files_that_belong_to_no_folder_are_not_lost_without_a_word(tmp_path: Path) -> None:
+    with echo_server() as server, terminal(tmp_path, server.url, "--workdir", "none") as child:
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('mkdir -p notes; echo x > notes/a.txt; echo y > b.sh')}\r")
+        seen(child, PROMPT)
+        child.send(CTRL_D)
+        seen(child, "2 files would end with the sandbox")
+        child.send(CTRL_D)
+        child.expect(pexpect.EOF)
+        child.wait()
+        assert child.exitstatus == 0
+
+
 def test_a_long_paste_is_folded_and_sent_whole(tmp_path: Path) -> None:
     text = "\n".join(f"line {number} of it" for number in range(500))
     with echo_server() as server, terminal(tmp_path, server.url) as child:

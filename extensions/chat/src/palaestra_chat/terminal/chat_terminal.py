@@ -219,6 +219,7 @@ class ChatTerminal:
             self._finish()
         else:
             self._leaving_s = now
+            self._desk.changes.would_be_lost()  # said now, so that the second one ends the chat
             self._screen.line(f"{DIM}Ctrl-C again ends the chat{PLAIN}")
 
     def _idle(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from palaestra_chat.terminal.prompt import Prompt
 from palaestra_chat.terminal.screen import Screen
 from palaestra_chat.terminal.styles import DIM, GREEN, PLAIN, YELLOW
+from palaestra_slots.core.errors import InfraError
 from palaestra_slots.core.exits import plural
 from palaestra_slots.core.printable import escaped, one_line, printable, quoted
 
@@ -27,6 +29,7 @@ T = TypeVar("T")
 
 _SHOWN = 10
 """The number of edits that are shown before the question whether to write them."""
+_COUNT_S = 10.0
 _ASKED = {"y": "yes", "o": "one", "a": "always", "n": "", "yes": "yes", "always": "always", "no": "", "": ""}
 _ASKED_ONE = {"y": "yes", "yes": "yes", "n": "no", "no": "no", "": "no", "q": "", "quit": ""}
 
@@ -112,6 +115,8 @@ class FolderChanges:
         self._declined: set[tuple[str, bytes | None]] = set()
         self.unwritten = 0
         """The number of changes that are not written, until `would_be_lost` has said so."""
+        self._inside = 0
+        """The number of files in a sandbox that belongs to no folder, until then."""
 
     def would_be_lost(self) -> bool:
         """Return whether changes would end with the sandbox. Says so, and returns False the next time, because then the
@@ -122,7 +127,13 @@ class FolderChanges:
                 f"{YELLOW}not written: {lost}. /sandbox write does it; the same again ends the sandbox, and keeps the "
                 f"changes outside your folder{PLAIN}"
             )
-        lost_now, self.unwritten = bool(self.unwritten), 0
+        if self._inside:
+            self._screen.line(
+                f"{YELLOW}{plural(self._inside, 'file')} would end with the sandbox, and no folder belongs to it. "
+                f"!cat FILE shows one; a chat that begins in a folder can write there. The same again ends it{PLAIN}"
+            )
+        lost_now = bool(self.unwritten or self._inside)
+        self.unwritten = self._inside = 0
         return lost_now
 
     async def of(self, talk: Conversation) -> list[FolderChange]:
@@ -137,6 +148,7 @@ class FolderChanges:
         from palaestra_chat.one_shot import names
 
         if talk.slots.folder is None:
+            self._inside = await _files_of(talk)
             return
         changes = everything = await self.of(talk)
         # Before the question, because the terminal may be closed instead of an answer.
@@ -258,3 +270,12 @@ def _names_beside(path: str) -> Iterator[str]:
     """Yield the names that the agent's version of a file may have beside the person's."""
     yield f"{path}.agent"
     yield from (f"{path}.agent{number}" for number in count(2))
+
+
+async def _files_of(talk: Conversation) -> int:
+    """Return the number of files that the agent made in a sandbox without a folder."""
+    if (slot := talk.seat.slot) is None:
+        return 0
+    with suppress(InfraError, ValueError):
+        return int((await slot.execute("find . -type f | wc -l", timeout_s=_COUNT_S)).output)
+    return 0
