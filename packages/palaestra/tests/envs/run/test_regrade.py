@@ -69,6 +69,15 @@ def test_an_agent_that_never_had_a_sandbox_is_graded_on_the_prepared_workspace()
     assert [score.metrics["files"] for score in grades(run)] == [5, 5, 5, 5, 0, 0]  # a.txt gone.txt made.txt 1 2
 
 
+@pytest.mark.parametrize("changed", ["", 'id="bare", prompt="p"'])
+def test_a_prompt_that_has_changed_since_the_work_is_named(changed: str, caplog: pytest.LogCaptureFixture) -> None:
+    run = kept()
+    Path("lines_env.py").write_text(AFTER.replace(changed, 'id="bare", prompt="another"') if changed else AFTER)
+    assert main(["grade", str(run.path)]) == 0
+    told = [record.getMessage() for record in caplog.records if "another question" in record.getMessage()]
+    assert [("1 task" in text, "bare" in text) for text in told] == ([(True, True)] if changed else [])
+
+
 def test_a_moved_run_is_graded_where_it_is() -> None:
     shutil.move(kept().path, "elsewhere")
     assert len(grades(palaestra.open_run("elsewhere"))) == 6

@@ -28,6 +28,7 @@ from palaestra.rollouts.annotations import append_lines
 from palaestra.rollouts.environment import LIVE_PROCESSES, Environment
 from palaestra.rollouts.finished_run import Run, located
 from palaestra.rollouts.grading.grader import FILES, LIVE
+from palaestra.rollouts.group import prompt_checksum
 from palaestra.rollouts.journal.journal import encoded
 from palaestra.rollouts.journal.reader import Recording, open_recording
 from palaestra.rollouts.observe.last_metrics import last_metrics
@@ -38,6 +39,7 @@ from palaestra.rollouts.spec import Phase, RolloutSpec, RunContext, Seeded
 from palaestra.rollouts.workspaces import UNTOUCHED
 from palaestra_slots.core.config import python_names
 from palaestra_slots.core.errors import ConfigError, InfraError, PalaestraError, TaskError
+from palaestra_slots.core.exits import plural
 from palaestra_slots.core.types import JSON, Blame, Outcome, Score, Task, Usage, numbers
 from palaestra_slots.sandbox.slot import Snapshot
 
@@ -104,6 +106,11 @@ async def regrade(
     with where_it_ran(recording):
         async with reopened(recording, form, network=network, changed=settings, asks_models=True) as again:
             grader = _Grader(again, recording)
+            if asked := await grader.asked_otherwise(groups):
+                logger.warning(
+                    "the prompt of %s (the first is %s) has changed since the work was done, so the new scores judge "
+                    "answers to another question", plural(len(asked), "task"), asked[0],
+                )  # fmt: skip
             wanted = [[each for each in group.trajectories if grader.is_wanted(each, every)] for group in groups]
             async for trajectory, score, error in grader.grades(wanted):
                 found.append(Regraded(with_grade(trajectory, run.recording.grades), score, error))
@@ -211,6 +218,14 @@ class _Grader:
         if not self._run.environment.scores_read_sandbox:
             return trajectory.outcome.scored or trajectory.blame is Blame.GRADER
         return _is_kept_unscored(trajectory) or (every and trajectory.outcome.scored)
+
+    async def asked_otherwise(self, groups: Sequence[Group]) -> list[str]:
+        """Return the ids of the tasks whose prompts are not those for which the groups did their work."""
+        tasks = await self._tasks()
+        return [
+            group.task_id for group in groups
+            if group.asked and group.task_id in tasks and group.asked != prompt_checksum(tasks[group.task_id])
+        ]  # fmt: skip
 
     async def obstacle(self, trajectory: Trajectory) -> str:
         """Return the reason why a rollout cannot be graded; empty if it can."""
