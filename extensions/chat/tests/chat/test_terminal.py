@@ -6,6 +6,7 @@ import io
 import json
 import random
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -325,6 +326,49 @@ def test_a_sentence_that_a_question_interrupts_stays_whole(tmp_path: Path) -> No
         seen(child, "no answer")
         asked(server, 3)
         assert any("say one whole sentence of mine" in str(each["messages"][-1]["content"]) for each in server.asked)
+
+
+def test_the_last_letter_of_a_sentence_approves_nothing(tmp_path: Path) -> None:
+    with echo_server() as server, terminal(tmp_path, server.url) as child:
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('sleep 2; echo ok')}\r")
+        seen(child, "● terminal")
+        child.send(f"{terminal_call('rm -rf nothing')}\r")  # waits, and steers the turn
+        child.send("say wh")
+        seen(child, "Run it")
+        child.send("y\r")
+        seen(child, "no answer")
+        seen(child, "Run it")
+        time.sleep(1.5)
+        child.send("n\r")
+        seen(child, "did not allow")
+        seen(child, PROMPT)
+        asked(server, 3)
+    assert any("say why" in str(each["messages"]) for each in server.asked)
+
+
+def test_a_commit_is_written_with_the_files_that_were_declined_before(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    (work / "a.txt").write_text("old\n")
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], cwd=work, check=True)
+    with echo_server() as server, terminal(work, server.url, home=tmp_path) as child:
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('echo new > a.txt')}\r")
+        seen(child, "Write to")
+        time.sleep(1.5)
+        child.send("n\r")
+        seen(child, PROMPT)
+        child.send(f"{terminal_call(' '.join([*git, 'commit', '-qam', 'second']))}\r")
+        seen(child, "Write to")
+        time.sleep(1.5)
+        child.send("y\r")
+        seen(child, r"wrote \d+ files")
+        finish(child)
+    status = subprocess.run([*git, "status", "--short"], cwd=work, check=True, capture_output=True, text=True)
+    assert (status.stdout, (work / "a.txt").read_text()) == ("", "new\n")
 
 
 def test_a_diff_says_what_it_does_not_show() -> None:

@@ -68,7 +68,7 @@ class TerminalPeople:
         person's next message: it waits in the queue. Without `keys`, this also answers the question, with None."""
         while True:
             line = await self.line(question, keys)
-            if line.lower() in answers:
+            if line.lower() in answers and not (line and self._prompt.interrupted_a_sentence):
                 return answers[line.lower()]
             self._later(self._prompt.whole(line), "this is no answer")
             if not keys:
@@ -145,6 +145,7 @@ class FolderChanges:
         """Write the changes of a turn back. If `mode`, the setting `write`, is ask, ask before, but not again about
         what the person did not want. `remember` is called with the mode yes if the person always wants them."""
         from palaestra_chat.folder_changes import edits
+        from palaestra_chat.git_files import history_of
         from palaestra_chat.one_shot import names
 
         if talk.slots.folder is None:
@@ -159,7 +160,9 @@ class FolderChanges:
         changes = [change for change in changes if not change.problem]
         if mode == "ask":
             # By edits, because a commit without the objects of a declined one would break the repository.
-            changes = [change for edit in edits(changes) if not self._knows(edit) for change in edit.changes]
+            new = [change for edit in edits(changes) if not self._knows(edit) for change in edit.changes]
+            # Without the files that it has, a commit would leave a folder that takes its work back.
+            changes = changes if any(history_of(change.path) is not None for change in new) else new
         if not changes:
             return
         if mode == "ask":

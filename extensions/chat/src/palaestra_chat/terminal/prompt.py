@@ -42,7 +42,9 @@ _ALONE_S = 0.4
 """And only if no other key follows for this many seconds, since it may be the first letter of a message."""
 
 
-_SENTENCE_S = 8.0
+_BLIND_S = 1.2
+"""For how many seconds after a question that interrupts a sentence even y, or another answer, is a part of it."""
+_SENTENCE_S = 30.0
 """For how many seconds after a question a person may finish a sentence without having seen it."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O.|.)?")
 """The bytes of keys that are no text."""
@@ -173,6 +175,12 @@ class Prompt:
         first, *others = typed.split("\n")
         *lines, self._kept = self._kept + first, *others
         self.entered += [self._unfolded(line) for line in lines if line.strip()]
+
+    @property
+    def interrupted_a_sentence(self) -> bool:
+        """Whether the line that was just entered came so soon after the question that it is the end of a sentence which
+        the question interrupted, and no answer."""
+        return bool(self._kept) and time.monotonic() - self._asked_s < _BLIND_S
 
     def whole(self, line: str) -> str:
         """Return a line that is no answer with the words that the question interrupted, if it came soon enough to be
