@@ -558,6 +558,7 @@ def test_a_naive_grader_pays_many_cheats(tmp_path: Path) -> None:
         '--env.keep_tests=["*"]',
     ]
     proof = check_environment(f"{tmp_path / 'naive_env.py'}:Naive", settings, tasks=1, only=names, quiet=True)
-    assert [line.rewards for line in proof.lines[:2]] == [(1.0,), (0.0,)]
-    paid = [line.policy for line in proof.lines[2:] if not line.ok]
+    plain = {line.policy: line.rewards for line in proof.lines if line.policy not in names}
+    assert (plain["oracle"], plain["noop"]) == ((1.0,), (0.0,))
+    paid = [line.policy for line in proof.lines if line.policy in names and not line.ok]
     assert 3 * len(paid) >= len(names), f"only {len(paid)} of {len(names)}: {paid}"
