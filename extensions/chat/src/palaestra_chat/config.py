@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from pydantic import ValidationError
 
@@ -99,6 +99,11 @@ class ChatConfig(HermesAgentEnvConfig):
             if name in OF_RUNS:
                 raise ConfigError(f"{name} is a setting of runs, which conversations do not read: leave it out")
         super().check_runnable(sources)
+
+    @property
+    def hosts_of_pages(self) -> Sequence[str]:
+        """The private hosts whose pages a message may name: `web_allow`, a setting of the package with the tools."""
+        return cast("Sequence[str]", getattr(self, "web_allow", ()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ async def answer_once(
         return ApprovalAnswer.ONCE if allow else ApprovalAnswer.DENY
 
     with open_store(options.config) as store:
-        content = await with_pages(with_files(text, piped=piped), text, getattr(options.config, "web_allow", []))
+        content = await with_pages(with_files(text, piped=piped), text, options.config.hosts_of_pages)
         for path in missing_files(text):
             click.echo(f"note: there is no file {path}; its name is sent as text", err=True)
         which, options = which.placed(options, store, current_place(options.config.workdir, Path.cwd()))

@@ -173,8 +173,6 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         """Evaluate the model. The default does nothing."""
         return {}
 
-    evaluate.does_nothing = True  # type: ignore[attr-defined]
-
     # Methods for subclasses to call
 
     async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, JSON]]:
@@ -284,6 +282,10 @@ class AgentEnvironment(ContractEnvironment):
     def __init__(self, inner: AgentEnv[AgentEnvConfigT]) -> None:
         super().__init__(inner)
         self._takes_meta = accepts(inner.verify_and_score_trajectory, "workspace_meta")
+
+    @property
+    def has_nothing_to_evaluate(self) -> bool:
+        return type(self.inner).evaluate is AgentEnv.evaluate
 
     async def open(self) -> None:
         if unused := own_names(type(self.inner)) & NEVER_CALLED:

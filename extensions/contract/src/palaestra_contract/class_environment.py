@@ -132,11 +132,6 @@ class ClassEnvironment(EvaluatedEnvironment):
         return self.inner.name or type(self.inner).__name__
 
     @property
-    def has_nothing_to_evaluate(self) -> bool:
-        """Whether the class has no `evaluate` of its own."""
-        return bool(getattr(type(self.inner).evaluate, "does_nothing", False))
-
-    @property
     def official_name(self) -> str:
         return self.inner.official_name
 

@@ -16,6 +16,7 @@ from envs.agent_script import WITH_META, WITHOUT_META
 from envs.scripts import groups_file
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import SYSTEM_PROMPT
+from palaestra.cli.main import main
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
@@ -405,3 +406,15 @@ def test_settings_of_the_contract() -> None:
 def test_an_empty_list_of_toolsets_is_no_tools() -> None:
     assert Copying(AgentEnvConfig(enabled_toolsets=[]), []).tools.list_tools() == []
     assert "terminal" in Copying(AgentEnvConfig(enabled_toolsets=None), []).tools.list_tools()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_class_without_an_evaluation_is_not_evaluated_with_success(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[4] / "examples/sum_env.py").read_text()
+    evaluate = "    async def evaluate(self, *args, **kwargs):\n        return {}\n\n    @classmethod\n"
+    Path("sum_env.py").write_text(text.replace("    @classmethod\n", evaluate, 1) if own else text)
+    assert main(["eval", "sum_env.py", "--policy", "oracle"]) == (0 if own else 2)
+    assert ("defines no evaluation" in capsys.readouterr().err) != own

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from palaestra_chat.turn_events import NATURAL
 from palaestra_gateway.access import megabytes
 from palaestra_gateway.long_replies import size, split_reply
 from palaestra_gateway.mailbox import Mailbox, Outgoing, Unsent
@@ -45,7 +46,7 @@ class AnswerParts:
     cost: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    outcome: str = "natural"
+    outcome: str = NATURAL
 
 
 def answered_chat(message: Incoming, platforms: Mapping[str, Platform]) -> ChatAddress:

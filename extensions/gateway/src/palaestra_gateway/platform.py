@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import quote
 
+from palaestra_chat.turn_events import NATURAL
+
 ChatType: TypeAlias = Literal["dm", "group", "channel"]
 
 
@@ -104,7 +106,7 @@ class Answers:
     last: bool = False
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    outcome: str = "natural"
+    outcome: str = NATURAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,7 @@ class ChatAgent:
             if isinstance(content, str):
                 content = session.message(content)
             typed = "\n".join(block.text for block in prompt if isinstance(block, schema.TextContentBlock))
-            content = await with_pages(content, typed, getattr(self._options.config, "web_allow", []))
+            content = await with_pages(content, typed, self._options.config.hosts_of_pages)
             if conversation.unfinished:
                 await session.play(conversation.resume())
             ended = await session.play(conversation.send(content))

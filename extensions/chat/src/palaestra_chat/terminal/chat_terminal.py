@@ -349,7 +349,7 @@ class ChatTerminal:
             parts = [] if isinstance(content, str) else content[1:]
             files = (content if isinstance(content, str) else content[0]["text"])[len(named) :]
             content = added(text + files, (), parts)
-        content = await with_pages(content, named, getattr(self._desk.opened.options.config, "web_allow", []))
+        content = await with_pages(content, named, self._desk.opened.options.config.hosts_of_pages)
         await self._desk.show_turn(self._desk.talk.send(content))
 
     async def _do(self, name: str, rest: str) -> None:

@@ -28,7 +28,7 @@ from palaestra_slots.images.dockerfile import ImageConfig, ImageRecipe, check_im
 from palaestra_slots.images.task_files import read_bytes, read_text
 from palaestra_slots.sandbox.images.reference import is_image_name
 from palaestra_slots.sandbox.images.unpack import stated_config
-from palaestra_slots.sandbox.slot import is_variable
+from palaestra_slots.sandbox.slot import read_variables
 
 TOOLS = ("docker", "podman", "buildah")
 SCHEMA, VERSION = "palaestra.root", 1
@@ -184,8 +184,7 @@ async def _export_step(command: Sequence[str]) -> ProcessResult:
 
 def _config(found: JSON) -> ImageConfig:
     # Docker writes null for an image without variables.
-    pairs = (pair.partition("=") for pair in (found or {}).get("Env") or ())
-    env = {name: value for name, _, value in pairs if is_variable(name, value)}
+    env = read_variables((found or {}).get("Env") or ())
     found = found or {}
     started = [tuple(map(str, found.get(name) or ())) for name in ("Entrypoint", "Cmd")]
     return ImageConfig(env, str(found.get("WorkingDir") or "/"), str(found.get("User") or ""), *started)

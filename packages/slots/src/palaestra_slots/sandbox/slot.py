@@ -9,7 +9,7 @@ commands start.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum, StrEnum
@@ -191,6 +191,13 @@ class GroupAddress:
 def is_variable(name: str, value: str) -> bool:
     """Return whether a process can have this environment variable."""
     return bool(name) and "=" not in name and "\0" not in name + value
+
+
+def read_variables(words: Iterable[str]) -> dict[str, str]:
+    """Return the environment variables in words of the form `NAME=VALUE`, such as the `Env` of an image's
+    configuration. Words of which no process can have a variable are left out."""
+    pairs = (word.partition("=") for word in words)
+    return {name: value for name, _, value in pairs if is_variable(name, value)}
 
 
 @dataclass(frozen=True, slots=True)

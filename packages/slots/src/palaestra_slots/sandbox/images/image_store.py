@@ -30,7 +30,7 @@ from palaestra_slots.sandbox.images import unpack
 from palaestra_slots.sandbox.images.image_folders import default_folder, made_root
 from palaestra_slots.sandbox.images.pulled import pulled_layout
 from palaestra_slots.sandbox.images.reference import is_path
-from palaestra_slots.sandbox.slot import is_variable
+from palaestra_slots.sandbox.slot import read_variables
 
 DEFAULT_IMAGE_BYTES = 32 << 30
 DEFAULT_STORE_BYTES = 100 << 30
@@ -251,6 +251,5 @@ def _variables(stated: JSON) -> dict[str, str]:
     """Return the variables in the words `NAME=VALUE` of an image's configuration; words of another form are left
     out. So are libraries that every program would load: the work can replace these files, and verdicts are made by
     programs in the slot."""
-    pairs = (str(word).partition("=") for word in (stated if isinstance(stated, list) else ()))
-    usable = {name: value for name, mark, value in pairs if mark and is_variable(name, value)}
-    return {name: value for name, value in usable.items() if name not in ("LD_PRELOAD", "LD_AUDIT")}
+    words = [str(word) for word in (stated if isinstance(stated, list) else ()) if "=" in str(word)]
+    return {name: value for name, value in read_variables(words).items() if name not in ("LD_PRELOAD", "LD_AUDIT")}
