@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -55,9 +56,14 @@ _MOST_TOKENS = 4096
 async def _value(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the final value of an SDK call: 0.38 returns an awaitable, 0.25 the value or a `Future` of it."""
     made = await asyncio.to_thread(call, *args, **kwargs)
-    if isinstance(made, Future):
-        return await asyncio.wrap_future(made)
-    return await made if isinstance(made, Awaitable) else made
+    if isinstance(made, Awaitable):  # first, because some awaitables are also futures, and warn whoever uses that
+        return await made
+    return await asyncio.wrap_future(made) if isinstance(made, Future) else made
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    """Return whether a line of the SDK's log is news: it warns each time that an answer takes longer than one poll."""
+    return "because of try_again" not in record.getMessage()
 
 
 async def answered(answer: Awaitable[T], url: str | None) -> T:
@@ -190,6 +196,7 @@ class TinkerTrainer:
             raise ConfigError(
                 f"The trainer tinker needs the extra 'tinker' ({error}): {install_command('tinker')}"
             ) from None
+        logging.getLogger("tinker.lib.api_future_impl").addFilter(_says_something)
         if self._url is None and self._local is not None:
             self._url = await self._opened.enter_async_context(
                 _local_server(self.model, self._local, self._config.pass_memory)

@@ -22,7 +22,7 @@ from palaestra_tokens.tokenizers import model_source
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
@@ -59,10 +59,12 @@ class TorchDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        # The place of each row in the tensors and in the lists after it: a row that leaves is replaced by the last one.
+        self._places: list[int] = []
         self._sampling: list[Sampling] = []
         self._rngs: list[random.Random] = []
         self._lengths: list[int] = []
-        self._keys_values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cache: Cache | None = None
         self._logits: torch.Tensor | None = None
         self._unread: torch.Tensor | None = None
 
@@ -71,23 +73,28 @@ class TorchDecoder:
         ones."""
         import torch
 
+        from palaestra_tokens.engines.growing_cache import append_rows, new_cache, repeat_rows
+
         # Rows whose last token is unread have no logits yet, and the new rows' logits are appended to theirs.
         self._advance()
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in places]
-        logits, fresh = self._forward(
-            torch.tensor(padded, device=self.model.device), [], [len(prompt) for prompt in places]
+        fresh = new_cache()
+        logits = self._forward(
+            torch.tensor(padded, device=self.model.device), fresh, [len(prompt) for prompt in places]
         )
         if len(places) < len(prompts):
             rows = [places[tuple(prompt)] for prompt in prompts]
-            logits, fresh = logits[rows], [(keys[rows], values[rows]) for keys, values in fresh]
-        if self._logits is None:
-            self._keys_values, self._logits = fresh, logits
+            repeat_rows(fresh, rows)
+            logits = logits[rows]
+        if self._cache is None or self._logits is None:
+            self._cache, self._logits = fresh, logits
         else:
-            self._keys_values = [_beside(old, new) for old, new in zip(self._keys_values, fresh, strict=True)]
+            append_rows(self._cache, fresh)
             self._logits = torch.cat([self._logits, logits])
+        self._places += range(len(self._lengths), len(self._lengths) + len(lengths))
         self._lengths += lengths
         self._sampling += sampling
         self._rngs += [random.Random(each.seed) for each in sampling]
@@ -101,21 +108,29 @@ class TorchDecoder:
         ids, logprobs = sample(self._logits, self._sampling, [rng.random() for rng in self._rngs])
         self._unread, self._logits = ids, None
         both = torch.stack([ids.double(), logprobs.double()]).tolist()  # one transfer from the device
-        return [(int(token), logprob) for token, logprob in zip(*both, strict=True)]
+        return [(int(both[0][place]), both[1][place]) for place in self._places]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows (ascending), and drop the padding that only the other rows needed."""
-        chosen = list(rows)
-        self._lengths = [self._lengths[row] for row in chosen]
-        self._sampling = [self._sampling[row] for row in chosen]
-        self._rngs = [self._rngs[row] for row in chosen]
-        if not chosen:
-            self._keys_values, self._logits, self._unread = [], None, None
+        places = [self._places[row] for row in rows]
+        if not places or self._cache is None:
+            self._places, self._sampling, self._rngs, self._lengths = [], [], [], []
+            self._cache, self._logits, self._unread = None, None, None
             return
-        first = self._keys_values[0][0].shape[2] - max(self._lengths)
-        self._keys_values = [(keys[chosen, :, first:], values[chosen, :, first:]) for keys, values in self._keys_values]
-        self._logits = None if self._logits is None else self._logits[chosen]
-        self._unread = None if self._unread is None else self._unread[chosen]
+        from palaestra_tokens.engines.growing_cache import drop_rows
+
+        holes = sorted(set(range(len(places))) - set(places))
+        moved = dict(zip([place for place in places if place >= len(places)], holes, strict=True))
+        taken = {target: source for source, target in moved.items()}
+        order = [taken.get(place, place) for place in range(len(places))]
+        self._places = [moved.get(place, place) for place in places]
+        padding = max(self._lengths) - max(self._lengths[place] for place in order)
+        self._lengths = [self._lengths[place] for place in order]
+        self._sampling = [self._sampling[place] for place in order]
+        self._rngs = [self._rngs[place] for place in order]
+        drop_rows(self._cache, moved, len(places), padding)
+        self._logits = None if self._logits is None else self._logits[order]
+        self._unread = None if self._unread is None else self._unread[order]
 
     def load(self, folder: str) -> None:
         # On the CPU, so that the GPU never holds the model twice.
@@ -124,25 +139,22 @@ class TorchDecoder:
 
     def _advance(self) -> None:
         """Feed the last sampled tokens to the model; this is postponed until more tokens are needed."""
-        if self._unread is not None:
+        if self._unread is not None and self._cache is not None:
             ids, self._unread = self._unread, None
             lengths = [length + 1 for length in self._lengths]
-            self._logits, self._keys_values = self._forward(ids[:, None], self._keys_values, lengths)
+            self._logits = self._forward(ids[:, None], self._cache, lengths)
             self._lengths = lengths
 
-    def _forward(
-        self, ids_bt: torch.Tensor, keys_values: list[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int]
-    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return `logits[B, V]` after the last of `ids_bt[B, T]`, and the cache. `lengths[B]` include these tokens."""
+    def _forward(self, ids_bt: torch.Tensor, cache: Cache, lengths: Sequence[int]) -> torch.Tensor:
+        """Return `logits[B, V]` after the last of `ids_bt[B, T]`, whose keys and values are added to the cache.
+        `lengths[B]` include these tokens."""
         import torch
-        from transformers import DynamicCache
 
-        total = ids_bt.shape[1] + (keys_values[0][0].shape[2] if keys_values else 0)
+        total = ids_bt.shape[1] + cache.get_seq_length()
         device = ids_bt.device
         positions = torch.arange(total, device=device)[None, :] - torch.tensor(
             [total - length for length in lengths], device=device
         ).unsqueeze(1)
-        cache = DynamicCache(keys_values or None)
         try:
             with torch.inference_mode():
                 out = self.model(
@@ -164,7 +176,7 @@ class TorchDecoder:
             full.by_request = True
             raise full from error
         # In bfloat16, log-probabilities would have only two or three digits.
-        return out.logits[:, -1].float(), [(layer.keys, layer.values) for layer in cache.layers]
+        return out.logits[:, -1].float()
 
 
 def sample(
@@ -178,13 +190,15 @@ def sample(
     import torch
 
     device = logits.device
-    own = torch.log_softmax(logits, dim=-1)
+    own = drawn_from = torch.log_softmax(logits, dim=-1)
     # A temperature of 0 would divide by zero; the rows that have it take the argmax below.
-    temperatures = torch.tensor([each.temperature or 1.0 for each in sampling], device=device)
-    drawn_from = torch.log_softmax(_cut(logits / temperatures[:, None], sampling), dim=-1)
-    # Double precision, because the sum over a large vocabulary in float32 visibly differs from 1. The random number is
+    temperatures = [each.temperature or 1.0 for each in sampling]
+    if any(each != 1.0 for each in temperatures) or any(each.top_k or each.top_p < 1.0 for each in sampling):
+        scaled = logits / torch.tensor(temperatures, device=device)[:, None]
+        drawn_from = torch.log_softmax(_cut(scaled, sampling), dim=-1)
+    # Double precision, because a sum over a large vocabulary in float32 visibly differs from 1. The random number is
     # scaled by the actual sum, so that it never lies beyond the last token.
-    heaped = drawn_from.double().exp().cumsum(dim=-1)
+    heaped = drawn_from.exp().cumsum(dim=-1, dtype=torch.float64)
     wanted = torch.tensor(chances, device=device, dtype=torch.float64) * heaped[:, -1]
     # `right=True` skips tokens of probability 0, which share their sum with the token
     # before: a chance of exactly 0 must not choose one.
@@ -192,10 +206,9 @@ def sample(
     greedy = torch.tensor([each.temperature == 0 for each in sampling], device=device)
     ids = torch.where(greedy, logits.argmax(dim=-1), ids)
     processed = torch.tensor([each.processed_logprobs for each in sampling], device=device)
+    both = [logprobs.gather(1, ids[:, None]).squeeze(1) for logprobs in (own, drawn_from)]
     # The greedy choice has probability 1 in the distribution that was sampled.
-    drawn_from = torch.where(greedy[:, None], torch.zeros_like(drawn_from), drawn_from)
-    chosen = torch.where(processed[:, None], drawn_from, own).gather(1, ids[:, None]).squeeze(1)
-    return ids, chosen
+    return ids, torch.where(processed, both[1].masked_fill(greedy, 0.0), both[0])
 
 
 def _cut(scaled: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
@@ -213,18 +226,6 @@ def _cut(scaled: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
     before = probabilities.cumsum(dim=-1) - probabilities
     out = (ranks >= most[:, None]) | ((before >= share[:, None]) & (ranks > 0))
     return torch.full_like(scaled, float("-inf")).scatter(1, places, ordered.masked_fill(out, float("-inf")))
-
-
-def _beside(
-    old: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one layer's keys and values `[B, H, T, D]`, old and new concatenated, the shorter padded on the left."""
-    import torch
-    from torch.nn.functional import pad
-
-    longest = max(old[0].shape[2], new[0].shape[2])
-    padded = [[pad(part, (0, 0, longest - part.shape[2], 0)) for part in (old[i], new[i])] for i in (0, 1)]
-    return torch.cat(padded[0]), torch.cat(padded[1])
 
 
 @contextmanager

@@ -1,0 +1,63 @@
+"""The decoder's rows come and leave in every order, and each has the log-probabilities that it has alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+
+from palaestra_tokens.engines.sampling import Sampling
+from palaestra_tokens.testing.tiny_model import make_tiny
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs the extra 'train': make test-torch"),
+]
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("models") / "a"
+    make_tiny(out, seed=1, hidden=64, layers=2)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_that_come_and_leave_do_not_change_the_others(
+    folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from palaestra_tokens.engines import growing_cache
+    from palaestra_tokens.engines.torch_decoder import TorchDecoder, load_model
+
+    monkeypatch.setattr(growing_cache, "LEAST_ROOM", 2)  # so that rows outgrow it
+    model, rng = load_model(str(folder), device="cpu"), random.Random(seed)
+    decoder = TorchDecoder(model)
+    rows: list[tuple[list[int], list[int], list[float]]] = []
+    done: list[tuple[list[int], list[int], list[float]]] = []
+    for _ in range(30):
+        if not rows or rng.random() < 0.2:
+            prompts = [[rng.randrange(3, 90) for _ in range(rng.randint(1, 20))] for _ in range(rng.randint(1, 4))]
+            prompts += rng.sample(prompts, rng.randint(0, len(prompts)))
+            decoder.admit(
+                prompts, [Sampling(seed=rng.randrange(99), temperature=rng.choice([1.0, 0.7])) for _ in prompts]
+            )
+            rows += [(prompt, [], []) for prompt in prompts]
+        for (_, ids, logprobs), (token, logprob) in zip(rows, decoder.step(), strict=True):
+            ids.append(token)
+            logprobs.append(logprob)
+        if rng.random() < 0.4:
+            staying = [row for row in range(len(rows)) if rng.random() < 0.6]
+            done += [row for place, row in enumerate(rows) if place not in staying]
+            rows = [rows[place] for place in staying]
+            decoder.keep(staying)
+    for prompt, ids, logprobs in [*rows, *done]:
+        with torch.inference_mode():
+            found = model(input_ids=torch.tensor([prompt + ids])).logits[0].float().log_softmax(-1)
+        alone = [float(found[len(prompt) - 1 + place, token]) for place, token in enumerate(ids)]
+        assert alone == pytest.approx(logprobs, abs=TOLERANCE)
