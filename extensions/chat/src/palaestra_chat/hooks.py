@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 from palaestra.tools.mcp.mcp_config import TOOLSET_PREFIX
 from palaestra.tools.tool import Tool
@@ -36,7 +38,7 @@ MAX_OUTPUT_BYTES = 1 << 20
 MAX_TEXT_CHARS = 10_000
 """The maximum length of a reason or note that a model reads."""
 
-_END_S = 2.0
+_POLL_S = 0.01
 _DECISIONS = {"allow": "allow", "approve": "allow", "deny": "deny", "block": "deny", "ask": "ask"}
 _NAMES = {
     "terminal": "Bash", "read_file": "Read", "write_file": "Write", "patch": "Edit", "search_files": "Grep",
@@ -196,64 +198,38 @@ async def run_hook(hook: Hook, event: Mapping[str, JSON], folder: Path, project:
     """Run a hook, and return its answer. `event` is its standard input, `folder` its working directory. `project` is
     the folder that the conversation is about, in `CLAUDE_PROJECT_DIR`."""
     words = ["env", f"CLAUDE_PROJECT_DIR={project or ''}", "/bin/sh", "-c", hook.command]
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *words, cwd=folder, start_new_session=True, stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-    except (OSError, ValueError) as error:
-        return HookAnswer(problem=f"could not be started: {error}")
-    try:
-        async with asyncio.timeout(hook.timeout_s):
-            out, err = await _exchange(process, json.dumps(dict(event)).encode())
-            code = await process.wait()
-    except TimeoutError:
-        return HookAnswer(problem=f"did not end within {hook.timeout_s:g} s and was killed")
-    except _TooMuch:
-        return HookAnswer(problem=f"printed more than {MAX_OUTPUT_BYTES >> 20} MiB and was killed")
-    finally:
-        await asyncio.shield(_end(process))
-    return _answer(code, out, err, str(event["tool_name"]))
+    # Files, because pipes would end only with the last process that the hook has left in the background.
+    with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
+        given.write(json.dumps(dict(event)).encode())
+        given.seek(0)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words, cwd=folder, start_new_session=True, stdin=given, stdout=out, stderr=err
+            )
+        except (OSError, ValueError) as error:
+            return HookAnswer(problem=f"could not be started: {error}")
+        try:
+            async with asyncio.timeout(hook.timeout_s):
+                while process.returncode is None and _size(out, err) <= MAX_OUTPUT_BYTES:  # noqa: ASYNC110 - no event for size
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            return HookAnswer(problem=f"did not end within {hook.timeout_s:g} s and was killed")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it has left in the background
+            code = await asyncio.shield(process.wait())
+        if _size(out, err) > MAX_OUTPUT_BYTES:
+            return HookAnswer(problem=f"printed more than {MAX_OUTPUT_BYTES >> 20} MiB and was killed")
+        return _answer(code, _text(out), _text(err), str(event["tool_name"]))
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the hook and what it has left in the background, and read the rest: until its pipes are at their end, the
-    process counts as running."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with suppress(TimeoutError):  # a process in a session of its own can keep the pipes open
-        async with asyncio.timeout(_END_S):
-            await process.communicate()
+def _size(*files: IO[bytes]) -> int:
+    return max(os.fstat(file.fileno()).st_size for file in files)
 
 
-class _TooMuch(Exception):
-    """Raised if a hook prints more than is read."""
-
-
-async def _exchange(process: asyncio.subprocess.Process, data: bytes) -> tuple[str, str]:
-    async def feed() -> None:
-        assert process.stdin is not None
-        with suppress(BrokenPipeError, ConnectionResetError):  # a hook need not read
-            process.stdin.write(data)
-            await process.stdin.drain()
-        process.stdin.close()
-
-    async def read(stream: asyncio.StreamReader | None) -> str:
-        assert stream is not None
-        found = bytearray()
-        while piece := await stream.read(1 << 16):
-            found += piece
-            if len(found) > MAX_OUTPUT_BYTES:
-                raise _TooMuch
-        return found.decode(errors="replace").strip()
-
-    tasks = [asyncio.ensure_future(each) for each in (feed(), read(process.stdout), read(process.stderr))]
-    try:
-        _, out, err = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-    return str(out), str(err)
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(MAX_OUTPUT_BYTES).decode(errors="replace").strip()
 
 
 def _answer(code: int, out: str, err: str, name: str) -> HookAnswer:

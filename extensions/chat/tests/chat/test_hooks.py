@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -149,6 +150,17 @@ def test_a_hook_that_fails_is_reported_and_the_turn_goes_on(tmp_path: Path, text
     [notice] = played.notices
     assert problem in notice
     assert "terminal went on without it" in notice
+
+
+@pytest.mark.parametrize("left", ["sleep 60 &", "sleep 60 2>/dev/null &", "setsid sleep 60 & sleep 0.1;"])
+def test_what_a_hook_leaves_in_the_background_does_not_delay_its_answer(tmp_path: Path, left: str) -> None:
+    hooks_file(tmp_path, [command(f"{left} echo not that >&2; exit 2", timeout=30)])
+    began_s = time.monotonic()
+    played = play(tmp_path)
+    assert time.monotonic() - began_s < 20
+    assert played.ran == []
+    assert "A hook of the user refused this call: not that" in played.results[0].error
+    subprocess.run(["pkill", "-f", "^sleep 60$"], check=False)
 
 
 def test_a_guard_that_fails_refuses_the_call_if_it_is_set_to(tmp_path: Path) -> None:
