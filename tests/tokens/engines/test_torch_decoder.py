@@ -32,17 +32,23 @@ def test_rows_that_come_and_leave_do_not_change_the_others(
 ) -> None:
     import torch
 
-    from palaestra_tokens.engines import growing_cache
+    from palaestra_tokens.engines import growing_cache, torch_decoder
     from palaestra_tokens.engines.torch_decoder import TorchDecoder, load_model
 
     monkeypatch.setattr(growing_cache, "LEAST_ROOM", 2)  # so that rows outgrow it
+    monkeypatch.setattr(torch_decoder, "LEAST_SHARED", 2)
     model, rng = load_model(str(folder), device="cpu"), random.Random(seed)
     decoder = TorchDecoder(model)
     rows: list[tuple[list[int], list[int], list[float]]] = []
     done: list[tuple[list[int], list[int], list[float]]] = []
     for _ in range(30):
         if not rows or rng.random() < 0.2:
-            prompts = [[rng.randrange(3, 90) for _ in range(rng.randint(1, 20))] for _ in range(rng.randint(1, 4))]
+            beginning = [3, 4, 5, 6, 7, 8][: rng.randint(0, 6)]
+            prompts = [
+                beginning + [rng.randrange(3, 90) for _ in range(rng.randint(1, 20))] for _ in range(rng.randint(1, 4))
+            ]
+            if rows and rng.random() < 0.5:  # a prompt that continues a row
+                prompts.append(rows[-1][0] + rows[-1][1] + [9])
             prompts += rng.sample(prompts, rng.randint(0, len(prompts)))
             decoder.admit(
                 prompts, [Sampling(seed=rng.randrange(99), temperature=rng.choice([1.0, 0.7])) for _ in prompts]

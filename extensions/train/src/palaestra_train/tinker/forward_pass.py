@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from palaestra_tokens.engines.torch_decoder import LEAST_SHARED, common_length
 from palaestra_train.pass_memory import recomputed
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 
 PIECE = 256
 """The positions to which the output layer is applied at a time."""
-
-LEAST_SHARED = 16
-"""The fewest tokens of a common beginning: a shorter one is cheaper to compute again."""
 
 
 def forward(module: PreTrainedModel, ids: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -38,18 +36,12 @@ def clusters(rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], int]]:
     while start < len(order):
         stop, shared = start + 1, max(0, len(rows[order[start]]) - 1)
         while stop < len(order):
-            common = min(_common(rows[order[start]], rows[order[stop]]), shared, len(rows[order[stop]]) - 1)
+            common = min(common_length(rows[order[start]], rows[order[stop]]), shared, len(rows[order[stop]]) - 1)
             if common < LEAST_SHARED or (stop - start) * (shared - common) > common:
                 break
             stop, shared = stop + 1, common
         yield order[start:stop], shared if stop > start + 1 else 0
         start = stop
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,27 @@ def new_cache() -> Cache:
     return Cache(layer_class_to_replicate=GrowingLayer)
 
 
-def repeat_rows(cache: Cache, rows: Sequence[int]) -> None:
+def copied_row(cache: Cache, row: int, start: int, count: int) -> Cache:
+    """Return a cache of one row: `count` tokens of a row from `start` on."""
+    made = new_cache()
+    with torch.inference_mode():
+        for number, layer in enumerate(cache.layers):
+            keys, values = (each[row : row + 1, :, start : start + count] for each in (layer.keys, layer.values))
+            made.update(keys, values, number)
+    return made
+
+
+def close_gaps(cache: Cache, attended: torch.Tensor) -> None:
+    """Move the tokens of each row to its end. `attended[B, N]` is 0 at gaps."""
+    order = attended.argsort(dim=1, stable=True)[:, None, :, None]
+    with torch.inference_mode():
+        for layer in cache.layers:
+            parts = ((each, order.expand(*each.shape)) for each in (layer.keys, layer.values))
+            keys, values = (each.gather(2, places) for each, places in parts)
+            layer.hold([(keys, values)])
+
+
+def take_rows(cache: Cache, rows: Sequence[int]) -> None:
     """Make the rows of a cache those at `rows`, of which some may stand there several times."""
     chosen = list(rows)
     with torch.inference_mode():

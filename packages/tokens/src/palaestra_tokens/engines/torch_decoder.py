@@ -2,8 +2,9 @@
 left padding.
 
 Except for rounding, a row's results do not depend on the other rows, because padding is never attended to and each row
-has its own random generator. A token is chosen by inverting the cumulative distribution at a number from Python's
-generator, so the same seed and probabilities give the same token on every device.
+has its own random generator. A beginning that new prompts share, with each other or with a row, is read only once. A
+token is chosen by inverting the cumulative distribution at a number from Python's generator, so the same seed and
+probabilities give the same token on every device.
 
 Needs the extra `train` (torch, transformers).
 """
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+LEAST_SHARED = 16
+"""The fewest tokens of a common beginning for which one more pass of the model pays."""
 
 
 def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
@@ -59,11 +63,13 @@ class TorchDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        # A sliding window counts places in the cache, so a row must have no gap there.
+        self._shares = getattr(model.config.get_text_config(), "sliding_window", None) is None
         # The place of each row in the tensors and in the lists after it: a row that leaves is replaced by the last one.
         self._places: list[int] = []
         self._sampling: list[Sampling] = []
         self._rngs: list[random.Random] = []
-        self._lengths: list[int] = []
+        self._ids: list[list[int]] = []
         self._cache: Cache | None = None
         self._logits: torch.Tensor | None = None
         self._unread: torch.Tensor | None = None
@@ -73,31 +79,54 @@ class TorchDecoder:
         ones."""
         import torch
 
-        from palaestra_tokens.engines.growing_cache import append_rows, new_cache, repeat_rows
+        from palaestra_tokens.engines.growing_cache import append_rows, close_gaps, take_rows
 
         # Rows whose last token is unread have no logits yet, and the new rows' logits are appended to theirs.
         self._advance()
-        lengths = [len(prompt) for prompt in prompts]
-        longest = max(lengths)
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in places]
-        fresh = new_cache()
-        logits = self._forward(
-            torch.tensor(padded, device=self.model.device), fresh, [len(prompt) for prompt in places]
-        )
+        fresh, read = self._beginning(list(places))
+        rests = [prompt[read:] for prompt in places]
+        ids, attended = _padded(rests, self.model.device)
+        attended = torch.cat([attended.new_ones((len(rests), read)), attended], dim=1)
+        logits = self._forward(ids, fresh, attended)
+        if read:
+            close_gaps(fresh, attended)
         if len(places) < len(prompts):
             rows = [places[tuple(prompt)] for prompt in prompts]
-            repeat_rows(fresh, rows)
+            take_rows(fresh, rows)
             logits = logits[rows]
         if self._cache is None or self._logits is None:
             self._cache, self._logits = fresh, logits
         else:
             append_rows(self._cache, fresh)
             self._logits = torch.cat([self._logits, logits])
-        self._places += range(len(self._lengths), len(self._lengths) + len(lengths))
-        self._lengths += lengths
+        self._places += range(len(self._ids), len(self._ids) + len(prompts))
+        self._ids += map(list, prompts)
         self._sampling += sampling
         self._rngs += [random.Random(each.seed) for each in sampling]
+
+    def _beginning(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Cache, int]:
+        """Return a cache with a row for each prompt, and the number of tokens that have been read into it: tokens at
+        the beginning of all prompts. The last token of a prompt is never among them, because its logits are wanted."""
+        from palaestra_tokens.engines.growing_cache import copied_row, new_cache, take_rows
+
+        cache, read = new_cache(), 0
+        if not self._shares:
+            return cache, read
+        # What the first and the last prompt in alphabetical order share, all share.
+        least = min(prompts)
+        common = least[: min(common_length(least, max(prompts)), min(map(len, prompts)) - 1)]
+        most, place = max(((common_length(common, ids), place) for place, ids in enumerate(self._ids)), default=(0, 0))
+        if self._cache is not None and most >= LEAST_SHARED:
+            longest = max(map(len, self._ids))
+            cache, read = copied_row(self._cache, place, longest - len(self._ids[place]), most), most
+        if len(prompts) > 1 and len(common) - read >= LEAST_SHARED:
+            ids, attended = _padded([common[read:]], self.model.device)
+            self._forward(ids, cache, attended.new_ones((1, len(common))))
+            read = len(common)
+        if read:
+            take_rows(cache, [0] * len(prompts))
+        return cache, read
 
     def step(self) -> list[tuple[int, float]]:
         """Sample one token for every row: (id, log-probability). Every row costs as much as the longest row."""
@@ -108,13 +137,15 @@ class TorchDecoder:
         ids, logprobs = sample(self._logits, self._sampling, [rng.random() for rng in self._rngs])
         self._unread, self._logits = ids, None
         both = torch.stack([ids.double(), logprobs.double()]).tolist()  # one transfer from the device
+        for row, token in zip(self._ids, both[0], strict=True):
+            row.append(int(token))
         return [(int(both[0][place]), both[1][place]) for place in self._places]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows (ascending), and drop the padding that only the other rows needed."""
         places = [self._places[row] for row in rows]
         if not places or self._cache is None:
-            self._places, self._sampling, self._rngs, self._lengths = [], [], [], []
+            self._places, self._sampling, self._rngs, self._ids = [], [], [], []
             self._cache, self._logits, self._unread = None, None, None
             return
         from palaestra_tokens.engines.growing_cache import drop_rows
@@ -124,11 +155,11 @@ class TorchDecoder:
         taken = {target: source for source, target in moved.items()}
         order = [taken.get(place, place) for place in range(len(places))]
         self._places = [moved.get(place, place) for place in places]
-        padding = max(self._lengths) - max(self._lengths[place] for place in order)
-        self._lengths = [self._lengths[place] for place in order]
+        before = max(map(len, self._ids))
+        self._ids = [self._ids[place] for place in order]
         self._sampling = [self._sampling[place] for place in order]
         self._rngs = [self._rngs[place] for place in order]
-        drop_rows(self._cache, moved, len(places), padding)
+        drop_rows(self._cache, moved, len(places), before - max(map(len, self._ids)))
         self._logits = None if self._logits is None else self._logits[order]
         self._unread = None if self._unread is None else self._unread[order]
 
@@ -141,26 +172,21 @@ class TorchDecoder:
         """Feed the last sampled tokens to the model; this is postponed until more tokens are needed."""
         if self._unread is not None and self._cache is not None:
             ids, self._unread = self._unread, None
-            lengths = [length + 1 for length in self._lengths]
-            self._logits = self._forward(ids[:, None], self._cache, lengths)
-            self._lengths = lengths
+            _, attended = _padded(self._ids, self.model.device)
+            self._logits = self._forward(ids[:, None], self._cache, attended)
 
-    def _forward(self, ids_bt: torch.Tensor, cache: Cache, lengths: Sequence[int]) -> torch.Tensor:
+    def _forward(self, ids_bt: torch.Tensor, cache: Cache, attended: torch.Tensor) -> torch.Tensor:
         """Return `logits[B, V]` after the last of `ids_bt[B, T]`, whose keys and values are added to the cache.
-        `lengths[B]` include these tokens."""
+        `attended[B, N]` is 0 for padding, and includes these tokens."""
         import torch
 
-        total = ids_bt.shape[1] + cache.get_seq_length()
-        device = ids_bt.device
-        positions = torch.arange(total, device=device)[None, :] - torch.tensor(
-            [total - length for length in lengths], device=device
-        ).unsqueeze(1)
+        positions = attended.cumsum(dim=1) - 1
         try:
             with torch.inference_mode():
                 out = self.model(
                     input_ids=ids_bt,
-                    attention_mask=(positions >= 0).long(),
-                    # Padding has negative positions. It is masked, but a table of positions
+                    attention_mask=attended,
+                    # Padding may have the position -1. It is masked, but a table of positions
                     # cannot look up a negative one.
                     position_ids=positions[:, -ids_bt.shape[1] :].clamp(min=0),
                     past_key_values=cache,
@@ -170,13 +196,29 @@ class TorchDecoder:
                 )
         except torch.OutOfMemoryError as error:
             full = EngineUnavailable(
-                f"The transformers engine ran out of memory with {len(lengths)} requests of up to {max(lengths)} "
+                f"The transformers engine ran out of memory with {len(ids_bt)} requests of up to {attended.shape[1]} "
                 "tokens: lower --openai.num_max_requests_at_once."
             )
             full.by_request = True
             raise full from error
         # In bfloat16, log-probabilities would have only two or three digits.
         return out.logits[:, -1].float()
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of ids that two sequences share at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids `[B, T]`, padded on the left, and which of them are no padding."""
+    import torch
+
+    longest = max(map(len, rows))
+    ids = [[0] * (longest - len(row)) + list(row) for row in rows]
+    starts = torch.tensor([longest - len(row) for row in rows], device=device)
+    return torch.tensor(ids, device=device), (torch.arange(longest, device=device) >= starts[:, None]).long()
 
 
 def sample(
