@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from recorded import sky, write_run
 from envs import agent_script, scripts
 from palaestra.cli.main import main
 from palaestra.envs.discovery import load_environment
+from palaestra.envs.run import replay_run
 from palaestra.envs.run.replay_run import HOST_SETTINGS, PORTABLE_SETTINGS, decides
 from palaestra.envs.run.run_folder import RunFolder, _earlier_copy, resumed_folder
 from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded, RunStarted
@@ -22,6 +24,7 @@ from palaestra.rollouts.journal.reader import Recording
 from palaestra_slots.core.config import all_settings
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import Blame, Outcome
+from palaestra_slots.sandbox.backends.registry import is_of_backends
 
 NOISY = """
 from palaestra import Task, environment
@@ -366,6 +369,18 @@ def test_a_foreign_run_decides_only_what_names_nothing_of_this_machine(folder: P
     named = ("_url", "_dir", "_key", "_token", "_address", "_executable", "_options", "_host", "_hosts", "_file")
     assert not [name for name in PORTABLE_SETTINGS if name.endswith(named)]
     assert not PORTABLE_SETTINGS & HOST_SETTINGS
+    assert not any(map(is_of_backends, PORTABLE_SETTINGS))
+
+
+@pytest.mark.parametrize(
+    "name", ["docker_runtime", "modal_gpu", "docker_of_tomorrow", "workspace_store", "metrics_port"]
+)
+def test_an_own_run_decides_no_setting_of_a_backend(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = SimpleNamespace()
+    monkeypatch.setattr(replay_run, "is_ours", lambda each: each is recording)
+    form = load_environment("count_lines", folder)
+    assert not decides(recording, form, name, 3)
+    assert decides(recording, form, "max_agent_turns", 3)
 
 
 @pytest.mark.slots

@@ -39,6 +39,7 @@ from palaestra_slots.core.config import DEFAULT
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.io.plugins import is_own
 from palaestra_slots.core.types import JSON, Network
+from palaestra_slots.sandbox.backends.registry import is_of_backends
 from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import Slot, SlotSpec, Snapshot
 from palaestra_tokens.config import APIServerConfig
@@ -46,28 +47,13 @@ from palaestra_tokens.engines.scripted import Policy, ScriptedEngine
 from palaestra_tokens.server_group import ServerGroup
 
 HOST_SETTINGS = frozenset({
-    "isolation", "require_sandbox", "host_ports", "require_stateful_sandbox", "keep_workspaces", "workspace_store",
-    "workspace_store_bytes", "backend_options", "creates_per_s", "max_starting", "drain_file", "slot_prices",
-    "terminal_backend", "tool_pool_mode", "docker_hosts", "docker_image",
-    "docker_privileged", "docker_runtime", "singularity_image", "ssh_hosts", "ssh_user", "ssh_port", "ssh_key",
-    "slurm_job", "slurm_slots_per_node",
-    "kubernetes_image", "kubernetes_selector", "kubernetes_container", "kubernetes_context", "kubernetes_namespace",
-    "kubernetes_pods", "kubernetes_slots_per_pod", "kubernetes_cpus", "kubernetes_memory", "kubernetes_disk",
-    "kubernetes_start_s", "kubernetes_deadline_s", "kubernetes_pod_spec",
-    "nomad_address", "nomad_token", "nomad_namespace", "nomad_region", "nomad_ca_cert", "nomad_client_cert",
-    "nomad_client_key", "nomad_tls_server_name", "nomad_datacenter", "nomad_cpu", "nomad_memory",
-    "nomad_scale_cooldown",
-    "sandbox_job_id", "sandbox_image", "min_containers", "privileged", "purge_job_on_start", "purge_job_on_shutdown",
-    "driver", "container_cpus", "container_memory", "browser_executable", "builder", "build_network", "force_build",
-    "cache_dir", "memory_dir", "sessions_dir", "skills_dir", "timings_from", "metrics_port", "metrics_host",
-    "metrics_token",
-    "modal_app_name", "modal_image", "modal_gpu", "modal_cpu", "modal_memory", "modal_slots_per_sandbox",
-    "modal_min_sandboxes", "modal_max_sandboxes", "modal_idle_timeout", "modal_max_lifetime", "modal_acquire_timeout",
-    "modal_secrets", "modal_env_vars", "otel_endpoint", "otel_content", "use_wandb", "wandb_mode", "use_trackio",
-    "rollout_server_url", "on",
-    "rollout_server_token", "data_path_to_save_groups", "data_dir_to_save_evals", "world", "world_file",
+    "isolation", "require_sandbox", "require_stateful_sandbox", "slot_prices", "terminal_backend", "tool_pool_mode",
+    "browser_executable", "builder", "build_network", "force_build", "cache_dir", "memory_dir", "sessions_dir",
+    "skills_dir", "timings_from", "metrics_port", "metrics_host", "metrics_token", "otel_endpoint", "otel_content",
+    "use_wandb", "wandb_mode", "use_trackio", "rollout_server_url", "on", "rollout_server_token",
+    "data_path_to_save_groups", "data_dir_to_save_evals", "world", "world_file",
 })  # fmt: skip
-"""Settings that act on this machine or that reach other machines. No recording decides them."""
+"""Settings that act on this machine or that reach other machines. No recording decides them, nor those of backends."""
 
 PORTABLE_SETTINGS = frozenset({
     "group_size", "total_steps", "seed", "short_groups", "infra_retries", "max_failures",
@@ -254,11 +240,11 @@ def _counts(recording: Recording, form: Form, name: str, value: JSON) -> bool:
 def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
     """Return whether a replay, or a resumed run that this user did not record here, uses a recorded setting.
 
-    A run that this user recorded here decides all settings except `HOST_SETTINGS`. Any other run decides only
-    `PORTABLE_SETTINGS`, and numeric settings that the user's own environment class declares.
+    A run that this user recorded here decides all settings except `HOST_SETTINGS` and those of backends. Any other run
+    decides only `PORTABLE_SETTINGS`, and numeric settings that the user's own environment class declares.
     """
     if is_ours(recording):
-        return name not in HOST_SETTINGS
+        return name not in HOST_SETTINGS and not is_of_backends(name)
     # The class that declares the setting, not one that inherits it: settings of ours count only if they are listed.
     declared = next((each for each in form.config_type().__mro__ if name in get_annotations(each)), None)
     own = declared is not None and not is_own(declared.__module__)

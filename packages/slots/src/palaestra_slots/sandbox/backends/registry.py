@@ -154,8 +154,8 @@ def _names_hosts(names: str, backend: str) -> bool:
 
 
 def is_of_backends(setting: str) -> bool:
-    """Return whether only some backends read this setting."""
-    return any(setting.startswith(each) for each in _READERS)
+    """Return whether only some backends read this setting. Those of other packages begin with the backend's name."""
+    return setting.startswith((*_READERS, *(f"{name}_" for name in backend_names())))
 
 
 def require_read(names: str, settings: Iterable[str], config: JSON) -> None:
