@@ -200,7 +200,7 @@ def _earlier(plan: Plan) -> Audit | None:
         raise ConfigError(f"{error}; give another folder with --out") from None
     if earlier.reference != plan.reference:
         what = f"the audit of {earlier.reference}"
-    elif earlier.kinds and earlier.kinds != plan.kinds:
+    elif not set(earlier.kinds) <= set(plan.kinds):  # findings of these kinds would be lost
         what = f"an audit for other kinds ({', '.join(earlier.kinds)})"
     else:
         return earlier

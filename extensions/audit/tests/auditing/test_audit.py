@@ -193,6 +193,30 @@ async def right(sandbox):
     assert certain(audit("words_env.py", "--only", "unsolvable")) == {"a": {Kind.UNSOLVABLE}}
 
 
+def test_an_audit_goes_on_for_more_kinds_and_is_not_lost_for_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A version that looks for a new kind, too, continues the audits of earlier versions."""
+    monkeypatch.chdir(tmp_path)
+    Path("free_env.py").write_text("""
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def free():
+    yield Task(id="a", prompt="Write a.", solution="echo a > a.txt")
+
+@free.score
+async def right(sandbox):
+    return 1.0
+""")
+    assert certain(audit("free_env.py", "--only", "unsolvable")) == {"a": set()}
+    both = ("--only", "unsolvable", "--only", "pays_for_nothing")
+    assert certain(audit("free_env.py", *both)) == {"a": {Kind.PAYS_FOR_NOTHING}}
+    capsys.readouterr()
+    assert main(["audit", "free_env.py", "--only", "unsolvable", "--out", "found"]) == 2
+    assert "an audit for other kinds (unsolvable, pays_for_nothing)" in capsys.readouterr().err
+
+
 def test_bad_input_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
