@@ -270,16 +270,30 @@ def serving(model: Path) -> Iterator[int]:
                 yield int(path.parent.name)
 
 
-def test_the_same_steps_again_give_the_same_weights(folder: Path) -> None:
+def saved_weights(checkpoint: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    first = train(folder, "trl", 2)
-    weights = load_file(first.result.last / "model/model.safetensors")
-    before = load_file(folder / "model.safetensors")
+    if (state := checkpoint / "tinker.json").exists():
+        (file,) = Path(json.loads(state.read_text())["folder"]).glob("adapter*.safetensors")
+        return load_file(file)
+    return load_file(checkpoint / "model/model.safetensors")
+
+
+@pytest.mark.parametrize("trainer", ["trl", "tinker"])
+def test_the_same_steps_again_give_the_same_weights(folder: Path, trainer: Any) -> None:
+    if trainer == "tinker":
+        pytest.importorskip("palaestra_train.tinker.model")
+    settings = {"save_every": 1, "warm_start": "oracle", "warm_steps": 2}
+    first = train(folder, trainer, 2, **settings)
+    weights = saved_weights(first.result.last)
+    kept = sorted((first.run.folder / "training/checkpoints").iterdir())
+    before = saved_weights(kept[0])
     assert any(not (weights[name] == before[name]).all() for name in before)
-    shutil.rmtree(first.run.folder / "training/checkpoints")
-    again = train(folder, "trl", 2, first.run.folder)
-    replayed = load_file(again.result.last / "model/model.safetensors")
+    for each in kept[1:]:  # as if the training had been killed in the first step after the first checkpoint
+        shutil.rmtree(each)
+    again = train(folder, trainer, 2, first.run.folder, **settings)
+    assert [line["step"] for line in read_steps(first.run.folder)] == [1, 2, 3, 4]
+    replayed = saved_weights(again.result.last)
     assert max(float((weights[name] - replayed[name]).abs().max()) for name in weights) < 1e-5
 
 
