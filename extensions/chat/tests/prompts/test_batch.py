@@ -270,6 +270,17 @@ def test_equal_and_similar_conversations_are_kept_once_and_exported_once(folder:
 
 
 @pytest.mark.slots
+def test_a_sample_that_repeats_another_is_tried_again(folder: Path, server: str) -> None:
+    """The server has three answers to this prompt, and gives the last one from the third time on."""
+    file = write(folder / "p.jsonl", *[{"prompt": "JSON 2"}] * 5)
+    words = ("--unique", 1, "--tries", 3, "--num-workers", 1, "--run-name", "once", *of(server))
+    assert batch(file, *words).returncode == 0
+    assert [row["prompt_index"] for row in rows(folder / "data/once/trajectories.jsonl")] == [0, 1, 2]
+    refused = [(row["prompt_index"], row["reason"]) for row in rows(folder / "data/once/discarded.jsonl")]
+    assert refused == [(row, "its conversation repeats an earlier one") for row in (3, 3, 3, 4, 4, 4)]
+
+
+@pytest.mark.slots
 def test_what_goes_to_the_server(folder: Path, server: str) -> None:
     file = write(folder / "p.jsonl", {"prompt": "Do 1"})
     prefill = folder / "prefill.json"

@@ -115,7 +115,7 @@ def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: 
         if why := discarded(trajectory):
             refuse(group.number, report.discarded, "; ".join(why))
             continue
-        if duplicates is not None and (earlier := duplicates.repeats(trajectory)):
+        if duplicates is not None and (earlier := duplicates.repeats(trajectory.rollout_id, trajectory.messages)):
             refuse(group.number, report.discarded, REPEATED, repeats=earlier)
             continue
         try:

@@ -24,7 +24,7 @@ from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
 from palaestra.rollouts.environment import GroupCollection
 from palaestra.rollouts.export.batch import has_reasoning
 from palaestra.rollouts.export.chat_messages import chat_messages
-from palaestra.rollouts.export.duplicates import Duplicates
+from palaestra.rollouts.export.duplicates import REPEATED, Duplicates
 from palaestra.rollouts.export.exporter import DISCARDED
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
@@ -155,6 +155,8 @@ class BatchEnvironment(EvaluatedEnvironment):
         self._schema = _read_schema(config.schema_file) if config.schema_file else None
         self._judge = Judge(config.judge, ServerGroup(_judge_settings(config, servers))) if config.judge else None
         self._mcp = mcp_servers(config)
+        # Without `tries` the files alone leave duplicates out, by the order of the rows.
+        self._kept = Duplicates(config.unique) if config.unique is not None and self.collects_groups else None
 
     @property
     def agent(self) -> AgentSettings:
@@ -279,6 +281,9 @@ class BatchEnvironment(EvaluatedEnvironment):
             verdict = await self._judge.verdict(rollout.messages)
             detail["judge"] = asdict(verdict)
             lacking += [] if verdict.meets else [NOT_JUDGED_GOOD]
+        if self._kept is not None and not lacking:
+            earlier = self._kept.repeats(rollout.rollout_id, rollout.messages)
+            lacking += [REPEATED] if earlier not in ("", rollout.rollout_id) else []
         if lacking:
             detail[DISCARDED] = lacking
         if unknown := unknown_tools(rollout):

@@ -294,7 +294,8 @@ class Filter:
         if self.max_reward is not None and (rollout.reward is None or rollout.reward > self.max_reward):
             return f"reward above {self.max_reward:g}, or none"
         # Last, because a rollout that another filter leaves out must not count as the first of its kind.
-        if self.duplicates is not None and (rollout.scored or self.discarded) and self.duplicates.repeats(rollout):
+        seen = self.duplicates if rollout.scored or self.discarded else None
+        if seen is not None and seen.repeats(rollout.rollout_id, rollout.messages):
             return REPEATED
         return ""
 

@@ -8,13 +8,14 @@ successive words, estimated from MinHash signatures (Broder, "On the resemblance
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from palaestra.rollouts.export.chat_messages import chat_messages
 from palaestra.rollouts.export.exporter import ExportMeta
-from palaestra.rollouts.records import Trajectory
 from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.extras import install_command
+from palaestra_slots.core.types import Message
 
 if TYPE_CHECKING:
     from rensa import RMinHashDeduplicator
@@ -48,20 +49,20 @@ class Duplicates:
                 ) from None
             self._similar = RMinHashDeduplicator(similarity, _HASHES, use_lsh=True)
 
-    def repeats(self, trajectory: Trajectory) -> str:
+    def repeats(self, rollout_id: str, messages: Sequence[Message]) -> str:
         """Return the id of an earlier rollout with this conversation. If there is none, return an empty string and
         remember the conversation."""
-        words = _words(trajectory)
+        words = _words(messages)
         digest = hashlib.sha256(" ".join(words).encode()).digest()
         if (earlier := self._equal.get(digest)) is not None:
             return earlier
         if self._similar is not None:
             sequences = _sequences(words)
-            if not all(self._similar.add_pairs([(trajectory.rollout_id, sequences)])):
+            if not all(self._similar.add_pairs([(rollout_id, sequences)])):
                 # A set has no order, and the same export must name the same rollout each time.
                 ((first, *_),) = map(sorted, self._similar.get_duplicate_sets([sequences]))
                 return str(first)
-        self._equal[digest] = trajectory.rollout_id
+        self._equal[digest] = rollout_id
         return ""
 
 
@@ -71,9 +72,9 @@ def duplicates_of(meta: ExportMeta) -> Duplicates | None:
     return None if similarity is None else Duplicates(float(similarity))
 
 
-def _words(trajectory: Trajectory) -> list[str]:
+def _words(messages: Sequence[Message]) -> list[str]:
     said = []
-    for message in chat_messages(trajectory.messages):
+    for message in chat_messages(messages):
         if message.role != "system":
             said += [message.role, message.reasoning, message.text]
             said += [f"{call.name} {call.arguments}" for call in message.calls]
