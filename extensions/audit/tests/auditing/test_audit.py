@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from palaestra.cli.main import main
+from palaestra_audit.checks import CHECKS
 from palaestra_audit.records import Audit, Kind, read_audit
+from palaestra_audit.report import ABOUT
 from palaestra_audit.trials import clock_library
 
 pytestmark = [pytest.mark.slots, pytest.mark.timeout(600)]
@@ -606,3 +608,11 @@ async def right(task, rollout, sandbox):
     notes = {task.id: [each.note for each in task.findings] for task in found.tasks}
     assert notes == {"blank": [True], "plain": [], "boxed": [], "file": []}
     assert [task.id for task in found.tasks if task.untried] == ["file"]
+
+
+def test_each_kind_has_a_check_and_words_and_stands_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(CHECKS) | {Kind.DUPLICATE, Kind.COSTLY} == set(Kind)
+    assert set(ABOUT) == set(Kind)
+    main(["audit", "run", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert [kind for kind in Kind if kind not in told] == []
