@@ -10,7 +10,17 @@ import pytest
 
 from palaestra.cli.main import main
 from palaestra.rollouts.events import TurnTaken
-from palaestra_audit.cheats.derived_plays import CALLS, IDLE, SISTER, WITHOUT, WORDS, derived_plays, leak, steps_of
+from palaestra_audit.cheats.derived_plays import (
+    ARGUMENT,
+    CALLS,
+    IDLE,
+    SISTER,
+    WITHOUT,
+    WORDS,
+    derived_plays,
+    leak,
+    steps_of,
+)  # fmt: skip
 from palaestra_audit.cheats.proof import Proof, check_environment
 from palaestra_audit.cheats.state_changes import Changes, Play, PlayedTurn, TurnRecorder, carried_over, leaves
 from palaestra_slots.core.types import Say, Task, ToolStep
@@ -102,12 +112,13 @@ def test_a_sound_score_passes_without_commands(score: str, noted: str, tmp_path:
 @pytest.mark.parametrize(
     ("score", "paid"),
     [
-        ("price in said", {"words-only", "without-call"}),
-        ("'It costs' in said", {"words-only", "without-call", "other-solution"}),
-        ("any(each['guest'] for each in rooms.values())", {"other-solution"}),
+        ("price in said", {"words-only", "without-call", "other-argument"}),
+        ("'It costs' in said", {"words-only", "without-call", "other-argument", "other-solution"}),
+        ("any(each['guest'] for each in rooms.values())", {"other-argument", "other-solution"}),
+        ("rooms[task.data['room']]['guest'] != ''", {"other-argument"}),
         ("len(said) < 9 or rooms == wanted", {"idle-words"}),
     ],
-    ids=["words", "any-words", "any-room", "idle"],
+    ids=["words", "any-words", "any-room", "any-guest", "idle"],
 )
 def test_a_score_that_does_not_ask_for_the_change_is_found(score: str, paid: set[str], tmp_path: Path) -> None:
     proof = check_environment(write(tmp_path, score), [], tasks=1, quiet=True)
@@ -192,6 +203,12 @@ def test_plays_are_derived_only_from_calls_of_functions() -> None:
     assert names([BOOK, DONE]) == [WORDS.name, CALLS.name]
     assert names([BOOK]) == []
     assert names(every, every, [ASK, PAY], "echo") == [*names(every), SISTER.name]
+    assert names([LOOK, PAY], [ToolStep("look", {"room": "R2"})]) == [
+        WITHOUT.name, WITHOUT.name, ARGUMENT.name, ARGUMENT.name, SISTER.name,
+    ]  # fmt: skip
+    assert names([ToolStep("tell", {"text": "It is late."})], [ToolStep("tell", {"text": "It is early."})]) == [
+        SISTER.name
+    ]
     assert names([LOOK] * 20).count(WITHOUT.name) == 8
     for others in ("echo hi", ["echo hi", BOOK], [ToolStep("terminal", {"command": "ls"})], [DONE], None, [7]):
         assert steps_of(Task("t", "p", solution=others)) is None  # type: ignore[arg-type]

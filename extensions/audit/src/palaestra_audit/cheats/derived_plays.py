@@ -1,5 +1,6 @@
 """Plays that a check derives from the reference solution of a task whose agent acts by function tools: its words
-without its calls, its calls without its words, all but one of its calls, and the solution of another task.
+without its calls, its calls without its words, all but one of its calls, one of its arguments changed, and the solution
+of another task.
 
 Such a play is a fault only if it earns the full score and the state (or a file) lacks what the calls of the reference
 solution change. A lookup changes nothing, so a score may be full without it. Likewise, tasks may have the same answer,
@@ -18,7 +19,7 @@ from palaestra_audit.cheats.replies import GOES_ON, NUMBER
 from palaestra_audit.cheats.state_changes import Changes, Play, carried_over
 from palaestra_audit.records import Kind
 from palaestra_slots.core.errors import TaskError
-from palaestra_slots.core.types import Message, Say, Task, ToolStep
+from palaestra_slots.core.types import JSON, Message, Say, Task, ToolStep
 from palaestra_tokens.chat_server import SessionContext
 from palaestra_tokens.engines.scripted import COMMANDS, Act, Policy, solution_steps, turns_taken
 
@@ -27,13 +28,14 @@ WORDS = Cheat("words-only", "the solution's words without its calls", "")
 CALLS = Cheat("calls-only", "the solution's calls with meaningless words", "")
 WITHOUT = Cheat("without-call", "the solution without one of its calls, each in turn", "")
 SISTER = Cheat("other-solution", "the solution of another task", "")
-DERIVED = (IDLE, WORDS, CALLS, WITHOUT, SISTER)
+ARGUMENT = Cheat("other-argument", "the solution with another value of one argument, each in turn", "")
+DERIVED = (IDLE, WORDS, CALLS, WITHOUT, ARGUMENT, SISTER)
 
 KINDS = {IDLE: Kind.PAYS_FOR_NOTHING, WORDS: Kind.PAYS_FOR_NOTHING}
 """The kinds of fault of these plays, unless it is `Kind.WEAK`."""
 
 MOST_SISTERS = 3
-_MOST_CALLS = 8
+_MOST_CALLS, _MOST_ARGUMENTS = 8, 12
 _TOLERANCE = 1e-9
 _ENDING = "Done."
 _SHOWN = 3
@@ -111,10 +113,39 @@ def derived_plays(task: Task, sisters: Sequence[Task]) -> Iterator[DerivedPlay]:
         rest = [*steps[:place], *steps[place + 1 :]]
         if len(calls) > 1:  # otherwise these are its words, or nothing
             yield DerivedPlay(WITHOUT, f"its steps without {shown_step(steps[place])}", rest)
+    yield from [*_other_arguments(steps, sisters[:MOST_SISTERS])][:_MOST_ARGUMENTS]
     for sister in sisters[:MOST_SISTERS]:
         others = steps_of(sister)
         if others is not None and _key(others) != _key(steps):
             yield DerivedPlay(SISTER, f"the solution of the task {sister.id}", others)
+
+
+def _other_arguments(steps: Steps, sisters: Sequence[Task]) -> Iterator[DerivedPlay]:
+    """Yield the plays with one argument changed: a number, or a text for which another task's solution has another
+    value, such as an id. Any other text may be free words, which a score need not read."""
+    known: dict[tuple[str, str], list[JSON]] = {}
+    for each in sisters:
+        for _, call, name in _arguments(steps_of(each) or ()):
+            known.setdefault((call.name, name), []).append(call.arguments[name])
+    for place, call, name in _arguments(steps):
+        value = call.arguments[name]
+        others = [2 * value + 1] if isinstance(value, int | float) else known.get((call.name, name), [])
+        other = next((each for each in others if type(each) is type(value) and each != value), None)
+        if other is None or (isinstance(other, str) and len(other.split()) != 1):
+            continue
+        changed = replace(call, arguments={**call.arguments, name: other})
+        what = f"its steps with {shown_step(changed)} for {shown_step(call)}"
+        yield DerivedPlay(ARGUMENT, what, [*steps[:place], changed, *steps[place + 1 :]])
+
+
+def _arguments(steps: Steps) -> Iterator[tuple[int, ToolStep, str]]:
+    """Yield the place of each call, the call, and the name of each of its arguments that is a text or a number."""
+    for place, step in enumerate(steps):
+        if not isinstance(step, ToolStep):
+            continue
+        for name, value in step.arguments.items():
+            if isinstance(value, str | int | float) and not isinstance(value, bool):
+                yield place, step, name
 
 
 def shown_step(step: ToolStep | Say) -> str:
@@ -159,7 +190,13 @@ def _judged(task: Task, play: DerivedPlay, own: Play, solved: Play, changes: Cha
     what = f"{earned}, although {_listed(lacks)} {'lack' if len(lacks) > 1 else 'lacks'} what the solution changes"
     if not full:
         return replace(silent, what=what if play.cheat is WORDS else "", note=True)
-    return replace(silent, what=what, note=not certain)
+    # A score may tolerate another number, such as a sum that is nearly right.
+    disputable = play.cheat is ARGUMENT and all(_is_number(own.after.get(path)) for path in lacks)
+    return replace(silent, what=what, note=disputable or not certain)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _listed(paths: Sequence[str]) -> str:
