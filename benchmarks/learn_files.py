@@ -33,7 +33,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from _learning_curves import plot
+from _learning_curves import curve, plot
 from _measure import Row, judged, options_parser, progress, report, with_ceiling, with_floor
 from files_env import files
 
@@ -44,7 +44,7 @@ from palaestra_train import TrainingConfig, TrainingReport
 from palaestra_train.tinker_client import TinkerTrainer
 from palaestra_train.trainer import TrainedRow
 
-WARM, STEPS, GROUPS, GROUP_SIZE, RATE = 10, 10, 4, 8, 5e-4
+WARM, STEPS, GROUPS, GROUP_SIZE, RATE = 10, 13, 4, 8, 5e-4
 HELD_OUT, SAMPLES = 40, 4
 LEAST_RISE, MOST_PLAIN, WARM_RANGE, MOST_CONTROL, MOST_GIB = 0.3, 0.05, (0.2, 0.6), 0.05, 6
 
@@ -92,7 +92,7 @@ def main() -> int:
     for name, folder in curves.items():
         print(f"{name}: palaestra view {folder}")
     print(picture)
-    drawn = {name: list(read_steps(run)) for name, run in curves.items()}
+    drawn = {name: {kind: curve(run, kind) for kind in (STEP, EVALUATION)} for name, run in curves.items()}
     return report("A real model learns tasks with files", rows, options.json, curves=drawn)
 
 
