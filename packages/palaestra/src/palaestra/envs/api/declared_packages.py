@@ -15,7 +15,7 @@ from palaestra.envs.api.declaration import FunctionEnvConfig
 from palaestra_slots.core.errors import ConfigError, PrepareError, TaskError
 from palaestra_slots.core.types import Task
 from palaestra_slots.images.requirements import checked_packages
-from palaestra_slots.sandbox.backends.registry import backend_words
+from palaestra_slots.sandbox.backends.registry import backend_words, default_image
 from palaestra_slots.sandbox.python_call import PACKAGES_DIR
 from palaestra_slots.sandbox.slot import Mount, Rung, SlotSpec
 
@@ -79,9 +79,7 @@ class DeclaredPackages:
         return ""
 
     def _wanted(self, task: Task, named: Sequence[str]) -> _Wanted:
-        image = task.image
-        if image is None and "docker" in backend_words(self._config.slot_backend):
-            image = self._config.docker_image
+        image = task.image or default_image(self._config.slot_backend, self._config)
         return image, tuple(sorted({*self._own, *named}))
 
     def added_to(self, spec: SlotSpec, task: Task) -> SlotSpec:

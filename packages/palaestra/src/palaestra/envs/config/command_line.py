@@ -118,9 +118,6 @@ _COMMON = (
     "seed",
 )
 _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "containers": (
-        "Sandboxes in containers of Docker.", ("docker_", "container_", "slots_per_container", "max_containers"),
-    ),
     "evaluation": (
         "Evaluations during a run.", ("data_dir_to_save_evals", "eval_", "max_eval_workers", "steps_per_eval"),
     ),
@@ -128,7 +125,6 @@ _TOPICS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Runs that feed a trainer.",
         ("allow_placeholder_tokens", "inference_weight", "max_batches_", "min_batch_", "rollout_server_"),
     ),
-    "hosts": ("Sandboxes on other machines, by SSH or in a job of Slurm.", ("ssh_", "slurm_")),
     "recording": ("The replies of tools that reach outside, recorded and replayed.", ("world",)),
     "thinking": ("How the model is asked to think.", ("custom_thinking_", "max_reasoning_", "reasoning_", "thinking_")),
     "trackers": (

@@ -68,6 +68,7 @@ from palaestra_slots.core.errors import ConfigError, EngineUnavailable
 from palaestra_slots.core.exits import DONE, TOO_MANY_FAILURES, plural
 from palaestra_slots.core.types import JSON, Blame, Task, numbers
 from palaestra_slots.sandbox.admission import SlotLimit
+from palaestra_slots.sandbox.backends.registry import uses_this_machine
 from palaestra_slots.sandbox.isolation.isolation_probe import WARNINGS
 from palaestra_slots.sandbox.pool import SlotPool
 from palaestra_slots.sandbox.slot import Rung, SlotSource
@@ -478,20 +479,11 @@ def concurrency(config: BaseEnvConfig, servers: int = 1, slots: int | None = Non
     return max(2, 2 * (os.cpu_count() or 1))
 
 
-_ON_THIS_MACHINE = frozenset({"local", "singularity", "docker", "docker_direct"})
-"""The backends whose slots are on this machine unless the setting names hosts."""
-
-
 def are_elsewhere(config: BaseEnvConfig, pool: SlotSource) -> bool:
     """Return whether all slots of a run are on other machines."""
     if not isinstance(config, HermesAgentEnvConfig) or not isinstance(pool, SlotPool):
         return False
-    for word in config.slot_backend.split():
-        name, _, hosts = word.partition("=")
-        listed = name.startswith("docker") and (config.docker_hosts or hosts not in ("", "overflow"))
-        if name in _ON_THIS_MACHINE and not listed:
-            return False
-    return True
+    return not uses_this_machine(config.slot_backend, config)
 
 
 def _writing_on(stream: TextIO) -> Callable[[str], None]:

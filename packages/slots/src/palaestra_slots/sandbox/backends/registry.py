@@ -147,6 +147,25 @@ _UNREAD: Sequence[_Unread] = (
 )  # fmt: skip
 
 
+def default_image(names: str, config: JSON) -> str | None:
+    """Return Docker's image for tasks that name none; None for other backends."""
+    return config.docker_image if "docker" in backend_words(names) else None
+
+
+_ON_THIS_MACHINE = frozenset({"local", "singularity", "docker", "docker_direct"})
+"""The backends whose slots are on this machine unless the setting names hosts."""
+
+
+def uses_this_machine(names: str, config: JSON) -> bool:
+    """Return whether one of the backends in `names` has slots on this machine."""
+    for word in names.split():
+        name, _, hosts = word.partition("=")
+        listed = name.startswith("docker") and (config.docker_hosts or hosts not in ("", "overflow"))
+        if name in _ON_THIS_MACHINE and not listed:
+            return True
+    return False
+
+
 def _names_hosts(names: str, backend: str) -> bool:
     """Return whether the setting that names the backends also names the hosts of `backend`."""
     words = (word.partition("=") for word in names.split())
