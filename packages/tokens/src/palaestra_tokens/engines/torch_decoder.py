@@ -86,9 +86,9 @@ class TorchDecoder:
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         fresh, read = self._beginning(list(places))
         rests = [prompt[read:] for prompt in places]
-        ids, attended = _padded(rests, self.model.device)
+        attended = _attended(rests, self.model.device)
         attended = torch.cat([attended.new_ones((len(rests), read)), attended], dim=1)
-        logits = self._forward(ids, fresh, attended)
+        logits = self._forward(_padded(rests, self.model.device), fresh, attended)
         if read:
             close_gaps(fresh, attended)
         if len(places) < len(prompts):
@@ -121,8 +121,8 @@ class TorchDecoder:
             longest = max(map(len, self._ids))
             cache, read = copied_row(self._cache, place, longest - len(self._ids[place]), most), most
         if len(prompts) > 1 and len(common) - read >= LEAST_SHARED:
-            ids, attended = _padded([common[read:]], self.model.device)
-            self._forward(ids, cache, attended.new_ones((1, len(common))))
+            rest = _padded([common[read:]], self.model.device)
+            self._forward(rest, cache, rest.new_ones((1, len(common))))
             read = len(common)
         if read:
             take_rows(cache, [0] * len(prompts))
@@ -172,8 +172,7 @@ class TorchDecoder:
         """Feed the last sampled tokens to the model; this is postponed until more tokens are needed."""
         if self._unread is not None and self._cache is not None:
             ids, self._unread = self._unread, None
-            _, attended = _padded(self._ids, self.model.device)
-            self._logits = self._forward(ids[:, None], self._cache, attended)
+            self._logits = self._forward(ids[:, None], self._cache, _attended(self._ids, self.model.device))
 
     def _forward(self, ids_bt: torch.Tensor, cache: Cache, attended: torch.Tensor) -> torch.Tensor:
         """Return `logits[B, V]` after the last of `ids_bt[B, T]`, whose keys and values are added to the cache.
@@ -211,14 +210,21 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids `[B, T]`, padded on the left, and which of them are no padding."""
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Return the ids `[B, T]`, padded on the left."""
     import torch
 
     longest = max(map(len, rows))
-    ids = [[0] * (longest - len(row)) + list(row) for row in rows]
+    return torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
+
+
+def _attended(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Return `[B, T]`, 1 for the ids of `_padded` and 0 for its padding."""
+    import torch
+
+    longest = max(map(len, rows))
     starts = torch.tensor([longest - len(row) for row in rows], device=device)
-    return torch.tensor(ids, device=device), (torch.arange(longest, device=device) >= starts[:, None]).long()
+    return (torch.arange(longest, device=device) >= starts[:, None]).long()
 
 
 def sample(
