@@ -53,6 +53,18 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # torch is not installe
         self._first = 0
         self._show(sum(len(keys) for keys, _ in parts), length)
 
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add rows: in the places of rows that have left, if there is room for these."""
+        rows, _, length, _ = self.keys.shape
+        all_rows, start = rows + len(keys), length - keys.shape[2]
+        if start < 0 or all_rows > len(self._rooms[0]):
+            self.hold([(self.keys, self.values), (keys, values)])
+            return
+        self._show(all_rows, length)
+        for view, part in ((self.keys, keys), (self.values, values)):
+            view[rows:, :, :start] = 0  # as in `_joined`
+            view[rows:, :, start:] = part
+
     def shrink(self, moved: Mapping[int, int], rows: int, padding: int) -> None:
         """Write each row of `moved` over another one, keep the first `rows`, and drop their first `padding` tokens."""
         for room in self._rooms:
@@ -114,7 +126,7 @@ def take_rows(cache: Cache, rows: Sequence[int]) -> None:
 def append_rows(cache: Cache, fresh: Cache) -> None:
     with torch.inference_mode():
         for old, new in zip(cache.layers, fresh.layers, strict=True):
-            old.hold([(old.keys, old.values), (new.keys, new.values)])
+            old.append(new.keys, new.values)
 
 
 def drop_rows(cache: Cache, moved: Mapping[int, int], rows: int, padding: int) -> None:
