@@ -33,7 +33,9 @@ def complete_cheats(context: click.Context, parameter: click.Parameter, incomple
 
 @click.command("check", cls=SettingsCommand, context_settings={"ignore_unknown_options": True})
 @click.option(
-    "--tasks", type=click.IntRange(min=1), help="Number of tasks to play. [default: 1, or all that --task names]"
+    "--tasks",
+    type=click.IntRange(min=1),
+    help="Number of tasks to play. [default: 1; 4 if solutions call function tools; all that --task names]",
 )
 @click.option(
     "--only", multiple=True, metavar="CHEAT", help="Play only this cheat. Repeatable.", shell_complete=complete_cheats

@@ -150,6 +150,13 @@ def test_what_a_rollout_leaves_for_the_next_one_is_found(
 
 
 @pytest.mark.slots
+def test_several_tasks_of_function_tools_are_checked_unless_a_number_is_given(tmp_path: Path) -> None:
+    path = write(tmp_path, "rooms == wanted and (price == said or task.id == 'b')")
+    assert check_environment(path, [], tasks=None, quiet=True).tasks == ("a", "b")
+    assert check_environment(path, [], tasks=1, quiet=True).tasks == ("a",)
+
+
+@pytest.mark.slots
 def test_the_command_of_a_witness_prints_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "price in said")
     assert main(["env", "check", path]) == 1

@@ -108,6 +108,10 @@ WRONG_WORK = "a wrong solution"
 _ALL = 100_000
 """More tasks than anybody checks."""
 
+CONVERSATIONS = 4
+"""Tasks that are played by default if solutions call function tools: each takes milliseconds, and one task says little
+about a score that compares states."""
+
 _EVERY = 20
 """The number of policies after which a check reports its progress."""
 
@@ -351,10 +355,12 @@ class EnvironmentProof:
     _tool: CommandTool | None = None
     """The tool with which the attacks are played."""
 
-    async def run(self, count: int) -> Proof:
-        """Play the first `count` tasks with the solutions, with a policy that does nothing, and with the cheats. Raises
-        `ConfigError` if the environment has no tasks."""
-        tasks = await first_tasks(self.environment, count)
+    async def run(self, count: int | None) -> Proof:
+        """Play the first `count` tasks (None: one, or `CONVERSATIONS`) with the solutions, with a policy that does
+        nothing, and with the cheats. Raises `ConfigError` if the environment has no tasks."""
+        tasks = await first_tasks(self.environment, count or 1)
+        if count is None and any(map(steps_of, tasks)):
+            tasks = await first_tasks(self.environment, CONVERSATIONS)
         return await self.run_tasks(tasks, await self._further_tasks(tasks))
 
     async def _further_tasks(self, tasks: Sequence[Task]) -> list[Task]:
@@ -945,5 +951,5 @@ async def _check(form: Form, parsed: RunLine, tasks: int | None, only: Sequence[
 
     async with opened_environment(form, parsed, make_pool(config, local=True)) as (environment, pool):
         return await EnvironmentProof(environment, pool, cheats, progress, always=bool(only)).run(
-            tasks or (_ALL if config.only_tasks else 1)
+            tasks or (_ALL if config.only_tasks else None)
         )
