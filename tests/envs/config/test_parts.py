@@ -183,3 +183,20 @@ def test_a_run_that_sets_no_setting_of_a_part_imports_none(tmp_path: Path) -> No
 
 def test_every_setting_of_a_part_is_described() -> None:
     assert all(field.description for field in all_settings(HermesAgentEnvConfig).values())
+
+
+@pytest.mark.parametrize(
+    ("recorded", "flags", "type_", "model"),
+    [
+        ("scripted", "--base-url http://h/v1 --model m", "openai", "m"),
+        ("scripted", "", "scripted", "oracle"),
+        ("scripted", "--env.seed 3", "scripted", "oracle"),
+        ("vllm", "--base-url http://h/v1", "vllm", "oracle"),
+        ("vllm", "--model m", "vllm", "m"),
+    ],
+)
+def test_a_server_takes_the_place_of_a_recorded_policy(recorded: str, flags: str, type_: str, model: str) -> None:
+    server = APIServerConfig(server_type=recorded, model_name="oracle").recorded()
+    sources = {f"openai.{name}": "command line" for name in server}
+    run = parse(*flags.split(), recorded={"env": {}, "openai": [server], "sources": sources})
+    assert (run.server_configs[0].server_type, run.server_configs[0].model_name) == (type_, model)

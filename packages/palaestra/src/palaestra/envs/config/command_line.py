@@ -427,7 +427,10 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 # script.
                 servers = [[*layers, own] for layers, own in zip(lower, file.servers, strict=False)]
         flags = ConfigLayer(given.source, given.values["openai"], given.spelled["openai"])
-        top = [environ, ConfigLayer(RECORDED, given.recorded[1]), flags]
+        recorded = given.recorded[1]
+        if recorded.get("server_type") == "scripted" and "base_url" in flags.values:
+            recorded = {}  # a server in place of a policy, whose name is no model's
+        top = [environ, ConfigLayer(RECORDED, recorded), flags]
         if given.policy is not None:
             top.append(_scripted_layer(given.policy, flags))
         if given.policy is not None or any("base_url" in layer.values for layer in top):
