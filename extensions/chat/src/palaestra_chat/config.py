@@ -7,12 +7,13 @@ tools and slots work here too. No file of the current folder is read: a chat is 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from pydantic import ValidationError
 
@@ -29,6 +30,7 @@ from palaestra.envs.config.build import (
 )
 from palaestra.envs.config.command_line import NOT_SAID, Answer, CommandLine
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+from palaestra.tools.mcp.mcp_config import TOOLSET_PREFIX
 from palaestra_chat.folders import settings_file, state_folder
 from palaestra_chat.hooks import read_hooks
 from palaestra_chat.model_servers import with_model, with_provider_key
@@ -43,6 +45,11 @@ from palaestra_slots.core.errors import ConfigError
 from palaestra_slots.core.types import JSON, Limits, Network
 from palaestra_slots.sandbox.slot import WORKSPACE, SlotSpec
 from palaestra_tokens.config import APIServerConfig
+
+if TYPE_CHECKING:
+    from palaestra.tools.mcp.run_servers import MCPServers
+
+logger = logging.getLogger(__name__)
 
 OF_RUNS = frozenset(BaseEnvConfig.model_fields) - {
     "acquire_timeout_s", "completion_price", "custom_thinking_prompt", "host_ports", "isolation",
@@ -146,20 +153,31 @@ def open_store(config: ChatConfig) -> ConversationStore:
     return ConversationStore(Path(config.store).expanduser() if config.store else None)
 
 
+def _report_problems(servers: MCPServers, config: ChatConfig) -> None:
+    for each in servers.installed():
+        settings = config.mcp_servers[each.toolset.removeprefix(TOOLSET_PREFIX)]
+        if each.problem and settings.required and "required" in settings.model_fields_set:
+            raise ConfigError(each.problem)
+        if each.problem:
+            logger.warning("%s. The conversation goes on without its tools.", each.problem.rstrip("."))
+
+
 @asynccontextmanager
 async def chat_service(options: ChatOptions, store: ConversationStore) -> AsyncIterator[ChatService]:
     """Yield the service for these settings. The MCP servers run until the block
-    ends. Raises `ConfigError`, and `ToolServerError` for a required MCP server that does not start."""
+    ends; one that does not start is left out with a warning. Raises `ConfigError`, also for an MCP server that does not
+    start and whose settings say that it is required."""
     config = options.config
     found = [await with_model(server) for server in options.servers]
     folder = None if config.workdir in (None, NONE) else WorkFolder(Path(config.workdir).expanduser())
     async with AsyncExitStack() as stack:
-        servers = mcp_servers(config)
+        servers = mcp_servers(config, forgiving=True)
         about = project(folder)
         tools = path_tools(config, folder)
         skills = () if getattr(config, "skills_dir", None) else about.skill_tools()
         if servers is not None:
             await stack.enter_async_context(servers)
+            _report_problems(servers, config)
         settings = ChatSettings(
             system_prompt=prompt(config, folder),
             toolsets=tuple(config.enabled_toolsets or ()),

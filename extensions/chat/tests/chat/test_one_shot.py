@@ -219,6 +219,18 @@ def test_the_prompt_appears_before_anything_heavy_is_imported() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("broken", [{"command": "false"}, {"command": "/no/such"}, {"url": "http://127.0.0.1:9/mcp"}])
+def test_an_mcp_server_that_does_not_start_costs_its_tools(tmp_path: Path, broken: dict[str, str]) -> None:
+    async def scene(server: EchoChatServer) -> None:
+        for more, code in (({}, 0), ({"required": True}, 2)):
+            (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"boats": {**broken, **more}}}))
+            ran = await chat(tmp_path, "-p", "hello", "--base-url", server.url, "--model", "echo", "--mcp", "mcp.json")
+            assert (ran.code, "hello" in ran.out) == (code, code == 0)
+            assert "MCP server 'boats'" in ran.err
+
+    play(scene)
+
+
 def test_mcp_servers_of_the_settings_are_tools(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(MCP_SERVER)
     servers = {"mcpServers": {"boats": {"command": sys.executable, "args": [str(tmp_path / "server.py")]}}}

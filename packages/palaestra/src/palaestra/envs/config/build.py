@@ -103,16 +103,16 @@ def prices(config: BaseEnvConfig) -> Prices | None:
     return Prices(config.prompt_price, config.completion_price)
 
 
-def mcp_servers(config: BaseEnvConfig) -> MCPServers | None:
+def mcp_servers(config: BaseEnvConfig, *, forgiving: bool = False) -> MCPServers | None:
     """Return the enabled MCP servers of a run, not yet open; None if there are none. A replay reads servers and tools
-    from the recorded run's journal. Raises `ConfigError`."""
+    from the recorded run's journal. `forgiving` servers may fail to start. Raises `ConfigError`."""
     if not isinstance(config, HermesAgentEnvConfig) or not config.mcp_servers:
         return None
     from palaestra.tools.mcp.run_servers import MCPServers  # imported here, because most runs have no servers
 
     without = config.disabled_toolsets or ()
     if config.world != "replay" or config.world_file is None:
-        return MCPServers(config.mcp_servers, without=without)
+        return MCPServers(config.mcp_servers, without=without, forgiving=forgiving)
     recording = Path(config.world_file)
     folder = recording if recording.is_dir() else recording.parent
     return MCPServers.recorded(config.mcp_servers, open_recording(folder).tools(), without=without)

@@ -74,7 +74,8 @@ class MCPServerConfig(Settings):
     disabled: bool = Field(default=False, description="The opposite of enabled, as other programs write it.")
     required: bool = Field(
         default=True,
-        description="Whether a run fails if the server cannot be opened. If not, the run continues without the server.",
+        description="Whether a run fails if the server cannot be opened. If not, the run continues without the server. "
+        "A conversation fails only if this is set to true.",
     )
     connect_timeout: float = Field(
         default=60, gt=0, description="Maximum seconds for the server to start, and to list its tools."
