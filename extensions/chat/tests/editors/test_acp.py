@@ -296,3 +296,45 @@ def test_a_file_that_is_no_image_is_named_and_refuses_no_message(tmp_path: Path)
     blob = schema.BlobResourceContents(uri=f"file://{tmp_path}/a.pdf", blob="JVBERi0=", mime_type="application/pdf")
     said = _content([schema.EmbeddedResourceContentBlock(type="resource", resource=blob)], tmp_path)
     assert str(said).startswith("[a.pdf] (application/pdf")
+
+
+def test_an_editor_that_is_gone_leaves_what_it_was_told_in_its_log(tmp_path: Path) -> None:
+    """The editor closes the connection while a session has unwritten changes, and answers nothing more."""
+    project = tmp_path / "project"
+    project.mkdir()
+
+    async def leave(server: EchoChatServer) -> str:
+        process = await asyncio.create_subprocess_exec(
+            "palaestra", "acp", "--base-url", server.url, "--model", "echo", env=environment(tmp_path),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        async def call(number: int, method: str, **params: object) -> Any:
+            send = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
+            process.stdin.write(json.dumps(send).encode() + b"\n")
+            while line := await process.stdout.readline():
+                reply = json.loads(line)
+                if reply.get("id") == number and "method" not in reply:
+                    return reply["result"]
+                if "id" in reply:
+                    cancelled = {"jsonrpc": "2.0", "id": reply["id"], "result": {"outcome": {"outcome": "cancelled"}}}
+                    process.stdin.write(json.dumps(cancelled).encode() + b"\n")
+            return None
+
+        await call(1, "initialize", protocolVersion=1, clientCapabilities={})
+        session = (await call(2, "session/new", cwd=str(project), mcpServers=[]))["sessionId"]
+        text = 'call write_file {"path": "n.txt", "content": "x"}'
+        await call(3, "session/prompt", sessionId=session, prompt=[{"type": "text", "text": text}])
+        _, log = await process.communicate(b"")
+        assert process.returncode == 0
+        return log.decode()
+
+    async def go() -> str:
+        async with asyncio.timeout(90), EchoChatServer() as server:
+            return await leave(server)
+
+    log = asyncio.run(go())
+    assert "Traceback" not in log
+    assert "The unwritten changes are kept in" in log

@@ -102,7 +102,7 @@ def parse(text: str, since: float, zone: tzinfo | None = None) -> Schedule:
     if delay_s is not None:
         return Schedule(since + delay_s)
     fields = _NAMED.get(words, words).split(" ")
-    if len(fields) == 5 and not fields[0].startswith("20"):
+    if len(fields) == 5:
         line = _cron(fields)
         if line.after(since, zone) is None:
             raise ValueError(f"the cron line {text!r} names a day that does not exist")

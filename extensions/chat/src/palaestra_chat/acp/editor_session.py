@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ try:
     from acp import schema
 except ImportError:
     raise ConfigError(f"palaestra acp needs agent-client-protocol: {install_command('acp')}") from None
+
+logger = logging.getLogger(__name__)
 
 _KINDS: dict[str, str] = {
     "terminal": "execute",
@@ -243,11 +246,19 @@ class EditorSession:
 
     def _tell(self, text: str) -> None:
         """Show the person a notice as a thought of the agent, because the protocol has no notices."""
-        self._send_later(acp.update_agent_thought_text(f"[{text}]\n"))
+        self._send_later(acp.update_agent_thought_text(f"[{text}]\n"), text)
 
-    def _send_later(self, update: Any) -> None:
-        """Send an update without waiting for it."""
-        task = asyncio.ensure_future(self._send(update))
+    def _send_later(self, update: Any, text: str = "") -> None:
+        """Send an update without waiting for it. If the editor is gone, its log gets the text."""
+
+        async def send() -> None:
+            try:
+                await self._send(update)
+            except (ConnectionError, asyncio.CancelledError):
+                if text:
+                    logger.warning("%s", text)
+
+        task = asyncio.ensure_future(send())
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
