@@ -139,6 +139,6 @@ constraints: venv ## pin the newest allowed versions again (needs uv)
 	@echo 'ray>=2.49' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet -c requirements/development.txt \
 	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o requirements/ray.txt
 	@printf '%s\n' harbor==0.25.0 swebench==5.0.2 aiohttp click jsonschema-rs greenlet jinja2 msgspec pydantic pyyaml rich \
-	    tokenizers editables hatchling hypothesis pytest pytest-timeout pytest-xdist | uv pip compile - --universal \
+	    tokenizers editables hatchling hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist | uv pip compile - --universal \
 	    --python-version 3.12 --generate-hashes --upgrade --quiet --no-header --no-annotate --no-emit-index-url \
 	    --no-emit-find-links -o requirements/graders.txt
