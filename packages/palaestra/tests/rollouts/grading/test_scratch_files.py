@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -214,17 +215,21 @@ SCRATCHES = {
 
 @pytest.mark.slots
 @pytest.mark.parametrize("level", ["full", "userns"])
-async def test_nothing_is_copied_exactly_if_there_is_nothing(level: str) -> None:
+def test_nothing_is_copied_exactly_if_there_is_nothing(level: str) -> None:
     need_level(level)
-    found = {}
-    async with SlotPool(SlotPoolConfig(), LocalBackend.from_isolation(level)) as pool:
-        slot = await pool.acquire("t")
-        for command in SCRATCHES:
-            await slot.execute(command)
-            found[command] = await _has_no_scratch(slot)
-            listed = [await slot.list_dir(place) for place in SCRATCH]
-            assert found[command] == (not any(listed) and await slot.stat(CARRIED) is None), command
-            await slot.execute("chmod 1777 /tmp /dev/shm; find /tmp /dev/shm -mindepth 1 -delete")
-            await slot.remove(CARRIED)
-        await pool.release(slot)
-    assert found == SCRATCHES
+
+    async def main() -> dict[str, bool]:
+        found = {}
+        async with SlotPool(SlotPoolConfig(), LocalBackend.from_isolation(level)) as pool:
+            slot = await pool.acquire("t")
+            for command in SCRATCHES:
+                await slot.execute(command)
+                found[command] = await _has_no_scratch(slot)
+                listed = [await slot.list_dir(place) for place in SCRATCH]
+                assert found[command] == (not any(listed) and await slot.stat(CARRIED) is None), command
+                await slot.execute("chmod 1777 /tmp /dev/shm; find /tmp /dev/shm -mindepth 1 -delete")
+                await slot.remove(CARRIED)
+            await pool.release(slot)
+        return found
+
+    assert asyncio.run(main()) == SCRATCHES
